@@ -1,0 +1,44 @@
+"""Bytes, seconds and rates as text that a person can read."""
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("", "k", "M", "G", "T", "P", "E")
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Bytes with a binary prefix: ``format_bytes(1536) == "1.5 KiB"``; 1 GiB is 2**30 bytes."""
+    value = float(size_bytes)
+    for unit in _BINARY[:-1]:
+        if abs(value) < 1024:
+            return f"{_round(value)} {unit}"
+        value /= 1024
+    return f"{_round(value)} {_BINARY[-1]}"
+
+
+def format_seconds(time_s: float) -> str:
+    """Seconds with the prefix that fits: ``format_seconds(0.0025) == "2.5 ms"``."""
+    magnitude = abs(time_s)
+    if magnitude >= 120:
+        return f"{int(time_s // 60)} min {round(time_s % 60)} s"
+    if magnitude == 0 or magnitude >= 1:
+        return f"{_round(time_s)} s"
+    for factor, unit in ((1e3, "ms"), (1e6, "µs")):
+        if magnitude * factor >= 1:
+            return f"{_round(time_s * factor)} {unit}"
+    return f"{_round(time_s * 1e9)} ns"
+
+
+def format_rate(per_second: float, unit: str) -> str:
+    """A rate with a decimal prefix: ``format_rate(1.57e13, "FLOP") == "15.7 TFLOP/s"``."""
+    value = float(per_second)
+    for prefix in _DECIMAL[:-1]:
+        if abs(value) < 1000:
+            return f"{_round(value)} {prefix}{unit}/s"
+        value /= 1000
+    return f"{_round(value)} {_DECIMAL[-1]}{unit}/s"
+
+
+def _round(value: float) -> str:
+    """Three significant digits, without trailing zeros and without an exponent."""
+    if abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.3g}"
