@@ -41,9 +41,7 @@ def expected_error(
 
 
 @contextmanager
-def expected_warning(
-    kind: type[Warning], *phrases: str, lines: int = 6
-) -> Iterator[Caught]:
+def expected_warning(kind: type[Warning], *phrases: str, lines: int = 6) -> Iterator[Caught]:
     """Run a block that must warn with ``kind``; print the first such warning, shortened.
 
     Other warnings are shown as usual. Raises AssertionError where none of ``kind`` came whose

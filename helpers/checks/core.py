@@ -1,0 +1,240 @@
+"""How an exercise is judged: the learner's answer goes in, an Outcome comes out.
+
+A lesson's checks stand in ``lesson_NN.py`` beside this file. Each is a function of the answer that
+returns nothing when the answer is right and raises Wrong when it is not. The functions are found
+through the exercise's id: "4.2" is the second exercise of lesson 04.
+"""
+
+import html
+import importlib
+import importlib.util
+import linecache
+import re
+import sysconfig
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from IPython.display import display
+
+from helpers.checks import progress as ledger
+
+Status = Literal["not attempted", "wrong", "right"]
+Checker = Callable[[Any], None]
+
+_OURS = Path(__file__).resolve().parents[1]
+_LIBRARIES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib"))
+_exercises: dict[str, "Exercise"] = {}
+
+
+class Wrong(Exception):
+    """An answer is wrong: what it gave, what was expected, for which input, and a hint."""
+
+    def __init__(self, *, yours: Any, expected: Any, given: Any = None, hint: str = "") -> None:
+        super().__init__(hint)
+        self.yours = describe(yours)
+        self.expected = describe(expected)
+        self.given = "" if given is None else describe(given)
+        self.hint = hint
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise: its id, a title of a few words, and the function that checks it."""
+
+    id: str
+    title: str
+    checker: Checker
+    callable_answer: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The verdict on one answer; texts are empty where they do not apply."""
+
+    exercise: str
+    title: str
+    status: Status
+    yours: str = ""
+    expected: str = ""
+    given: str = ""
+    hint: str = ""
+    error: str = ""
+
+    def _rows(self) -> list[tuple[str, str]]:
+        rows = [
+            ("for", self.given),
+            ("yours", self.yours),
+            ("expected", self.expected),
+            ("error", self.error),
+            ("hint", self.hint),
+        ]
+        return [(name, text) for name, text in rows if text]
+
+    def _headline(self) -> str:
+        said = {"not attempted": "not attempted yet", "wrong": "not right yet", "right": "right"}
+        return f"Exercise {self.exercise} · {self.title}: {said[self.status]}"
+
+    def __str__(self) -> str:
+        rows = (f"  {name:<9}{text}" for name, text in self._rows())
+        return "\n".join([self._headline(), *rows])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        colour = {"not attempted": "#999999", "wrong": "#D55E00", "right": "#009E73"}[self.status]
+        rows = "".join(
+            f"<tr><td style='text-align:left;vertical-align:top'>{name}</td>"
+            f"<td style='text-align:left'><code style='white-space:pre-wrap'>{html.escape(text)}"
+            "</code></td></tr>"
+            for name, text in self._rows()
+        )
+        return (
+            f"<div style='border-left:6px solid {colour};padding:4px 12px'>"
+            f"<b>{html.escape(self._headline())}</b>{f'<table>{rows}</table>' if rows else ''}</div>"
+        )
+
+
+def exercise(
+    exercise_id: str, title: str, *, callable_answer: bool = True
+) -> Callable[[Checker], Checker]:
+    """Register a check. With ``callable_answer`` anything but a function or class is wrong."""
+
+    def register(checker: Checker) -> Checker:
+        _exercises[exercise_id] = Exercise(exercise_id, title, checker, callable_answer)
+        return checker
+
+    return register
+
+
+def exercises() -> list[Exercise]:
+    """Every exercise of the course, in order."""
+    for path in sorted(Path(__file__).parent.glob("lesson_*.py")):
+        importlib.import_module(f"helpers.checks.{path.stem}")
+    return sorted(_exercises.values(), key=lambda item: [int(n) for n in item.id.split(".")])
+
+
+def progress() -> ledger.Progress:
+    """Solved and open exercises per lesson, as a table."""
+    return ledger.tabulate([item.id for item in exercises()])
+
+
+def check(exercise_id: str, answer: Any) -> None:
+    """Judge an answer, show the verdict, and remember it if it is right.
+
+    ``answer`` is what the exercise asks for: mostly a function, sometimes a value. ``...`` and a
+    function that still raises a bare NotImplementedError count as not attempted. Raises ValueError
+    for an id that no exercise has.
+    """
+    outcome = evaluate(exercise_id, answer)
+    display(outcome)
+    if outcome.status == "right":
+        problem = ledger.record(exercise_id)
+        if problem:
+            print(problem)
+
+
+def evaluate(exercise_id: str, answer: Any) -> Outcome:
+    """The verdict on an answer, without showing or remembering it."""
+    item = _find(exercise_id)
+    try:
+        if _untouched(answer):
+            return Outcome(item.id, item.title, "not attempted")
+        if item.callable_answer and not callable(answer):
+            raise Wrong(
+                yours=answer,
+                expected="a function or class",
+                hint="Hand over the function itself, without calling it.",
+            )
+        item.checker(answer)
+    except Wrong as wrong:
+        return Outcome(
+            item.id, item.title, "wrong", wrong.yours, wrong.expected, wrong.given, wrong.hint
+        )
+    except Exception as error:
+        if type(error) is NotImplementedError and not error.args:
+            return Outcome(item.id, item.title, "not attempted")
+        return Outcome(item.id, item.title, "wrong", error=_blame(error))
+    return Outcome(item.id, item.title, "right")
+
+
+def expect_equal(yours: Any, expected: Any, *, given: Any = None, hint: str = "") -> None:
+    """Raise Wrong unless ``yours`` equals ``expected`` in type (roughly) and value."""
+    if isinstance(expected, torch.Tensor) or isinstance(yours, torch.Tensor):
+        expect_close(yours, expected, given=given, hint=hint, rtol=0, atol=0)
+    elif isinstance(yours, bool) != isinstance(expected, bool) or yours != expected:
+        raise Wrong(yours=yours, expected=expected, given=given, hint=hint)
+
+
+def expect_close(
+    yours: Any,
+    expected: Any,
+    *,
+    given: Any = None,
+    hint: str = "",
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> None:
+    """Raise Wrong unless both are close as ``torch.testing.assert_close`` has it."""
+    try:
+        torch.testing.assert_close(yours, expected, rtol=rtol, atol=atol)
+    except (AssertionError, TypeError, ValueError) as difference:
+        reason = str(difference).strip().splitlines()[0]
+        raise Wrong(
+            yours=yours, expected=expected, given=given, hint=hint or reason
+        ) from difference
+
+
+def describe(value: Any, limit: int = 300) -> str:
+    """A value in one short text; large tensors by shape, dtype and device."""
+    if isinstance(value, str):
+        text = value
+    elif isinstance(value, torch.Tensor) and value.numel() > 12:
+        kind = str(value.dtype).removeprefix("torch.")
+        text = f"a tensor of shape {tuple(value.shape)}, {kind}, on {value.device}"
+    else:
+        text = repr(value)
+    return text if len(text) <= limit else text[: limit - 6] + " [...]"
+
+
+def _find(exercise_id: str) -> Exercise:
+    known = re.fullmatch(r"(\d+)\.\d+", str(exercise_id))
+    module = f"helpers.checks.lesson_{int(known[1]):02d}" if known else ""
+    if module and importlib.util.find_spec(module):
+        importlib.import_module(module)
+    if exercise_id not in _exercises:
+        names = ", ".join(item.id for item in exercises())
+        raise ValueError(f"no exercise has the id {exercise_id!r}; the ids are {names}")
+    return _exercises[exercise_id]
+
+
+def _untouched(answer: Any) -> bool:
+    if isinstance(answer, (tuple, list)):
+        return any(_untouched(part) for part in answer)
+    if isinstance(answer, dict):
+        return any(_untouched(part) for part in answer.values())
+    return answer is ...
+
+
+def _blame(error: Exception) -> str:
+    """The error, and the line of the learner's own code that it came from."""
+    said = f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_learners(frame.filename)]
+    if not own:
+        if len(frames) > 2 or not isinstance(error, TypeError):
+            said += " (raised inside a library, called with what your answer returned)"
+        return said
+    frame = own[-1]
+    line = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return f"{said}\nin line {frame.lineno} of your cell: {line}"
+
+
+def _is_learners(filename: str) -> bool:
+    if filename.startswith("<frozen"):
+        return False
+    path = Path(filename).resolve()
+    return not any(path.is_relative_to(root) for root in (_OURS, *_LIBRARIES))

@@ -1,0 +1,95 @@
+"""Picks the devices of a lesson: real GPUs where there are enough, virtual ones where not.
+
+Set the environment variable COURSE_DEVICES to "vgpu" to take virtual GPUs on any machine, or to
+"cuda" to insist on real ones.
+"""
+
+import html
+import os
+from dataclasses import dataclass
+
+import torch
+
+from helpers import vgpu
+from helpers.units import format_bytes
+
+_CHOICES = ("auto", "cuda", "vgpu")
+
+
+@dataclass(frozen=True)
+class Description:
+    """What this machine has and what lessons use; shows itself as a table."""
+
+    rows: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<22}{text}" for name, text in self.rows)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
+            f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
+            for name, text in self.rows
+        )
+        return f"<table>{rows}</table>"
+
+
+def lab(count: int) -> list[torch.device]:
+    """``count`` GPUs for a lesson, as ``torch.device`` objects with their ordinals.
+
+    ``[cuda:0, cuda:1, ...]`` where that many exist, else ``[vgpu:0, vgpu:1, ...]``; exactly
+    ``count`` virtual GPUs exist afterwards unless a lesson has already enabled more. Raises
+    ValueError for a count below 1, for an unknown COURSE_DEVICES, and where COURSE_DEVICES=cuda
+    asks for more GPUs than there are.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"devices.lab(count) takes a whole number of GPUs from 1, got {count!r}")
+    kind, _ = _choose(count)
+    if kind == "vgpu" and vgpu.device_count() < count:
+        vgpu.enable(count=count)
+    return [torch.device(kind, index) for index in range(count)]
+
+
+def describe(count: int = 8) -> Description:
+    """A table: what this machine has, what lessons with up to ``count`` GPUs use, and why."""
+    kind, why = _choose(count)
+    used = f"{count} virtual GPUs" if kind == "vgpu" else f"{count} of the real GPUs"
+    return Description(
+        (
+            ("PyTorch", torch.__version__),
+            ("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads for PyTorch"),
+            ("real GPUs", _real_gpus()),
+            ("this course uses", f"{used} ({kind}:0 to {kind}:{count - 1})"),
+            ("because", why),
+        )
+    )
+
+
+def _choose(count: int) -> tuple[str, str]:
+    """The device type for ``count`` GPUs, and the reason in one sentence."""
+    asked = os.environ.get("COURSE_DEVICES", "auto")
+    if asked not in _CHOICES:
+        raise ValueError(f"COURSE_DEVICES is {asked!r}; it can be {', '.join(_CHOICES)} or unset")
+    real = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked == "vgpu":
+        return "vgpu", "COURSE_DEVICES=vgpu asks for virtual GPUs."
+    if real >= count:
+        return "cuda", f"This machine has {real}, and the lesson needs {count}."
+    if asked == "cuda":
+        raise ValueError(
+            f"COURSE_DEVICES=cuda asks for real GPUs; the lesson needs {count} and this machine "
+            f"has {real}. Unset the variable to use virtual ones."
+        )
+    return "vgpu", f"The lesson needs {count}, and this machine has {real}. Virtual GPUs fill in."
+
+
+def _real_gpus() -> str:
+    found = [
+        f"{torch.cuda.get_device_name(i)} ({format_bytes(torch.cuda.mem_get_info(i)[1])})"
+        for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    ]
+    if torch.backends.mps.is_available():
+        found.append("Apple GPU (mps)")
+    return ", ".join(found) or "none"

@@ -1,0 +1,5 @@
+"""Figures of the lessons; they only read records."""
+
+from helpers.plots.style import COLOURS, figure
+
+__all__ = ["COLOURS", "figure"]

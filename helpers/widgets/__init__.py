@@ -1,0 +1,1 @@
+"""Explorers: sliders around functions that also work without them."""

@@ -1,0 +1,66 @@
+"""The ledger: every claim has its proving cell, and every proving cell its claim."""
+
+import ast
+
+import pytest
+import yaml
+
+import lessons
+
+LEDGER = yaml.safe_load((lessons.ROOT / "notebooks" / "claims.yml").read_text(encoding="utf-8"))
+PROVED = [claim for claim in LEDGER if "pending" not in claim]
+ASSERTING = ("assert_close", "assert_equal", "expected_error", "expected_warning")
+
+
+def proving_cells():
+    """Claim id → the (lesson number, cell) pairs that carry its tag."""
+    found = {}
+    for path in lessons.NOTEBOOKS:
+        for cell in lessons.cells(path):
+            for tag in cell.tags:
+                if tag.startswith("claim-"):
+                    place = (lessons.number(path), cell)
+                    found.setdefault(tag.removeprefix("claim-"), []).append(place)
+    return found
+
+
+def asserts_something(source):
+    """Whether a cell can fail by its own statement: an assert of something, or a comparison."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assert) and not isinstance(node.test, ast.Constant):
+            return True
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ASSERTING:
+            return True
+    return False
+
+
+def test_the_ledger_is_well_formed():
+    ids = [claim["id"] for claim in LEDGER]
+    assert len(ids) == len(set(ids)) == 108
+    for claim in LEDGER:
+        assert set(claim) <= {"id", "claim", "verdict", "holds", "believed", "lesson", "pending"}
+        assert claim["verdict"] in ("true", "dated", "false", "open")
+        if claim["verdict"] != "true" and "pending" not in claim:
+            assert claim.get("holds"), f"{claim['id']} is {claim['verdict']}: say what holds"
+        if claim["verdict"] == "false" and "pending" not in claim:
+            assert claim.get("believed"), f"{claim['id']} is false: say why people believe it"
+
+
+@pytest.mark.parametrize("claim", PROVED, ids=lambda claim: claim["id"])
+def test_each_claim_is_proved_by_a_cell_of_its_lesson(claim):
+    places = proving_cells().get(claim["id"], [])
+    assert places, f"no cell is tagged claim-{claim['id']}"
+    assert claim["lesson"] in [number for number, _ in places]
+    for number, cell in places:
+        assert asserts_something(cell.source), f"lesson {number}, {cell.id} asserts nothing"
+
+
+def test_no_cell_names_an_unknown_or_pending_claim():
+    unknown = set(proving_cells()) - {claim["id"] for claim in PROVED}
+    assert not unknown, f"cells are tagged for claims that are unknown or pending: {unknown}"
+
+
+def test_a_pending_claim_has_its_reason():
+    for claim in LEDGER:
+        if "pending" in claim:
+            assert len(claim["pending"]) > 10, f"{claim['id']} is pending without a reason"
