@@ -18,7 +18,8 @@ def format_seconds(time_s: float) -> str:
     """Seconds with the prefix that fits: ``format_seconds(0.0025) == "2.5 ms"``."""
     magnitude = abs(time_s)
     if magnitude >= 120:
-        return f"{int(time_s // 60)} min {round(time_s % 60)} s"
+        minutes, seconds = divmod(round(time_s), 60)
+        return f"{minutes} min {seconds} s"
     if magnitude == 0 or magnitude >= 1:
         return f"{_round(time_s)} s"
     for factor, unit in ((1e3, "ms"), (1e6, "µs")):

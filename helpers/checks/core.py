@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from IPython.display import display
 
-from helpers.checks import progress as ledger
+from helpers.checks import solved
 
 Status = Literal["not attempted", "wrong", "right"]
 Checker = Callable[[Any], None]
@@ -117,9 +117,9 @@ def exercises() -> list[Exercise]:
     return sorted(_exercises.values(), key=lambda item: [int(n) for n in item.id.split(".")])
 
 
-def progress() -> ledger.Progress:
+def progress() -> solved.Progress:
     """Solved and open exercises per lesson, as a table."""
-    return ledger.tabulate([item.id for item in exercises()])
+    return solved.tabulate([item.id for item in exercises()])
 
 
 def check(exercise_id: str, answer: Any) -> None:
@@ -132,7 +132,7 @@ def check(exercise_id: str, answer: Any) -> None:
     outcome = evaluate(exercise_id, answer)
     display(outcome)
     if outcome.status == "right":
-        problem = ledger.record(exercise_id)
+        problem = solved.record(exercise_id)
         if problem:
             print(problem)
 

@@ -25,13 +25,13 @@ class Progress:
 
     def _rows(self) -> list[tuple[str, str, str]]:
         return [
-            (f"{lesson:02d}", f"{len(self.solved.get(lesson, []))} of {len(ids)}", self._marks(ids))
-            for lesson, ids in sorted(self.exercises.items())
+            (f"{lesson:02d}", f"{len(self.solved.get(lesson, []))} of {len(names)}", self._marks(names))
+            for lesson, names in sorted(self.exercises.items())
         ]
 
-    def _marks(self, ids: list[str]) -> str:
-        done = {name for names in self.solved.values() for name in names}
-        return "  ".join(f"{name} {'✓' if name in done else '·'}" for name in ids)
+    def _marks(self, names: list[str]) -> str:
+        done = {name for solved in self.solved.values() for name in solved}
+        return "  ".join(f"{name} {'✓' if name in done else '·'}" for name in names)
 
     def __str__(self) -> str:
         rows = [("lesson", "solved", "exercises"), *self._rows()]
@@ -69,7 +69,7 @@ def record(exercise_id: str) -> str:
     return ""
 
 
-def solved() -> set[str]:
+def ids() -> set[str]:
     """Ids of the exercises solved so far."""
     return {path.name.removesuffix(_SUFFIX) for path in folder().glob(f"*{_SUFFIX}")}
 
@@ -84,7 +84,7 @@ def reset() -> None:
 
 def tabulate(all_ids: list[str]) -> Progress:
     """Group the ids of all exercises, and those solved so far, by lesson."""
-    done = solved()
+    done = ids()
     by_lesson: dict[int, list[str]] = defaultdict(list)
     for name in all_ids:
         by_lesson[int(name.split(".")[0])].append(name)

@@ -1,0 +1,47 @@
+# make lab: open the course; make test: everything that must pass. Both set up .venv when needed.
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+# One thread a test keeps two cores for two tests.
+CELL_SECONDS := 120
+LESSON_SECONDS := 300
+
+.PHONY: help venv lab test check format bench clean
+help:
+	@echo "make lab      set up and open JupyterLab at lesson 00 (ARGS=\"--no-browser --port 9999\")"
+	@echo "make test     set up and run every test and every lesson"
+	@echo "make check    the quick checks: style, types, structure"
+	@echo "make format   format the code and empty the notebooks of outputs"
+	@echo "make bench    measure, and write benchmarks/RESULTS.md"
+	@echo "make clean    remove .venv and caches"
+	@echo "CPU=1         with any of them, on Linux: PyTorch without CUDA, a smaller download"
+
+venv:
+	@$(PYTHON) setup_venv.py $(if $(CPU),--cpu)
+
+lab: venv
+	$(BIN)/jupyter lab --ServerApp.ip=127.0.0.1 $(ARGS) notebooks/00_start_here.ipynb
+
+test: venv
+	$(BIN)/pytest
+	$(BIN)/pytest --nbmake --nbmake-timeout=$(CELL_SECONDS) --timeout=$(LESSON_SECONDS) \
+	  --durations=0 --durations-min=0.5 notebooks
+
+check: venv
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/test_notebooks.py tests/test_claims.py tests/test_imports.py \
+	  tests/test_environment.py
+
+format: venv
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/jupyter nbconvert --clear-output --inplace --log-level=WARN notebooks/*.ipynb
+
+bench: venv
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

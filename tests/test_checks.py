@@ -1,0 +1,118 @@
+"""The machinery of exercises: verdicts, blame, progress."""
+
+import linecache
+
+import pytest
+import torch
+
+from helpers.checks import check, core, evaluate, progress, reset, solved
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+
+
+@pytest.fixture(autouse=True)
+def own_progress(tmp_path, monkeypatch):
+    monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path / "progress"))
+
+
+@pytest.fixture
+def doubled(monkeypatch):
+    """An exercise that exists for one test: double a random tensor."""
+    monkeypatch.setattr(core, "_exercises", dict(core._exercises))
+
+    @exercise("99.1", "double it")
+    def checker(answer):
+        given = torch.randn(3)
+        expect_close(answer(given), given * 2, given=given, hint="twice, not squared")
+
+
+def learner(source):
+    """A function as a notebook cell would define it."""
+    filename = "<a cell of the learner's>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace = {"torch": torch}
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace["answer"]
+
+
+@pytest.mark.usefixtures("doubled")
+class TestVerdicts:
+    def test_right(self):
+        assert evaluate("99.1", lambda x: x + x).status == "right"
+
+    def test_wrong_says_yours_expected_given_and_a_hint(self):
+        outcome = evaluate("99.1", lambda x: x**2)
+        assert outcome.status == "wrong"
+        assert outcome.yours and outcome.expected and outcome.given
+        assert outcome.hint == "twice, not squared"
+        assert "yours" in str(outcome) and "twice, not squared" in outcome._repr_html_()
+
+    @pytest.mark.parametrize("answer", [..., (1, ...), {"a": ...}])
+    def test_an_ellipsis_is_not_attempted(self, answer):
+        assert evaluate("99.1", answer).status == "not attempted"
+
+    def test_a_bare_not_implemented_is_not_attempted(self):
+        answer = learner("def answer(x):\n    raise NotImplementedError\n")
+        assert evaluate("99.1", answer).status == "not attempted"
+
+    def test_torchs_not_implemented_is_an_error(self):
+        answer = learner("def answer(x):\n    raise NotImplementedError('could not run')\n")
+        assert evaluate("99.1", answer).status == "wrong"
+
+    def test_an_error_names_the_learners_line(self):
+        answer = learner("def answer(x):\n    y = x + 1\n    return y @ torch.ones(7)\n")
+        outcome = evaluate("99.1", answer)
+        assert outcome.status == "wrong"
+        assert "RuntimeError" in outcome.error
+        assert "line 3 of your cell: return y @ torch.ones(7)" in outcome.error
+
+    def test_an_error_inside_a_library_still_names_the_learners_line(self):
+        answer = learner("def answer(x):\n    return torch.nn.Linear(5, 2)(x)\n")
+        assert "line 2 of your cell" in evaluate("99.1", answer).error
+
+    def test_a_wrong_signature_is_said(self):
+        outcome = evaluate("99.1", lambda: 1)
+        assert outcome.status == "wrong" and "positional argument" in outcome.error
+
+    def test_a_value_where_a_function_belongs(self):
+        outcome = evaluate("99.1", torch.ones(2))
+        assert outcome.status == "wrong" and "function itself" in outcome.hint
+
+    def test_wrong_type_of_result(self):
+        assert evaluate("99.1", lambda x: None).status == "wrong"
+        assert evaluate("99.1", lambda x: x.tolist()).status == "wrong"
+
+
+def test_an_unknown_exercise():
+    with pytest.raises(ValueError, match="no exercise has the id '1.99'"):
+        evaluate("1.99", 3)
+    with pytest.raises(ValueError, match="no exercise has the id 'seven'"):
+        evaluate("seven", 3)
+
+
+def test_a_number_is_not_a_bool():
+    expect_equal(1, 1)
+    with pytest.raises(Wrong):
+        expect_equal(True, 1)
+    with pytest.raises(Wrong):
+        expect_equal(torch.ones(2), torch.zeros(2))
+
+
+@pytest.mark.usefixtures("doubled")
+def test_progress_is_kept_and_forgotten(capsys):
+    check("99.1", lambda x: x**2)
+    assert solved.ids() == set()
+    check("99.1", lambda x: x * 2)
+    assert solved.ids() == {"99.1"}
+    assert "99.1 ✓" in str(progress())
+    reset()
+    assert "Forgot 1 solved exercise." in capsys.readouterr().out
+    assert "99.1 ·" in str(progress())
+
+
+@pytest.mark.usefixtures("doubled")
+def test_a_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path / "file"))
+    check("99.1", lambda x: x * 2)
+    shown = capsys.readouterr().out
+    assert "right" in shown and "COURSE_PROGRESS_DIR" in shown

@@ -1,0 +1,59 @@
+"""The catcher for errors that teach must fail when nothing was raised."""
+
+import warnings
+
+import pytest
+
+from helpers.errors import expected_error, expected_warning
+
+
+def test_the_message_is_shown_short(capsys):
+    with expected_error(ValueError, "no such thing") as caught:
+        raise ValueError("no such thing\n" + "and so on\n" * 30)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "ValueError: no such thing"
+    assert shown[-1] == "[...]" and len(shown) == 7
+    assert caught.message.startswith("no such thing")
+
+
+def test_no_error_is_a_failure():
+    with (
+        pytest.raises(AssertionError, match=r"expected ValueError, but .* nothing"),
+        expected_error(ValueError),
+    ):
+        pass
+
+
+def test_another_message_is_a_failure():
+    with (
+        pytest.raises(AssertionError, match="without 'apples'; it says: pears"),
+        expected_error(ValueError, "apples"),
+    ):
+        raise ValueError("pears")
+
+
+def test_another_kind_passes_through():
+    with pytest.raises(KeyError), expected_error(ValueError, "apples"):
+        raise KeyError("pears")
+
+
+def test_the_failed_block_keeps_nothing_alive():
+    with expected_error((ValueError, TypeError)) as caught:
+        raise TypeError("short")
+    assert caught.error.__traceback__ is None
+
+
+def test_a_warning_is_shown_and_the_others_stay(capsys):
+    with pytest.warns(UserWarning, match="other"), expected_warning(FutureWarning, "old") as caught:
+        warnings.warn("other", UserWarning, stacklevel=1)
+        warnings.warn("old thing", FutureWarning, stacklevel=1)
+    assert capsys.readouterr().out == "FutureWarning: old thing\n"
+    assert caught.message == "old thing"
+
+
+def test_no_warning_is_a_failure():
+    with (
+        pytest.raises(AssertionError, match="expected FutureWarning with 'old', found: no warning"),
+        expected_warning(FutureWarning, "old"),
+    ):
+        pass
