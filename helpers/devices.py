@@ -4,36 +4,15 @@ Set the environment variable COURSE_DEVICES to "vgpu" to take virtual GPUs on an
 "cuda" to insist on real ones.
 """
 
-import html
 import os
-from dataclasses import dataclass
 
 import torch
 
 from helpers import vgpu
+from helpers.tables import Table
 from helpers.units import format_bytes
 
 _CHOICES = ("auto", "cuda", "vgpu")
-
-
-@dataclass(frozen=True)
-class Description:
-    """What this machine has and what lessons use; shows itself as a table."""
-
-    rows: tuple[tuple[str, str], ...]
-
-    def __str__(self) -> str:
-        return "\n".join(f"{name:<22}{text}" for name, text in self.rows)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
-            f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
-            for name, text in self.rows
-        )
-        return f"<table>{rows}</table>"
 
 
 def lab(count: int) -> list[torch.device]:
@@ -52,18 +31,19 @@ def lab(count: int) -> list[torch.device]:
     return [torch.device(kind, index) for index in range(count)]
 
 
-def describe(count: int = 8) -> Description:
+def describe(count: int = 8) -> Table:
     """A table: what this machine has, what lessons with up to ``count`` GPUs use, and why."""
     kind, why = _choose(count)
     used = f"{count} virtual GPUs" if kind == "vgpu" else f"{count} of the real GPUs"
-    return Description(
+    return Table(
+        ("this machine", ""),
         (
             ("PyTorch", torch.__version__),
             ("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads for PyTorch"),
             ("real GPUs", _real_gpus()),
             ("this course uses", f"{used} ({kind}:0 to {kind}:{count - 1})"),
             ("because", why),
-        )
+        ),
     )
 
 

@@ -83,7 +83,7 @@ class TestVerdicts:
 
 
 def test_an_unknown_exercise():
-    with pytest.raises(ValueError, match="no exercise has the id '1.99'"):
+    with pytest.raises(ValueError, match=r"no exercise has the id '1\.99'"):
         evaluate("1.99", 3)
     with pytest.raises(ValueError, match="no exercise has the id 'seven'"):
         evaluate("seven", 3)

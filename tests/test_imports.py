@@ -13,8 +13,11 @@ PACKAGE = ROOT / "helpers"
 ORDER = [
     "helpers.errors",
     "helpers.units",
+    "helpers.tables",
     "helpers.vgpu",
     "helpers.devices",
+    "helpers.rank_output",
+    "helpers.rank_places",
     "helpers.worker",
     "helpers.launch",
     "helpers.data",
@@ -23,6 +26,7 @@ ORDER = [
     "helpers.plots",
     "helpers.widgets",
     "helpers.checks",
+    "helpers.course",
 ]
 
 

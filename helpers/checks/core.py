@@ -21,6 +21,7 @@ import torch
 from IPython.display import display
 
 from helpers.checks import solved
+from helpers.tables import Table
 
 Status = Literal["not attempted", "wrong", "right"]
 Checker = Callable[[Any], None]
@@ -117,7 +118,7 @@ def exercises() -> list[Exercise]:
     return sorted(_exercises.values(), key=lambda item: [int(n) for n in item.id.split(".")])
 
 
-def progress() -> solved.Progress:
+def progress() -> Table:
     """Solved and open exercises per lesson, as a table."""
     return solved.tabulate([item.id for item in exercises()])
 

@@ -4,49 +4,16 @@ One file an exercise, so that two notebooks open at once cannot overwrite each o
 The environment variable COURSE_PROGRESS_DIR names another folder.
 """
 
-import html
 import os
 from collections import defaultdict
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import platformdirs
 
+from helpers.tables import Table
+
 _SUFFIX = ".solved"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Solved and existing exercises per lesson; shows itself as a table."""
-
-    solved: dict[int, list[str]]
-    exercises: dict[int, list[str]]
-
-    def _rows(self) -> list[tuple[str, str, str]]:
-        return [
-            (f"{lesson:02d}", f"{len(self.solved.get(lesson, []))} of {len(names)}", self._marks(names))
-            for lesson, names in sorted(self.exercises.items())
-        ]
-
-    def _marks(self, names: list[str]) -> str:
-        done = {name for solved in self.solved.values() for name in solved}
-        return "  ".join(f"{name} {'✓' if name in done else '·'}" for name in names)
-
-    def __str__(self) -> str:
-        rows = [("lesson", "solved", "exercises"), *self._rows()]
-        return "\n".join(f"{lesson:<8}{count:<9}{marks}" for lesson, count, marks in rows)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            "<tr>"
-            + "".join(f"<td style='text-align:left'>{html.escape(c)}</td>" for c in row)
-            + "</tr>"
-            for row in self._rows()
-        )
-        return f"<table><tr><th>lesson</th><th>solved</th><th>exercises</th></tr>{rows}</table>"
 
 
 def folder() -> Path:
@@ -82,13 +49,18 @@ def reset() -> None:
     print(f"Forgot {len(paths)} solved exercise{'' if len(paths) == 1 else 's'}.")
 
 
-def tabulate(all_ids: list[str]) -> Progress:
-    """Group the ids of all exercises, and those solved so far, by lesson."""
+def tabulate(all_ids: list[str]) -> Table:
+    """Solved exercises per lesson, of all those in ``all_ids``."""
     done = ids()
     by_lesson: dict[int, list[str]] = defaultdict(list)
     for name in all_ids:
         by_lesson[int(name.split(".")[0])].append(name)
-    return Progress(
-        {lesson: [n for n in names if n in done] for lesson, names in by_lesson.items()},
-        dict(by_lesson),
-    )
+    rows = [
+        (
+            f"{lesson:02d}",
+            f"{sum(name in done for name in names)} of {len(names)}",
+            "  ".join(f"{name} {'✓' if name in done else '·'}" for name in names),
+        )
+        for lesson, names in sorted(by_lesson.items())
+    ]
+    return Table(("lesson", "solved", "exercises"), rows)

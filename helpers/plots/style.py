@@ -60,3 +60,8 @@ def title(axes: Axes, message: str, how: str) -> None:
     """
     axes.set_title(f"{message}\n", loc="left", fontweight="bold")
     axes.text(0, 1.02, how, transform=axes.transAxes, color="#666666", fontsize=9, va="bottom")
+
+
+def headline(made: Figure, message: str, how: str) -> None:
+    """As ``title``, over a figure of several panels."""
+    made.suptitle(f"{message} · {how}", x=0.01, ha="left", fontsize=11, fontweight="bold")

@@ -1,0 +1,58 @@
+"""A small table that shows itself in a notebook and reads well as text."""
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under a header; cells are turned into text, True and False into yes and no.
+
+    ``links`` maps the text of a cell to the address it leads to in a notebook. Raises ValueError
+    for a row that has not as many cells as the header.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    caption: str = ""
+    links: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.header):
+                raise ValueError(f"a row of {len(row)} cells under {len(self.header)} names: {row}")
+
+    def _texts(self) -> list[list[str]]:
+        spoken = {True: "yes", False: "no"}
+        return [
+            [spoken[cell] if isinstance(cell, bool) else str(cell) for cell in row]
+            for row in self.rows
+        ]
+
+    def __str__(self) -> str:
+        lines = [[str(name) for name in self.header], *self._texts()]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
+        shown = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        ]
+        return "\n".join([self.caption, *shown] if self.caption else shown)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        style = "style='text-align:left;vertical-align:top'"
+        head = "".join(f"<th {style}>{html.escape(str(name))}</th>" for name in self.header)
+        body = "".join(
+            "<tr>" + "".join(f"<td {style}>{self._cell(text)}</td>" for text in row) + "</tr>"
+            for row in self._texts()
+        )
+        # Above the table, in the order in which it is read.
+        caption = f"<p>{html.escape(self.caption)}</p>" if self.caption else ""
+        return f"{caption}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def _cell(self, text: str) -> str:
+        address = (self.links or {}).get(text)
+        shown = html.escape(text)
+        return f"<a href='{html.escape(address, quote=True)}'>{shown}</a>" if address else shown

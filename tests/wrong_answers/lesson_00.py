@@ -1,0 +1,12 @@
+"""Typical mistakes in the exercises of lesson 00, and what the learner must be told."""
+
+WRONG = {
+    "0.1": [
+        ("def largest_share(batch_size, gpu_count):\n    return batch_size", "divides evenly"),
+        ("def largest_share(b, n):\n    return b // n", "rounded up"),
+        ("def largest_share(b, n):\n    return b / n", "rounded up"),
+        ("def largest_share(b, n):\n    return b // n + 1", "divides evenly"),
+        ("def largest_share(b, n):\n    return float(-(-b // n))", "whole number"),
+        ("def largest_share(b, n):\n    return b // m", "name 'm' is not defined"),
+    ],
+}
