@@ -1,0 +1,30 @@
+"""The overview of lesson 00 is read from the lessons themselves."""
+
+import pytest
+
+import lessons
+from helpers import course
+from helpers.checks import check, reset
+
+
+def test_every_lesson_is_listed_with_its_link_and_minutes():
+    table = course.overview(lessons.ROOT / "notebooks")
+    numbered = [path for path in lessons.NOTEBOOKS if lessons.number(path)]
+    assert [row[0][:2] for row in table.rows] == [lessons.number(path) for path in numbered]
+    assert list(table.links.values()) == [path.name for path in numbered]
+    for path, row in zip(numbered, table.rows, strict=True):
+        assert int(row[1]) > 0
+        assert row[3].endswith(f"of {len(lessons.exercise_ids(path))}")
+
+
+def test_progress_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path))
+    check("0.1", lambda batch_size, gpu_count: -(-batch_size // gpu_count))
+    assert course.overview(lessons.ROOT / "notebooks").rows[0][3] == "1 of 1"
+    reset()
+    assert course.overview(lessons.ROOT / "notebooks").rows[0][3] == "0 of 1"
+
+
+def test_another_folder_is_said(tmp_path):
+    with pytest.raises(FileNotFoundError, match="run this in notebooks/"):
+        course.overview(tmp_path)
