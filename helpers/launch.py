@@ -1,0 +1,220 @@
+"""Run a function that was defined in a notebook cell on several processes with a process group.
+
+def hello(rank, world_size):
+    print("hello from rank", rank)
+    return rank
+
+launch.run(hello, 4)    # [0, 1, 2, 3]
+"""
+
+import linecache
+import os
+import pickle
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from inspect import getclosurevars, isfunction
+from pathlib import Path
+from typing import Any, Literal
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from helpers import rank_faults, rank_places, worker
+from helpers.errors import LaunchError, RankDied, RankRaised, RanksHung
+from helpers.rank_output import Output
+from helpers.rank_team import Member, Team
+from helpers.worker import report
+
+__all__ = ["LaunchError", "RankDied", "RankRaised", "RanksHung", "report", "run"]
+
+RANKS_PER_CORE = 16
+"""More processes than this on a core only wait for each other, and fill the memory."""
+
+START_LIMIT_S = 180.0
+"""For all ranks to have a process group; the first run of a kernel imports torch for them."""
+
+
+def run(
+    function: Callable[..., Any],
+    nprocs: int,
+    *args: Any,
+    timeout_s: float | None = 300.0,
+    on_report: Callable[[int, Any], object] | None = None,
+    output: Literal["live", "by rank"] = "live",
+) -> list[Any]:
+    """Call ``function(rank, world_size, *args)`` on ``nprocs`` processes; their results, by rank.
+
+    The function may come from a cell, with whatever it refers to; it travels by value, as do its
+    arguments and results. Every rank finds the default process group ready (gloo on CPUs; gloo
+    and NCCL where each rank has a GPU of its own), the environment variables that torchrun sets,
+    and its share of the machine's cores as threads.
+
+    ``output="live"`` shows what the ranks print at once, in the order of time; ``"by rank"`` when
+    all have ended, rank by rank. ``on_report(rank, content)`` is called here for each
+    ``launch.report(content)`` of a rank. ``timeout_s`` limits the whole run; None waits for ever.
+
+    Raises RankRaised, RankDied or RanksHung (all of them LaunchError) when a rank does not return;
+    TypeError or ValueError for arguments that cannot work. No process outlives the call.
+    """
+    _check(function, nprocs, timeout_s, output)
+    payload = _pack(function, args)
+    with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as scratch:
+        jobs = _jobs(payload, nprocs, Path(scratch))
+        printer = Output(nprocs, by_rank=output == "by rank")
+        with Team(jobs, printer, on_report) as team:
+            _follow(team, START_LIMIT_S, lambda member: member.joined, Path(scratch))
+            _follow(team, timeout_s, lambda member: member.outcome is not None, Path(scratch))
+            team.release(time_s=10)
+    return [_unpack(m) for m in team.members]
+
+
+def _check(function: object, nprocs: object, timeout_s: object, output: object) -> None:
+    rank = worker.current_rank()
+    if rank is not None:
+        raise LaunchError(f"launch.run was called inside rank {rank} of another launch.run.")
+    if not callable(function):
+        raise TypeError(
+            f"launch.run takes a function first, as in launch.run(train, 2); found {function!r}."
+        )
+    if not isinstance(nprocs, int) or isinstance(nprocs, bool):
+        kind = type(nprocs).__name__
+        raise TypeError(f"the number of ranks must be an int; found {nprocs!r} ({kind}).")
+    cores = _cores()
+    most = RANKS_PER_CORE * cores
+    if nprocs < 1:
+        raise ValueError(f"launch.run needs at least 1 rank; found {nprocs}.")
+    if nprocs > most:
+        raise ValueError(
+            f"{nprocs} ranks are too many for {cores} cores: every rank is a process of its own "
+            f"with its own memory. Use at most {most} here ({RANKS_PER_CORE} for each core)."
+        )
+    if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
+        raise ValueError(f"timeout_s must be a positive number of seconds; found {timeout_s!r}.")
+    if output not in ("live", "by rank"):
+        raise ValueError(f'output must be "live" or "by rank"; found {output!r}.')
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _pack(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return cloudpickle.dumps((function, args))
+    except Exception as error:
+        name = getattr(function, "__name__", repr(function))
+        culprit = _unpicklable_part(function, args)
+        raise TypeError(
+            f"launch.run cannot send {name} to other processes{culprit}: {error}. "
+            "Make such a thing inside the function, on each rank."
+        ) from error
+
+
+def _unpicklable_part(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    parts = {f"argument {i} after the number of ranks": arg for i, arg in enumerate(args, start=1)}
+    if isfunction(function):
+        names = getclosurevars(function)
+        for name, value in {**names.globals, **names.nonlocals}.items():
+            parts[f"the variable {name!r} that it uses"] = value
+    for where, value in parts.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return f", because of {where} ({type(value).__name__})"
+    return ""
+
+
+def _jobs(payload: bytes, world_size: int, scratch: Path) -> list[worker.Job]:
+    threads = max(1, _cores() // world_size)
+    own_gpus = dist.is_nccl_available() and torch.cuda.device_count() >= world_size
+    shared = {
+        # A figure drawn in a rank is shown by the notebook, not by the rank.
+        "MPLBACKEND": "agg",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": str(threads),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+    }
+    defaults = dict(rank_places.RECORDER)
+    loopback = [name for _, name in _interfaces() if name in ("lo", "lo0")]
+    if loopback:
+        # All ranks are on this machine; without this gloo looks the machine's own name up.
+        defaults["GLOO_SOCKET_IFNAME"] = loopback[0]
+    # A cell's source stands in linecache only, and has no time of change there.
+    sources = {n: e for n, e in linecache.cache.items() if len(e) == 4 and e[1] is None}
+    return [
+        worker.Job(
+            rank=rank,
+            world_size=world_size,
+            backend="cpu:gloo,cuda:nccl" if own_gpus else "gloo",
+            threads=threads,
+            payload=payload,
+            environment={
+                **defaults,
+                **os.environ,
+                **shared,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+            },
+            sources=sources,
+            scratch=scratch,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def _interfaces() -> list[tuple[int, str]]:
+    return socket.if_nameindex() if hasattr(socket, "if_nameindex") else []
+
+
+def _free_port() -> int:
+    """A port that is free now, for a script that meets through MASTER_PORT; we meet in a file."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _follow(
+    team: Team, limit_s: float | None, arrived: Callable[[Member], bool], scratch: Path
+) -> None:
+    """Listen until every rank has arrived; raise what went wrong, or where they are too late."""
+    deadline_s = float("inf") if limit_s is None else time.monotonic() + limit_s
+    while not all(map(arrived, team.members)):
+        team.listen(deadline_s)
+        if any(map(rank_faults.failed, team.members)):
+            _settle(team)
+            raise rank_faults.fault(team.members, scratch)
+        if limit_s is not None and time.monotonic() > deadline_s:
+            where = team.ask_where(time_s=2)
+            raise rank_faults.hang(team.members, where, limit_s)
+
+
+def _settle(team: Team) -> None:
+    """Hear what else goes wrong: the first that we hear of need not be the first that happened."""
+    began_s = time.monotonic()
+    until_s = began_s + 0.2
+    while time.monotonic() < until_s:
+        team.listen(until_s)
+        failed = filter(rank_faults.failed, team.members)
+        if all(map(rank_faults.is_consequence, failed)):
+            # Some rank was lost to others, and its own end is still to be noticed.
+            until_s = min(time.monotonic() + 0.2, began_s + 5)
+
+
+def _unpack(member: Member) -> Any:
+    assert isinstance(member.outcome, worker.Result)
+    try:
+        return pickle.loads(member.outcome.content)
+    except Exception as error:
+        raise LaunchError(
+            f"the result of rank {member.rank} arrived, but cannot be rebuilt here: "
+            f"{type(error).__name__}: {error}. Return tensors, numbers, state_dicts or model.module."
+        ) from error
