@@ -1,0 +1,96 @@
+"""Types lines into real shells and returns what came out; for lessons about what a shell does."""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one line did: its exit status, and its output and errors as text."""
+
+    line: str
+    status: int
+    output: str
+    errors: str
+
+
+def run_lines(
+    lines: Sequence[str], files: Mapping[str, str], timeout_s: float = 120
+) -> list[Result]:
+    """Run each line in a POSIX shell of its own, all at the same time.
+
+    The shells start in a temporary folder that holds ``files`` (name to text). ``python`` is the
+    interpreter that runs this, and CUDA_VISIBLE_DEVICES is unset until a line sets it. Raises
+    FileNotFoundError where there is no shell, and subprocess.TimeoutExpired after ``timeout_s``.
+    """
+    shell = _find_shell()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in files.items():
+            Path(folder, name).write_text(text, encoding="utf-8")
+        # A link to the interpreter would lose its virtual environment; a script does not.
+        python = Path(folder, "python")
+        python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n', encoding="utf-8")
+        python.chmod(0o755)
+        environment = dict(os.environ, PATH=folder + os.pathsep + os.environ.get("PATH", ""))
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+        started: list[subprocess.Popen[str]] = []
+        try:
+            for line in lines:
+                started.append(_start(shell, line, folder, environment))
+            return [_finish(*pair, timeout_s) for pair in zip(lines, started, strict=True)]
+        finally:
+            for process in started:
+                _stop(process)
+
+
+def _start(
+    shell: str, line: str, folder: str, environment: Mapping[str, str]
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [shell, "-c", line],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A group of its own: what the shell has started ends with it.
+        start_new_session=True,
+    )
+
+
+def _finish(line: str, process: subprocess.Popen[str], timeout_s: float) -> Result:
+    output, errors = process.communicate(timeout=timeout_s)
+    return Result(line, process.returncode, output.strip(), errors.strip())
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        if os.name == "posix":
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+    # Closes the pipes of a process that was not read to its end.
+    process.communicate()
+
+
+def _find_shell() -> str:
+    """The path of ``sh``; on Windows the one that comes with Git will do."""
+    found = shutil.which("sh")
+    git = shutil.which("git")
+    if found is None and git is not None:
+        found = shutil.which("sh", path=str(Path(git).parents[1] / "bin"))
+    if found is None:
+        raise FileNotFoundError(
+            "no POSIX shell (sh) was found on PATH, and the lesson types into one. On Windows, "
+            "install Git for Windows, or run the course inside WSL."
+        )
+    return found

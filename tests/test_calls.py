@@ -1,0 +1,32 @@
+"""The record of operations: names in order, and which of them copy."""
+
+import torch
+
+from helpers.calls import Calls
+
+
+def test_operations_are_named_in_order():
+    with Calls() as calls:
+        _ = torch.zeros(3) + 1
+    assert calls.names == ["zeros", "add"]
+    assert calls.copies == 0
+
+
+def test_copies_are_counted_and_views_are_not():
+    x = torch.ones(4)
+    with Calls() as calls:
+        assert x.to("cpu") is x
+        _ = x.view(2, 2)
+    assert calls.copies == 0
+    with Calls() as calls:
+        x.to(torch.float64)
+        x.clone()
+        torch.empty(4).copy_(x)
+    assert calls.copies == 3
+
+
+def test_nothing_is_recorded_outside_the_block():
+    with Calls() as calls:
+        torch.ones(2)
+    torch.ones(2)
+    assert calls.names == ["ones"]

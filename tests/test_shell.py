@@ -1,0 +1,36 @@
+"""Lines typed into shells: real parsing, this interpreter, a clean environment."""
+
+import subprocess
+import sys
+
+import pytest
+
+from helpers.shell import run_lines
+
+SHOW = 'import os, sys; print(os.environ.get("CUDA_VISIBLE_DEVICES"), sys.prefix)'
+
+
+def test_python_is_this_interpreter_and_the_variable_starts_unset(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    plain, chosen = run_lines(
+        ["python show.py", 'CUDA_VISIBLE_DEVICES="1,3" python show.py'], {"show.py": SHOW}
+    )
+    assert plain.output == f"None {sys.prefix}"
+    assert chosen.output == f"1,3 {sys.prefix}"
+
+
+def test_a_line_that_fails_says_so():
+    (result,) = run_lines(["no_such_command 2,3"], {})
+    assert result.status == 127
+    assert "not found" in result.errors
+
+
+def test_a_line_that_never_ends_is_stopped():
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_lines(["tail -f /dev/null; true"], {}, timeout_s=0.5)
+
+
+def test_no_shell_is_one_clear_sentence(monkeypatch):
+    monkeypatch.setattr("helpers.shell.shutil.which", lambda name, path=None: None)
+    with pytest.raises(FileNotFoundError, match="no POSIX shell"):
+        run_lines(["true"], {})
