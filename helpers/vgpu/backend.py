@@ -1,0 +1,193 @@
+"""Switches virtual GPUs on and off: the only file that touches torch's own state.
+
+Two things cannot be undone, because torch allows each only once in a process: the name of the
+device type (``torch.device("vgpu:0")`` stays valid), and with it that ``torch.accelerator`` names
+``vgpu``. So ``torch.vgpu`` stays as well and then says that no device is available, as
+``torch.cuda`` does on a machine without a GPU. Everything else goes through :class:`_Patches`.
+"""
+
+import contextlib
+import functools
+import sys
+from typing import Any
+
+import torch
+import torch.nn.parallel.data_parallel
+from torch.nn.parallel import comm as torch_comm
+from torch.utils import backend_registration
+
+from helpers.vgpu import comm, device_module, gpus, operations, rules
+from helpers.vgpu.specs import GPUSpec, get_spec
+from helpers.vgpu.tensor import dispatch
+
+_MISSING = object()
+
+
+class _Patches:
+    """Attributes that were replaced, and how to put them back."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        while self._undo:
+            owner, name, value = self._undo.pop()
+            if value is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+_patches = _Patches()
+_libraries: list[torch.library.Library] = []
+_named = False
+
+
+class Lab(contextlib.AbstractContextManager):
+    """The virtual GPUs that one ``enable`` switched on; a context manager that disables them."""
+
+    def __init__(self, before: tuple[int, GPUSpec, int] | None) -> None:
+        self._before = before
+        self.devices = [torch.device(gpus.DEVICE_TYPE, i) for i in range(gpus.device_count())]
+
+    def disable(self) -> None:
+        disable()
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Back to what was before ``enable``: other virtual GPUs, or none."""
+        if self._before is None:
+            disable()
+        else:
+            gpus.set_count(*self._before)
+
+    def __repr__(self) -> str:
+        name = gpus.by_index(0).spec.name if gpus.device_count() else "disabled"
+        return f"<{len(self.devices)} virtual GPUs: {name}>"
+
+
+_settings: tuple[int, GPUSpec, int] | None = None
+
+
+def enable(count: int, gpu: str | GPUSpec = "V100", memory_bytes: int | None = None) -> Lab:
+    """Make ``count`` virtual GPUs available as devices ``vgpu:0`` to ``vgpu:count-1``.
+
+    gpu: a preset of specs.py, or a GPUSpec. memory_bytes: capacity of each, in place of the
+    preset's. May be called again at any time; tensors stay on the devices that remain.
+    """
+    if not 1 <= count <= 127:
+        raise ValueError(f"count must be 1 to 127 (torch numbers devices in 8 bits), got {count}")
+    spec = get_spec(gpu)
+    capacity_bytes = spec.memory_bytes if memory_bytes is None else memory_bytes
+    if capacity_bytes <= 0:
+        raise ValueError(f"memory_bytes must be positive, got {memory_bytes}")
+    global _settings
+    before = _settings
+    if before is None:
+        _name_device_type()
+        _install()
+    _settings = (count, spec, capacity_bytes)
+    gpus.set_count(*_settings)
+    return Lab(before)
+
+
+def disable() -> None:
+    """Switch the virtual GPUs off and put back every name that ``enable`` replaced."""
+    global _settings
+    if _settings is None:
+        return
+    for library in _libraries:
+        library._destroy()
+    _libraries.clear()
+    _patches.undo()
+    gpus.set_count(0, *_settings[1:])
+    _settings = None
+
+
+def is_enabled() -> bool:
+    return _settings is not None
+
+
+def _name_device_type() -> None:
+    """Once per process: give PrivateUse1 its name and its module."""
+    global _named
+    if _named:
+        return
+    found = torch._C._get_privateuse1_backend_name()
+    if found != "privateuseone":
+        raise RuntimeError(
+            f"torch's only place for a further device type is taken by {found!r}; "
+            f"virtual GPUs need a process without it"
+        )
+    methods = {
+        owner: set(vars(owner))
+        for owner in (torch.Tensor, torch.nn.Module, torch.nn.utils.rnn.PackedSequence)
+    }
+    backend_registration._setup_privateuseone_for_python_backend(
+        gpus.DEVICE_TYPE, backend_module=device_module
+    )
+    for owner, names in methods.items():
+        for name in set(vars(owner)) - names:
+            _methods.append((owner, name, vars(owner)[name]))
+            delattr(owner, name)
+    _named = True
+
+
+# What torch generates for a new device type: Tensor.vgpu, Tensor.is_vgpu, Module.vgpu and so on.
+_methods: list[tuple[Any, str, Any]] = []
+
+
+def _install() -> None:
+    for owner, name, value in _methods:
+        _patches.set(owner, name, value)
+    for name in ("scatter", "gather", "broadcast_coalesced"):
+        _patches.set(torch_comm, name, getattr(comm, name))
+    # torch asks for CUDA and MPS first; whoever enables virtual GPUs means those.
+    for module in (torch._utils, sys.modules["torch.nn.parallel.data_parallel"]):
+        _patches.set(module, "_get_available_device_type", lambda: gpus.DEVICE_TYPE)
+    _patches.set(torch.nn.parallel._functions, "_get_stream", _copy_stream)
+    for name, function in _ACCELERATOR.items():
+        _patches.set(torch._C, f"_accelerator_{name}", function)
+    rules.use_handlers(operations.HANDLERS)
+    _register_kernels()
+
+
+def _register_kernels() -> None:
+    """Send to ``dispatch`` what reaches the two backends' keys without a virtual tensor."""
+    fallbacks = torch.library.Library("_", "IMPL")
+    _libraries.append(fallbacks)
+    for key in ("PrivateUse1", "Lazy"):
+        fallbacks.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), key)
+    # torch.tensor() and list indices copy with Python dispatch switched off, and a fallback is
+    # not looked up for Python tensors: those operators need an entry of their own.
+    kernels = torch.library.Library("aten", "IMPL")
+    _libraries.append(kernels)
+    for func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
+        handler = functools.partial(_call, func)
+        kernels.impl(func, handler, "Lazy")
+
+
+def _call(func, *args, **kwargs):
+    return dispatch(func, args, kwargs)
+
+
+def _copy_stream(device: torch.device) -> torch.Stream | None:
+    """The background stream for copies from the CPU, in ``torch.nn.parallel._functions``."""
+    return None if device.type == "cpu" else device_module.Stream(device)
+
+
+# Functions behind torch.accelerator; its C++ half knows one device, and no streams.
+_ACCELERATOR = {
+    "getDeviceIndex": gpus.current_index,
+    "setDeviceIndex": gpus.exchange_index,
+    "exchangeDevice": gpus.exchange_index,
+    "maybeExchangeDevice": gpus.exchange_index,
+    "getStream": device_module.current_stream,
+    "setStream": device_module.set_stream,
+    "synchronizeDevice": device_module.synchronize,
+    "getMemoryInfo": device_module.mem_get_info,
+    "emptyCache": device_module.empty_cache,
+}

@@ -1,0 +1,69 @@
+"""The operators that cross devices or reach below a tensor, each with its own handler."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from helpers.vgpu import gpus
+from helpers.vgpu.rules import Handler
+from helpers.vgpu.tensor import VirtualTensor, wrap
+
+HANDLERS: dict[str, Handler] = {}
+
+
+def special(*names: str) -> Callable[[Handler], Handler]:
+    """Decorator: the function handles the aten operators ``names``."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update((f"aten::{name}", handler) for name in names)
+        return handler
+
+    return register
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The CPU tensor inside a virtual one; any other tensor itself."""
+    return tensor._values if isinstance(tensor, VirtualTensor) else tensor
+
+
+@special("_to_copy")
+def to_copy(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``Tensor.to`` where something changes: the only way from one device to another."""
+    (source,) = args
+    options = {key: value for key, value in kwargs.items() if value is not None}
+    device = options.pop("device", None)
+    options.pop("pin_memory", None)
+    target = source._gpu if device is None else gpus.resolve(device)
+    if target is None and device.type != "cpu":
+        return func(source._values, device=device, **options)
+    values = func(values_of(source), **options)
+    return values if target is None else wrap(values, target, "copy")
+
+
+@special("copy_")
+def copy_(func: Any, args: tuple, kwargs: dict) -> Any:
+    target, source, *rest = args
+    values_of(target).copy_(values_of(source), *rest, **kwargs)
+    return target
+
+
+@special("_foreach_copy_")
+def foreach_copy_(func: Any, args: tuple, kwargs: dict) -> Any:
+    targets, sources, *rest = args
+    func([values_of(t) for t in targets], [values_of(s) for s in sources], *rest, **kwargs)
+
+
+@special("record_stream")
+def record_stream(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Nothing to do: a block is never reused while an operation still needs it."""
+
+
+@special("is_pinned")
+def is_pinned(func: Any, args: tuple, kwargs: dict) -> Any:
+    return False
+
+
+@special("_pin_memory", "pin_memory")
+def pin_memory(func: Any, args: tuple, kwargs: dict) -> Any:
+    raise RuntimeError(f"cannot pin '{args[0].type()}' only dense CPU tensors can be pinned")

@@ -1,0 +1,138 @@
+"""Streams and events of virtual GPUs.
+
+An operation has ended when its call returns, so waiting never takes time here. What is kept is the
+bookkeeping: which stream is current on which device in which thread, and when an event was
+recorded, by the host's clock.
+"""
+
+import itertools
+import threading
+import time
+from typing import Any
+
+import torch
+
+from helpers.vgpu import gpus
+
+_stream_ids = itertools.count(1)
+_current = threading.local()
+
+
+class Stream(torch.Stream):
+    """A queue of work on one virtual GPU; ``with stream:`` makes it and its device current."""
+
+    _entered: list[tuple["Stream", int]]
+
+    def __new__(
+        cls, device: Any = None, priority: int = 0, *, stream_id: int | None = None
+    ) -> "Stream":
+        index = _index(device)
+        stream = super().__new__(
+            cls,
+            stream_id=next(_stream_ids) if stream_id is None else stream_id,
+            device_index=index,
+            device_type=torch._C._autograd.DeviceType.PrivateUse1.value,
+        )
+        stream._entered = []
+        return stream
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """All work given to this stream has ended already."""
+
+    def wait_event(self, event: torch.Event) -> None:
+        """Work given later starts after ``event``, which has happened already."""
+
+    def wait_stream(self, stream: torch.Stream) -> None:
+        """Work given later starts after all of ``stream``'s, which has ended already."""
+
+    def record_event(self, event: torch.Event | None = None) -> torch.Event:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def __enter__(self) -> "Stream":
+        self._entered.append((current_stream(self.device_index), gpus.current_index()))
+        set_stream(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        stream, index = self._entered.pop()
+        set_stream(stream)
+        gpus.exchange_index(index)
+
+    def __repr__(self) -> str:
+        return f"<torch.vgpu.Stream device={self.device} stream_id={self.stream_id}>"
+
+
+class Event(torch.Event):
+    """A mark in a stream; with ``enable_timing`` it keeps the host's time of recording."""
+
+    _enable_timing: bool
+    _time_s: float | None
+
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> "Event":
+        event = super().__new__(cls, gpus.DEVICE_TYPE, enable_timing=enable_timing)
+        event._enable_timing = enable_timing
+        event._time_s = None
+        return event
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        self._time_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        """The event has happened already."""
+
+    def synchronize(self) -> None:
+        """The event has happened already."""
+
+    def elapsed_time(self, end_event: "Event") -> float:  # type: ignore[override]
+        """Milliseconds between two recorded events, by the host's clock."""
+        if not (self._enable_timing and end_event._enable_timing):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if self._time_s is None or end_event._time_s is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        return (end_event._time_s - self._time_s) * 1000
+
+    def __repr__(self) -> str:
+        return f"<torch.vgpu.Event recorded={self._time_s is not None}>"
+
+
+def _index(device: Any) -> int:
+    if device is None:
+        return gpus.current_index()
+    if isinstance(device, int):
+        return gpus.by_index(device).index
+    gpu = gpus.resolve(torch.device(device))
+    if gpu is None:
+        raise ValueError(f"Expected a {gpus.DEVICE_TYPE} device, but got: {device}")
+    return gpu.index
+
+
+def _streams_of_thread() -> dict[int, Stream]:
+    if not hasattr(_current, "streams"):
+        _current.streams = {}
+    return _current.streams
+
+
+def default_stream(device: Any = None) -> Stream:
+    """The stream that a device uses unless told otherwise."""
+    return Stream(_index(device), stream_id=0)
+
+
+def current_stream(device: Any = None) -> Stream:
+    index = _index(device)
+    return _streams_of_thread().get(index) or default_stream(index)
+
+
+def set_stream(stream: Stream) -> None:
+    """Make a stream and its device current in this thread."""
+    gpus.exchange_index(stream.device_index)
+    _streams_of_thread()[stream.device_index] = stream

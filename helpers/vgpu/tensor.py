@@ -1,0 +1,254 @@
+"""The tensor of a virtual GPU, and what happens when torch computes with it.
+
+A :class:`VirtualTensor` holds a CPU tensor with the values. To C++ it is a tensor without storage
+on ``lazy:k``. That device type was chosen because autograd keeps its index (a copy between two
+virtual GPUs is differentiated as a copy back) and runs its backward in the CPU's queue, and because
+torch ships no kernels for it, so whatever autograd's formulas create there reaches
+:func:`dispatch` too. Python shows ``vgpu:k``: the ``device`` property below says so.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from helpers.vgpu import gpus
+from helpers.vgpu.gpus import VirtualGPU
+from helpers.vgpu.rules import Rule, rule_for
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class VirtualTensor(torch.Tensor):
+    """A tensor on a virtual GPU; made by torch's own functions, never by hand."""
+
+    # No slots: torch.utils.swap_tensors, by which Module.to keeps a parameter's identity, allows
+    # none that the two types do not share.
+    _gpu: VirtualGPU
+    _values: torch.Tensor  # type: ignore[assignment]
+
+    # Torch functions run as they are; only the methods below know the virtual device's name.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._gpu.device
+
+    def get_device(self) -> int:
+        return self._gpu.index
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, source: torch.Tensor) -> None:
+        _set_data(self, source)
+        if isinstance(source, VirtualTensor):
+            self._values, self._gpu = source._values, source._gpu
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        """``Tensor.to``; C++ compares devices there, so it must get the ones it knows."""
+        if "device" in kwargs:
+            kwargs["device"] = _cpp_device(kwargs["device"])
+        elif args:
+            args = (_cpp_device(args[0]), *args[1:])
+        return super().to(*args, **kwargs)
+
+    def type(  # type: ignore[override]
+        self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any
+    ) -> Any:
+        if dtype is None:
+            return super().type().replace(gpus.CPP_DEVICE_TYPE, gpus.DEVICE_TYPE)
+        return super().type(dtype, non_blocking, **kwargs)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if force:
+            return self.detach().cpu().resolve_conj().resolve_neg().numpy()
+        raise _not_numpy(self.device)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        raise _not_numpy(self.device)
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def data_ptr(self) -> int:
+        return self._values.data_ptr()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if tensor_contents is None and self.layout is torch.strided and self.numel() > 0:
+            with torch.no_grad():
+                tensor_contents = torch._tensor_str._tensor_str(self._values, len("tensor("))
+        text = torch._tensor_str._str(self, tensor_contents=tensor_contents)
+        text = text.replace("Tensor(", "tensor(", 1)
+        if isinstance(self, torch.nn.Parameter):
+            text = text.removeprefix("Parameter(").removesuffix(")")
+            return f"Parameter containing:\n{text}"
+        return text
+
+    def __format__(self, format_spec: str) -> str:
+        return self.item().__format__(format_spec) if self.dim() == 0 else repr(self)
+
+    def __tensor_flatten__(self) -> tuple[list[str], VirtualGPU]:
+        """Says that values lie inside, so that ``Module.to`` keeps each parameter's identity."""
+        return ["_values"], self._gpu
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict, gpu: VirtualGPU, outer_size: Any, outer_stride: Any
+    ) -> "VirtualTensor":
+        return wrap(inner_tensors["_values"], gpu, "unflatten")
+
+
+# Printing breaks lines by the width of the type's name; torch's own is six letters.
+VirtualTensor.__name__ = "Tensor"
+
+
+def _not_numpy(device: torch.device) -> TypeError:
+    return TypeError(
+        f"can't convert {device} device type tensor to numpy. "
+        "Use Tensor.cpu() to copy the tensor to host memory first."
+    )
+
+
+def _cpp_device(device: Any) -> Any:
+    """``device`` as C++ knows it, if it means a virtual GPU; anything else unchanged."""
+    if isinstance(device, str) and device.startswith(gpus.DEVICE_TYPE):
+        device = torch.device(device)
+    elif type(device) is int:
+        return gpus.by_index(device).cpp_device
+    if isinstance(device, torch.device):
+        gpu = gpus.resolve(device)
+        if gpu is not None:
+            return gpu.cpp_device
+    return device
+
+
+def wrap(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> VirtualTensor:
+    """Put ``values`` on ``gpu``: counts its storage there, if it is not counted yet.
+
+    Raises torch.OutOfMemoryError where the storage does not fit.
+    """
+    count_bytes(values, gpu, operation)
+    tensor = _make_wrapper(
+        VirtualTensor,
+        values.size(),
+        strides=values.stride(),
+        storage_offset=values.storage_offset(),
+        dtype=values.dtype,
+        layout=values.layout,
+        device=gpu.cpp_device,
+        _extra_dispatch_keys=_AUTOCAST,
+    )
+    tensor._values = values
+    tensor._gpu = gpu
+    return tensor
+
+
+def count_bytes(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> None:
+    """Make sure that the storage behind ``values`` has its block on ``gpu``."""
+    storage: Any = values.untyped_storage()
+    if not hasattr(storage, "_vgpu_block"):
+        storage._vgpu_block = gpu.memory.allocate(storage.nbytes(), operation)
+
+
+def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run one operation: check the devices, compute on the values, wrap what comes out."""
+    rule = rule_for(func)
+    if rule.special is not None:
+        return rule.special(func, args, kwargs)
+    inner_args, gpu, mixed = unwrap(args, None, False)
+    inner_kwargs = kwargs
+    if kwargs:
+        values, gpu, mixed = unwrap(kwargs.values(), gpu, mixed)
+        inner_kwargs = dict(zip(kwargs, values, strict=True))
+    if mixed:
+        rule.check(func, args, kwargs)
+    if rule.makes_on_device:
+        gpu = _set_inner_device(inner_kwargs, gpu)
+    result = func(*inner_args, **inner_kwargs)
+    if rule.aliases is not None:
+        return _return_arguments(rule, result, args, kwargs, gpu)
+    return wrap_result(result, gpu, rule.name)
+
+
+def unwrap(
+    values: Iterable, gpu: VirtualGPU | None, mixed: bool
+) -> tuple[list, VirtualGPU | None, bool]:
+    """The values with CPU tensors in place of virtual ones, the GPU, and whether others mix in.
+
+    ``gpu`` and ``mixed`` are what earlier values gave. ``mixed`` becomes True where tensors of
+    another device, virtual or not, are among the values.
+    """
+    inner = []
+    for value in values:
+        kind = type(value)
+        if kind is VirtualTensor:
+            if value._gpu is not gpu:
+                mixed = mixed or gpu is not None
+                gpu = value._gpu
+            value = value._values
+        elif kind is list or kind is tuple:
+            value, gpu, mixed = unwrap(value, gpu, mixed)
+        elif isinstance(value, torch.Tensor):
+            mixed = True
+        inner.append(value)
+    return inner, gpu, mixed
+
+
+def _set_inner_device(inner_kwargs: dict, gpu: VirtualGPU | None) -> VirtualGPU | None:
+    """Turn ``device=`` into the CPU's; returns the GPU of the result, None for a real device."""
+    device = inner_kwargs.get("device")
+    if device is None:
+        return gpu
+    target = gpus.resolve(device)
+    if target is not None:
+        inner_kwargs["device"] = "cpu"
+        inner_kwargs.pop("pin_memory", None)
+    return target
+
+
+def wrap_result(result: Any, gpu: VirtualGPU | None, operation: str) -> Any:
+    """Wrap each tensor of a result; numbers, and everything on a real device, stay as they are."""
+    if isinstance(result, torch.Tensor):
+        return result if gpu is None else wrap(result, gpu, operation)
+    if isinstance(result, list | tuple):
+        return type(result)([wrap_result(item, gpu, operation) for item in result])
+    return result
+
+
+def _return_arguments(
+    rule: Rule, result: Any, args: tuple, kwargs: dict, gpu: VirtualGPU | None
+) -> Any:
+    """The results of an in-place or ``out=`` call: the very arguments that it wrote to."""
+    assert rule.aliases is not None
+    several = len(rule.aliases) > 1
+    outputs = []
+    for alias, item in zip(rule.aliases, result if several else (result,), strict=True):
+        if alias is None:
+            outputs.append(wrap_result(item, gpu, rule.name))
+            continue
+        position, name = alias
+        argument = args[position] if position < len(args) else kwargs[name]
+        if rule.reshapes:
+            refresh(argument, rule.name)
+        outputs.append(argument)
+    return tuple(outputs) if several else outputs[0]
+
+
+def refresh(tensor: VirtualTensor, operation: str) -> None:
+    """Show the size, strides and bytes that the values have after an in-place operation."""
+    values = tensor._values
+    storage: Any = values.untyped_storage()
+    count_bytes(values, tensor._gpu, operation)
+    storage._vgpu_block.resize(storage.nbytes(), operation)
+    _set_data(tensor, wrap(values, tensor._gpu, operation))
