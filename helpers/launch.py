@@ -11,7 +11,6 @@ import linecache
 import os
 import pickle
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from inspect import getclosurevars, isfunction
@@ -22,7 +21,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from helpers import rank_faults, rank_places, worker
+from helpers import rank_faults, rank_hangs, rank_places, worker
 from helpers.errors import LaunchError, RankDied, RankRaised, RanksHung
 from helpers.rank_output import Output
 from helpers.rank_team import Member, Team
@@ -35,6 +34,9 @@ RANKS_PER_CORE = 16
 
 START_LIMIT_S = 180.0
 """For all ranks to have a process group; the first run of a kernel imports torch for them."""
+
+FIRST_LOOK_S = 1.0
+"""When the ranks are first looked at for a deadlock; then each time after twice as long."""
 
 
 def run(
@@ -59,22 +61,26 @@ def run(
     Raises RankRaised, RankDied or RanksHung (all of them LaunchError) when a rank does not return;
     TypeError or ValueError for arguments that cannot work. No process outlives the call.
     """
+    __tracebackhide__ = True
     _check(function, nprocs, timeout_s, output)
     payload = _pack(function, args)
-    with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as scratch:
-        jobs = _jobs(payload, nprocs, Path(scratch))
-        printer = Output(nprocs, by_rank=output == "by rank")
-        with Team(jobs, printer, on_report) as team:
-            _follow(team, START_LIMIT_S, lambda member: member.joined, Path(scratch))
-            _follow(team, timeout_s, lambda member: member.outcome is not None, Path(scratch))
-            team.release(time_s=10)
-    return [_unpack(m) for m in team.members]
+    jobs = _jobs(nprocs)
+    with Team(jobs, payload, Output(nprocs, by_rank=output == "by rank"), on_report) as team:
+        try:
+            _follow(team, START_LIMIT_S, lambda member: member.joined)
+            _follow(team, timeout_s, lambda member: member.outcome is not None)
+        except KeyboardInterrupt:
+            where = rank_hangs.explain(team.ask_where(time_s=1), rank_faults.label)
+            print(f"Stopped. Where the ranks were:\n{where}")
+            raise
+        results = [_unpack(m, team.scratch) for m in team.members]
+        team.release(time_s=10)
+    return results
 
 
 def _check(function: object, nprocs: object, timeout_s: object, output: object) -> None:
-    rank = worker.current_rank()
-    if rank is not None:
-        raise LaunchError(f"launch.run was called inside rank {rank} of another launch.run.")
+    if worker.inside_rank():
+        raise LaunchError("launch.run was called inside a rank of another launch.run.")
     if not callable(function):
         raise TypeError(
             f"launch.run takes a function first, as in launch.run(train, 2); found {function!r}."
@@ -129,7 +135,7 @@ def _unpicklable_part(function: Callable[..., Any], args: tuple[Any, ...]) -> st
     return ""
 
 
-def _jobs(payload: bytes, world_size: int, scratch: Path) -> list[worker.Job]:
+def _jobs(world_size: int) -> list[worker.Job]:
     threads = max(1, _cores() // world_size)
     own_gpus = dist.is_nccl_available() and torch.cuda.device_count() >= world_size
     shared = {
@@ -156,7 +162,6 @@ def _jobs(payload: bytes, world_size: int, scratch: Path) -> list[worker.Job]:
             world_size=world_size,
             backend="cpu:gloo,cuda:nccl" if own_gpus else "gloo",
             threads=threads,
-            payload=payload,
             environment={
                 **defaults,
                 **os.environ,
@@ -165,7 +170,6 @@ def _jobs(payload: bytes, world_size: int, scratch: Path) -> list[worker.Job]:
                 "LOCAL_RANK": str(rank),
             },
             sources=sources,
-            scratch=scratch,
         )
         for rank in range(world_size)
     ]
@@ -182,19 +186,27 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _follow(
-    team: Team, limit_s: float | None, arrived: Callable[[Member], bool], scratch: Path
-) -> None:
+def _follow(team: Team, limit_s: float | None, arrived: Callable[[Member], bool]) -> None:
     """Listen until every rank has arrived; raise what went wrong, or where they are too late."""
-    deadline_s = float("inf") if limit_s is None else time.monotonic() + limit_s
+    began_s = time.monotonic()
+    deadline_s = float("inf") if limit_s is None else began_s + limit_s
+    look_s = began_s + FIRST_LOOK_S
+    seen: tuple[object, ...] = ()
     while not all(map(arrived, team.members)):
-        team.listen(deadline_s)
+        team.listen(min(deadline_s, look_s))
         if any(map(rank_faults.failed, team.members)):
             _settle(team)
-            raise rank_faults.fault(team.members, scratch)
-        if limit_s is not None and time.monotonic() > deadline_s:
-            where = team.ask_where(time_s=2)
-            raise rank_faults.hang(team.members, where, limit_s)
+            raise rank_faults.fault(team.members, team.scratch)
+        now_s = time.monotonic()
+        if now_s < min(deadline_s, look_s):
+            continue
+        where = team.ask_where(time_s=2)
+        before, seen = seen, rank_hangs.standstill(where)
+        certain = seen == before and rank_hangs.is_deadlock(where)
+        if certain or now_s >= deadline_s:
+            raise rank_faults.hang(team.members, where, now_s - began_s, certain)
+        # Looking costs the ranks a little, and the longer they work, the less a look is urgent.
+        look_s = now_s + (now_s - began_s)
 
 
 def _settle(team: Team) -> None:
@@ -209,12 +221,13 @@ def _settle(team: Team) -> None:
             until_s = min(time.monotonic() + 0.2, began_s + 5)
 
 
-def _unpack(member: Member) -> Any:
-    assert isinstance(member.outcome, worker.Result)
+def _unpack(member: Member, scratch: Path) -> Any:
     try:
-        return pickle.loads(member.outcome.content)
+        with worker.result_path(scratch, member.rank).open("rb") as file:
+            return pickle.load(file)
     except Exception as error:
         raise LaunchError(
-            f"the result of rank {member.rank} arrived, but cannot be rebuilt here: "
-            f"{type(error).__name__}: {error}. Return tensors, numbers, state_dicts or model.module."
+            f"the result of rank {member.rank} arrived, but cannot be rebuilt here "
+            f"({type(error).__name__}: {str(error).rstrip('.')}). "
+            "Return tensors, numbers, figures, state_dicts or model.module."
         ) from error

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from helpers import rank_places
+from helpers import rank_hangs, rank_places
 from helpers.errors import LaunchError, RankDied, RankRaised, RanksHung
 from helpers.rank_places import Snapshot
 from helpers.rank_team import Member
 from helpers.units import format_bytes, format_seconds
-from helpers.worker import Failure, Result
+from helpers.worker import Failure, Result, crash_path
 
 # What gloo and NCCL say on a rank whose peer has gone: the peer is the news, not this rank.
 _LOST_PEER = re.compile(
@@ -47,13 +47,14 @@ def fault(members: Sequence[Member], scratch: Path) -> LaunchError:
 
 
 def hang(
-    members: Sequence[Member], snapshots: list[Snapshot | None], timeout_s: float
+    members: Sequence[Member], snapshots: Sequence[Snapshot | None], time_s: float, certain: bool
 ) -> RanksHung:
-    """The error for ranks that did not return in time."""
+    """The error for ranks that did not return; ``certain`` where they never would have."""
     late = [m.rank for m in members if not isinstance(m.outcome, Result)]
+    never = " and never would have" if certain else ""
     return RanksHung(
-        f"after {format_seconds(timeout_s)}, {len(late)} of {len(members)} ranks had not returned; "
-        f"all were stopped.\n{rank_places.explain(snapshots, label)}"
+        f"after {format_seconds(time_s)}, {len(late)} of {len(members)} ranks had not returned"
+        f"{never}; all were stopped.\n{rank_hangs.explain(snapshots, label)}"
     )
 
 
@@ -92,7 +93,7 @@ def _raised(member: Member, failure: Failure, others: list[Member], world: int) 
     notes = []
     same = [m.rank for m in others if _summary(m) == failure.summary]
     if same:
-        notes.append(f"The same happened on {rank_places.ranks_text(same)}.")
+        notes.append(f"The same happened on {rank_hangs.ranks_text(same)}.")
     for other in others:
         if other.rank not in same and not is_consequence(other):
             notes.append(f"Then rank {other.rank} failed: {_summary(other)}")
@@ -142,7 +143,7 @@ def _died(member: Member, world: int, scratch: Path) -> RankDied:
         )
     elif code in (-getattr(signal, "SIGSEGV", 11), -getattr(signal, "SIGBUS", 7)):
         told += " C code read or wrote memory that is not its own; /dev/shm may also be full."
-    place = _crash_place(scratch / f"crash-{member.rank}.txt")
+    place = _crash_place(crash_path(scratch, member.rank))
     if place:
         told += f"\nIt was at {place}."
     return RankDied(told + "\nThe other ranks were stopped." if world > 1 else told)
@@ -169,4 +170,4 @@ def _crash_place(path: Path) -> str:
     _, _, current = text.partition("Current thread")
     frames = [(name, int(line)) for name, line in _FRAME.findall(current.partition("\n\n")[0])]
     place = rank_places.own_place(frames)
-    return rank_places.at(place, label) if place else ""
+    return rank_hangs.at(place, label) if place else ""

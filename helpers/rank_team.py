@@ -3,15 +3,19 @@
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -48,16 +52,20 @@ class Member:
 
 
 class Team:
-    """The ranks of one run, as a context: when it is left, none of their processes is alive."""
+    """The ranks of one run and their folder, as a context: when it is left, both are gone."""
 
     def __init__(
         self,
         jobs: list[worker.Job],
+        payload: bytes,
         output: Output,
         on_report: Callable[[int, Any], object] | None,
     ) -> None:
         self.members: list[Member] = []
+        # The ranks know its name before it exists, and delete it when this process is killed.
+        self.scratch = Path(tempfile.gettempdir(), f"launch-{uuid.uuid4().hex}")
         self._jobs = jobs
+        self._payload = payload
         self._output = output
         self._on_report = on_report
         self._hurry = False
@@ -67,6 +75,8 @@ class Team:
             context = _context()
             for job in self._jobs:
                 self._start(context, job)
+            self.scratch.mkdir(mode=0o700)
+            worker.function_path(self.scratch).write_bytes(self._payload)
             for member, job in zip(self.members, self._jobs, strict=True):
                 self._send(member, job)
         except BaseException:
@@ -123,7 +133,9 @@ class Team:
         control, control_there = context.Pipe()
         output, output_there = context.Pipe(duplex=False)
         process = context.Process(
-            target=worker.main, args=(control_there, output_there), name=f"rank {job.rank}"
+            target=worker.main,
+            args=(control_there, output_there, self.scratch),
+            name=f"rank {job.rank}",
         )
         try:
             with _main_module_hidden():
@@ -196,6 +208,7 @@ class Team:
             member.process.close()
             member.control.close()
             member.output.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 def _context() -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 import numpy as np
@@ -33,13 +33,9 @@ class Job:
     world_size: int
     backend: str
     threads: int
-    payload: bytes
-    """cloudpickle of (function, arguments)."""
     environment: dict[str, str]
     sources: dict[str, Any]
     """The parent's linecache entries of code that stands in no file: the notebook's cells."""
-    scratch: Path
-    """A folder of this run alone; the parent deletes it, or the last rank that outlives it."""
 
 
 @dataclass
@@ -57,9 +53,7 @@ class Report:
 
 @dataclass
 class Result:
-    """What the function returned, as cloudpickle bytes."""
-
-    content: bytes
+    """The function has returned; its value is in the file ``result_path``."""
 
 
 @dataclass
@@ -76,39 +70,61 @@ class Failure:
     """The exception pickled, where that is possible."""
 
 
+def function_path(scratch: Path) -> Path:
+    """Where the parent leaves the cloudpickle of (function, arguments)."""
+    return scratch / "function.pkl"
+
+
+def result_path(scratch: Path, rank: int) -> Path:
+    """Where a rank leaves the cloudpickle of what the function returned.
+
+    A file takes large tensors about three times faster than the pipe, and holds them once.
+    """
+    return scratch / f"result-{rank}.pkl"
+
+
+def crash_path(scratch: Path, rank: int) -> Path:
+    """Where faulthandler writes when the process crashes."""
+    return scratch / f"crash-{rank}.txt"
+
+
 class _Rank:
     """The state of this process as a rank; there is at most one for its whole life."""
 
-    def __init__(self, control: Connection, job: Job) -> None:
-        self.control = control
-        self.job = job
+    def __init__(self, control: Connection, scratch: Path) -> None:
+        self.scratch = scratch
         self.stage = "is starting"
         self.released = threading.Event()
+        self._control = control
         self._sending = threading.Lock()
         self._main_thread = threading.get_ident()
 
     def send(self, message: object) -> None:
         with self._sending:
-            self.control.send(message)
+            self._control.send(message)
+
+    def next_order(self) -> Any:
+        """What the parent says next. Where it is gone, this process ends."""
+        try:
+            return self._control.recv()
+        except (EOFError, OSError):
+            self._follow_parent()
 
     def watch(self) -> None:
-        """Answer the parent for as long as it lives, and go when it is gone."""
+        """Answer the parent for as long as it lives."""
         while True:
-            try:
-                order = self.control.recv()
-            except (EOFError, OSError):
-                self._follow_parent()
+            order = self.next_order()
             if order == "where":
                 self.send(rank_places.look(self._main_thread, self.stage))
             elif order == "release":
                 self.released.set()
 
-    def _follow_parent(self) -> None:
+    def _follow_parent(self) -> NoReturn:
         # Children of a forkserver outlive the notebook's kernel. A killed kernel cleans nothing
         # up, so the ranks take the folder, their own children and themselves along.
         for _ in range(3):
-            shutil.rmtree(self.job.scratch, ignore_errors=True)
-            if not self.job.scratch.exists():
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            if not self.scratch.exists():
                 break
         if hasattr(os, "killpg"):
             os.killpg(os.getpid(), signal.SIGKILL)
@@ -118,9 +134,9 @@ class _Rank:
 _rank: _Rank | None = None
 
 
-def current_rank() -> int | None:
-    """The rank of this process, or None where ``launch.run`` did not start it."""
-    return None if _rank is None else _rank.job.rank
+def inside_rank() -> bool:
+    """Whether ``launch.run`` started this process."""
+    return _rank is not None
 
 
 def report(content: Any) -> None:
@@ -133,8 +149,11 @@ def report(content: Any) -> None:
         _rank.send(Report(time.monotonic_ns(), cloudpickle.dumps(content)))
 
 
-def main(control: Connection, output: Connection) -> None:
-    """Be one rank: the entry point of the process."""
+def main(control: Connection, output: Connection, scratch: Path) -> None:
+    """Be one rank: the entry point of the process.
+
+    ``scratch`` is a folder of this run alone, which the parent makes once its ranks are there.
+    """
     global _rank
     if hasattr(os, "setsid"):
         # A group of its own: the Stop button's signal goes to the kernel's group and is the
@@ -142,21 +161,19 @@ def main(control: Connection, output: Connection) -> None:
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank_output.redirect(output)
-    job: Job = control.recv()
-    _rank = _Rank(control, job)
+    _rank = _Rank(control, scratch)
+    job: Job = _rank.next_order()
     threading.Thread(target=_rank.watch, name="launch-watch", daemon=True).start()
-    with open(job.scratch / f"crash-{job.rank}.txt", "w") as crash:
+    with crash_path(scratch, job.rank).open("w") as crash:
         faulthandler.enable(crash)
-        try:
-            _prepare(job)
-            outcome = _attempt(_rank)
-        finally:
-            faulthandler.disable()
+        _prepare(job)
+        outcome = _attempt(_rank, job)
+        faulthandler.disable()
     _flush()
     _rank.send(outcome)
     # The others may still need this rank's sockets.
     _rank.released.wait()
-    if isinstance(outcome, Result) and dist.is_initialized():
+    if dist.is_initialized():
         dist.destroy_process_group()
     _flush()
 
@@ -171,31 +188,33 @@ def _prepare(job: Job) -> None:
     np.random.seed()
 
 
-def _attempt(rank: _Rank) -> Result | Failure:
-    job = rank.job
+def _attempt(rank: _Rank, job: Job) -> Result | Failure:
     kind = "unreadable"
     try:
-        function, args = pickle.loads(job.payload)
+        with function_path(rank.scratch).open("rb") as file:
+            function, args = pickle.load(file)
         kind = "raised"
-        _join_group(job)
+        _join_group(job, rank.scratch)
         rank.send(Joined())
         rank.stage = "runs"
         value = function(job.rank, job.world_size, *args)
         rank.stage = "has returned"
         kind = "unpicklable"
-        return Result(cloudpickle.dumps(value))
+        with result_path(rank.scratch, job.rank).open("wb") as file:
+            cloudpickle.dump(value, file)
     except SystemExit as error:
         return _failure("exited", error)
     except BaseException as error:
         return _failure(kind, error)
+    return Result()
 
 
-def _join_group(job: Job) -> None:
+def _join_group(job: Job, scratch: Path) -> None:
     if "nccl" in job.backend:
         torch.cuda.set_device(job.rank)
     dist.init_process_group(
         job.backend,
-        init_method=(job.scratch / "store").as_uri(),
+        store=dist.FileStore(str(scratch / "store"), job.world_size),
         rank=job.rank,
         world_size=job.world_size,
         # The parent's own limit comes first: it knows more about a hang than this one.
