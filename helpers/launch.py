@@ -72,7 +72,10 @@ def run(
         except KeyboardInterrupt:
             where = rank_hangs.explain(team.ask_where(time_s=1), rank_faults.label)
             print(f"Stopped. Where the ranks were:\n{where}")
-            raise
+            raise KeyboardInterrupt from None
+        except LaunchError as error:
+            # The traceback below this line tells of the launcher, not of the lesson.
+            raise error.with_traceback(None) from error.__cause__
         results = [_unpack(m, team.scratch) for m in team.members]
         team.release(time_s=10)
     return results

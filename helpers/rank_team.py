@@ -1,6 +1,8 @@
 """The processes of one run: started, listened to, and ended whatever happens."""
 
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import pickle
 import shutil
@@ -212,10 +214,19 @@ class Team:
 
 
 def _context() -> Any:
+    """The way to start processes: from a forkserver that has torch ready, where there is one."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
+    with _main_module_hidden():
+        # multiprocessing keeps its sockets in a folder that only a parent which ends in an
+        # orderly way removes; the forkserver is told, and outlives the parent by a moment.
+        os.environ[worker.SOCKETS_FOLDER] = multiprocessing.util.get_temp_dir()
+        try:
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            del os.environ[worker.SOCKETS_FOLDER]
     return context
 
 

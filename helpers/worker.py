@@ -1,7 +1,9 @@
 """The child's side of ``launch.run``: one rank, from its start to the end of its process group."""
 
+import atexit
 import faulthandler
 import linecache
+import multiprocessing
 import os
 import pickle
 import random
@@ -23,6 +25,12 @@ import torch
 import torch.distributed as dist
 
 from helpers import rank_output, rank_places
+
+SOCKETS_FOLDER = "LAUNCH_SOCKETS_FOLDER"
+"""The environment variable that tells a forkserver which folder to remove at its end."""
+
+if SOCKETS_FOLDER in os.environ:
+    atexit.register(shutil.rmtree, os.environ[SOCKETS_FOLDER], ignore_errors=True)
 
 
 @dataclass
@@ -183,6 +191,8 @@ def _prepare(job: Job) -> None:
     os.environ.update(job.environment)
     linecache.cache.update(job.sources)
     torch.set_num_threads(job.threads)
+    # A DataLoader in a rank starts its workers as it does anywhere else, not as we started this.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     # A forked process repeats the random numbers of its forkserver; a fresh one would not.
     random.seed()
     np.random.seed()
