@@ -3,7 +3,7 @@
 Two things cannot be undone, because torch allows each only once in a process: the name of the
 device type (``torch.device("vgpu:0")`` stays valid), and with it that ``torch.accelerator`` names
 ``vgpu``. So ``torch.vgpu`` stays as well and then says that no device is available, as
-``torch.cuda`` does on a machine without a GPU. Everything else goes through :class:`_Patches`.
+``torch.cuda`` does on a machine without a GPU. Everything else goes through :class:`_Changes`.
 """
 
 import contextlib
@@ -16,34 +16,42 @@ import torch.nn.parallel.data_parallel
 from torch.nn.parallel import comm as torch_comm
 from torch.utils import backend_registration
 
-from helpers.vgpu import comm, device_module, gpus, operations, rules
+from helpers.vgpu import (
+    autocast,
+    comm,
+    device_module,
+    gpus,
+    operations,
+    random,
+    rules,
+    serialization,
+)
 from helpers.vgpu.specs import GPUSpec, get_spec
 from helpers.vgpu.tensor import dispatch
 
 _MISSING = object()
 
 
-class _Patches:
-    """Attributes that were replaced, and how to put them back."""
-
-    def __init__(self) -> None:
-        self._undo: list[tuple[Any, str, Any]] = []
+class _Changes(contextlib.ExitStack):
+    """What was changed in torch, and how to undo it; the last change is undone first."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        self._undo.append((owner, name, vars(owner).get(name, _MISSING)))
+        """Replace an attribute of a module or class, or add it."""
+        before = vars(owner).get(name, _MISSING)
         setattr(owner, name, value)
+        if before is _MISSING:
+            self.callback(delattr, owner, name)
+        else:
+            self.callback(setattr, owner, name, before)
 
-    def undo(self) -> None:
-        while self._undo:
-            owner, name, value = self._undo.pop()
-            if value is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+    def library(self, namespace: str) -> torch.library.Library:
+        """A library whose registrations go when the changes are undone."""
+        library = torch.library.Library(namespace, "IMPL")
+        self.callback(library._destroy)
+        return library
 
 
-_patches = _Patches()
-_libraries: list[torch.library.Library] = []
+_changes = _Changes()
 _named = False
 
 
@@ -99,10 +107,7 @@ def disable() -> None:
     global _settings
     if _settings is None:
         return
-    for library in _libraries:
-        library._destroy()
-    _libraries.clear()
-    _patches.undo()
+    _changes.close()
     gpus.set_count(0, *_settings[1:])
     _settings = None
 
@@ -142,32 +147,44 @@ _methods: list[tuple[Any, str, Any]] = []
 
 def _install() -> None:
     for owner, name, value in _methods:
-        _patches.set(owner, name, value)
+        _changes.set(owner, name, value)
     for name in ("scatter", "gather", "broadcast_coalesced"):
-        _patches.set(torch_comm, name, getattr(comm, name))
+        _changes.set(torch_comm, name, getattr(comm, name))
     # torch asks for CUDA and MPS first; whoever enables virtual GPUs means those.
     for module in (torch._utils, sys.modules["torch.nn.parallel.data_parallel"]):
-        _patches.set(module, "_get_available_device_type", lambda: gpus.DEVICE_TYPE)
-    _patches.set(torch.nn.parallel._functions, "_get_stream", _copy_stream)
+        _changes.set(module, "_get_available_device_type", lambda: gpus.DEVICE_TYPE)
+    _changes.set(torch.nn.parallel._functions, "_get_stream", _copy_stream)
     for name, function in _ACCELERATOR.items():
-        _patches.set(torch._C, f"_accelerator_{name}", function)
+        _changes.set(torch._C, f"_accelerator_{name}", function)
+    _changes.set(torch, "Generator", random.DeviceGenerator)
+    _install_serialization()
     rules.use_handlers(operations.HANDLERS)
     _register_kernels()
 
 
+def _install_serialization() -> None:
+    rebuild = torch._utils._rebuild_tensor
+    _changes.set(torch._utils, "_rebuild_tensor", serialization.wrapping(rebuild))
+    registry = torch.serialization._package_registry
+    entry = (serialization.PRIORITY, serialization.tag, serialization.restore)
+    torch.serialization.register_package(*entry)
+    _changes.callback(registry.remove, entry)
+
+
 def _register_kernels() -> None:
     """Send to ``dispatch`` what reaches the two backends' keys without a virtual tensor."""
-    fallbacks = torch.library.Library("_", "IMPL")
-    _libraries.append(fallbacks)
+    fallbacks = _changes.library("_")
     for key in ("PrivateUse1", "Lazy"):
         fallbacks.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), key)
+    fallbacks.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    kernels = _changes.library("aten")
     # torch.tensor() and list indices copy with Python dispatch switched off, and a fallback is
     # not looked up for Python tensors: those operators need an entry of their own.
-    kernels = torch.library.Library("aten", "IMPL")
-    _libraries.append(kernels)
     for func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
-        handler = functools.partial(_call, func)
-        kernels.impl(func, handler, "Lazy")
+        kernels.impl(func, functools.partial(_call, func), "Lazy")
+    kernels.impl("_pin_memory", operations.pin_cpu_memory, "CPU")
+    kernels.impl("is_pinned", operations.is_cpu_pinned, "CPU")
+    autocast.register(kernels)
 
 
 def _call(func, *args, **kwargs):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from helpers.vgpu import gpus
+from helpers.vgpu import gpus, random
 from helpers.vgpu.gpus import current_index as current_device
 from helpers.vgpu.gpus import device_count
 from helpers.vgpu.specs import GPUSpec
@@ -26,8 +26,12 @@ __all__ = [
     "get_device_capability",
     "get_device_name",
     "get_device_properties",
+    "get_rng_state",
+    "initial_seed",
     "is_available",
     "is_initialized",
+    "manual_seed",
+    "manual_seed_all",
     "max_memory_allocated",
     "max_memory_reserved",
     "mem_get_info",
@@ -36,6 +40,7 @@ __all__ = [
     "memory_summary",
     "reset_peak_memory_stats",
     "set_device",
+    "set_rng_state",
     "set_stream",
     "stream",
     "synchronize",
@@ -167,11 +172,27 @@ def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
 
 
 def manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
+    """Seed the current device's generator."""
+    random.default_generator(_gpu(None)).manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
+    """Seed every device's generator alike; ``torch.manual_seed`` calls it."""
+    for index in range(gpus.device_count()):
+        random.default_generator(gpus.by_index(index)).manual_seed(seed)
+
+
+def initial_seed() -> int:
+    return random.default_generator(_gpu(None)).initial_seed()
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    """The state of a device's generator, as a byte tensor on the CPU."""
+    return random.default_generator(_gpu(device)).get_state()
+
+
+def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
+    random.default_generator(_gpu(device)).set_state(new_state)
 
 
 def _is_in_bad_fork() -> bool:

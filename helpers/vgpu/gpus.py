@@ -22,6 +22,7 @@ class VirtualGPU:
         self.cpp_device = torch.device(CPP_DEVICE_TYPE, index)
         self.spec = spec
         self.memory = DeviceMemory(self.device, capacity_bytes)
+        self.generator: torch.Generator | None = None  # random.py makes it
 
     def __repr__(self) -> str:
         return f"VirtualGPU({self.device}, {self.spec.name})"

@@ -13,10 +13,10 @@ HANDLERS: dict[str, Handler] = {}
 
 
 def special(*names: str) -> Callable[[Handler], Handler]:
-    """Decorator: the function handles the aten operators ``names``."""
+    """Decorator: the function handles the operators ``names``."""
 
     def register(handler: Handler) -> Handler:
-        HANDLERS.update((f"aten::{name}", handler) for name in names)
+        HANDLERS.update((name, handler) for name in names)
         return handler
 
     return register
@@ -24,10 +24,10 @@ def special(*names: str) -> Callable[[Handler], Handler]:
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
     """The CPU tensor inside a virtual one; any other tensor itself."""
-    return tensor._values if isinstance(tensor, VirtualTensor) else tensor
+    return tensor._inner if isinstance(tensor, VirtualTensor) else tensor
 
 
-@special("_to_copy")
+@special("aten::_to_copy")
 def to_copy(func: Any, args: tuple, kwargs: dict) -> Any:
     """``Tensor.to`` where something changes: the only way from one device to another."""
     (source,) = args
@@ -36,34 +36,50 @@ def to_copy(func: Any, args: tuple, kwargs: dict) -> Any:
     options.pop("pin_memory", None)
     target = source._gpu if device is None else gpus.resolve(device)
     if target is None and device.type != "cpu":
-        return func(source._values, device=device, **options)
+        return func(source._inner, device=device, **options)
     values = func(values_of(source), **options)
     return values if target is None else wrap(values, target, "copy")
 
 
-@special("copy_")
+@special("aten::copy_")
 def copy_(func: Any, args: tuple, kwargs: dict) -> Any:
     target, source, *rest = args
     values_of(target).copy_(values_of(source), *rest, **kwargs)
     return target
 
 
-@special("_foreach_copy_")
+@special("aten::_foreach_copy_")
 def foreach_copy_(func: Any, args: tuple, kwargs: dict) -> Any:
     targets, sources, *rest = args
     func([values_of(t) for t in targets], [values_of(s) for s in sources], *rest, **kwargs)
 
 
-@special("record_stream")
+@special("aten::record_stream")
 def record_stream(func: Any, args: tuple, kwargs: dict) -> Any:
     """Nothing to do: a block is never reused while an operation still needs it."""
 
 
-@special("is_pinned")
+@special("aten::is_pinned")
 def is_pinned(func: Any, args: tuple, kwargs: dict) -> Any:
     return False
 
 
-@special("_pin_memory", "pin_memory")
+@special("aten::_pin_memory", "aten::pin_memory")
 def pin_memory(func: Any, args: tuple, kwargs: dict) -> Any:
     raise RuntimeError(f"cannot pin '{args[0].type()}' only dense CPU tensors can be pinned")
+
+
+@special("prim::layout")
+def layout(func: Any, args: tuple, kwargs: dict) -> Any:
+    return args[0]._inner.layout
+
+
+def pin_cpu_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """``Tensor.pin_memory`` of a CPU tensor: a copy that says it is pinned; no page is locked."""
+    pinned = torch.empty_like(tensor).copy_(tensor)
+    pinned.untyped_storage()._vgpu_pinned = True  # type: ignore[attr-defined]
+    return pinned
+
+
+def is_cpu_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
+    return hasattr(tensor.untyped_storage(), "_vgpu_pinned")

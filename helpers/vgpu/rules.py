@@ -17,7 +17,16 @@ Handler = Callable[[Any, tuple, dict], Any]
 class Rule:
     """How to treat the calls of one operator."""
 
-    __slots__ = ("aliases", "check", "makes_on_device", "name", "reshapes", "special")
+    __slots__ = (
+        "aliases",
+        "check",
+        "draws",
+        "makes_on_device",
+        "name",
+        "reshapes",
+        "special",
+        "with_generator",
+    )
 
     def __init__(self, func: Any, special: Handler | None) -> None:
         schema = func._schema
@@ -31,6 +40,9 @@ class Rule:
         writes_out = any(argument.is_out for argument in schema.arguments)
         resizes = self.name in _RESIZING or torch.Tag.inplace_view in func.tags
         self.reshapes = writes_out or resizes
+        # The same operator with a generator among its arguments, if it draws random numbers.
+        self.draws = torch.Tag.nondeterministic_seeded in func.tags
+        self.with_generator = _with_generator(func) if self.draws else None
         self.makes_on_device = any(argument.name == "device" for argument in schema.arguments)
 
 
@@ -41,6 +53,17 @@ def _written_argument(schema: Any, result: Any) -> tuple[int, str] | None:
         info = argument.alias_info
         if info is not None and info.is_write and info.before_set == result.alias_info.before_set:
             return position, argument.name
+    return None
+
+
+def _with_generator(func: Any) -> Any:
+    """The overload of ``func`` that takes a generator beside the same arguments, or None."""
+    wanted = {argument.name for argument in func._schema.arguments} | {"generator"}
+    packet = func._overloadpacket
+    overloads = [func, *(getattr(packet, name) for name in packet.overloads())]
+    for overload in overloads:
+        if {argument.name for argument in overload._schema.arguments} == wanted:
+            return overload
     return None
 
 

@@ -7,16 +7,21 @@ torch ships no kernels for it, so whatever autograd's formulas create there reac
 :func:`dispatch` too. Python shows ``vgpu:k``: the ``device`` property below says so.
 """
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from helpers.vgpu import gpus
+from helpers.vgpu import gpus, random
 from helpers.vgpu.gpus import VirtualGPU
 from helpers.vgpu.rules import Rule, rule_for
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore
+_HELD = {"_gpu", "_inner"}
+# Attributes that every virtual tensor may have; torch marks a Parameter with the third.
+OWN_ATTRIBUTES = {*_HELD, "_is_param"}
+
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -27,7 +32,7 @@ class VirtualTensor(torch.Tensor):
     # No slots: torch.utils.swap_tensors, by which Module.to keeps a parameter's identity, allows
     # none that the two types do not share.
     _gpu: VirtualGPU
-    _values: torch.Tensor  # type: ignore[assignment]
+    _inner: torch.Tensor
 
     # Torch functions run as they are; only the methods below know the virtual device's name.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -53,7 +58,7 @@ class VirtualTensor(torch.Tensor):
     def data(self, source: torch.Tensor) -> None:
         _set_data(self, source)
         if isinstance(source, VirtualTensor):
-            self._values, self._gpu = source._values, source._gpu
+            self._inner, self._gpu = source._inner, source._gpu
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         """``Tensor.to``; C++ compares devices there, so it must get the ones it knows."""
@@ -82,12 +87,12 @@ class VirtualTensor(torch.Tensor):
         return self.cpu().tolist()
 
     def data_ptr(self) -> int:
-        return self._values.data_ptr()
+        return self._inner.data_ptr()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if tensor_contents is None and self.layout is torch.strided and self.numel() > 0:
             with torch.no_grad():
-                tensor_contents = torch._tensor_str._tensor_str(self._values, len("tensor("))
+                tensor_contents = torch._tensor_str._tensor_str(self._inner, len("tensor("))
         text = torch._tensor_str._str(self, tensor_contents=tensor_contents)
         text = text.replace("Tensor(", "tensor(", 1)
         if isinstance(self, torch.nn.Parameter):
@@ -95,18 +100,35 @@ class VirtualTensor(torch.Tensor):
             return f"Parameter containing:\n{text}"
         return text
 
+    def __deepcopy__(self, memo: dict) -> "VirtualTensor":
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+                "protocol at the moment."
+            )
+        result = wrap(copy.deepcopy(self._inner, memo), self._gpu, "deepcopy")
+        result.requires_grad_(self.requires_grad)
+        memo[id(self)] = result
+        others = {name: value for name, value in vars(self).items() if name not in _HELD}
+        vars(result).update(copy.deepcopy(others, memo))
+        if self.grad is not None:
+            result.grad = copy.deepcopy(self.grad, memo)
+        return result
+
     def __format__(self, format_spec: str) -> str:
         return self.item().__format__(format_spec) if self.dim() == 0 else repr(self)
 
     def __tensor_flatten__(self) -> tuple[list[str], VirtualGPU]:
         """Says that values lie inside, so that ``Module.to`` keeps each parameter's identity."""
-        return ["_values"], self._gpu
+        return ["_inner"], self._gpu
 
     @staticmethod
     def __tensor_unflatten__(
         inner_tensors: dict, gpu: VirtualGPU, outer_size: Any, outer_stride: Any
     ) -> "VirtualTensor":
-        return wrap(inner_tensors["_values"], gpu, "unflatten")
+        return wrap(inner_tensors["_inner"], gpu, "unflatten")
 
 
 # Printing breaks lines by the width of the type's name; torch's own is six letters.
@@ -138,20 +160,51 @@ def wrap(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> VirtualTensor
 
     Raises torch.OutOfMemoryError where the storage does not fit.
     """
-    count_bytes(values, gpu, operation)
-    tensor = _make_wrapper(
-        VirtualTensor,
-        values.size(),
-        strides=values.stride(),
-        storage_offset=values.storage_offset(),
-        dtype=values.dtype,
-        layout=values.layout,
-        device=gpu.cpp_device,
-        _extra_dispatch_keys=_AUTOCAST,
-    )
-    tensor._values = values
+    layout = values.layout
+    if layout is torch.strided:
+        count_bytes(values, gpu, operation)
+        tensor = _make_wrapper(
+            VirtualTensor,
+            values.size(),
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=gpu.cpp_device,
+            _extra_dispatch_keys=_AUTOCAST,
+        )
+        # C++ resolves lazy conjugation and negation before it calls dispatch, if it knows of them.
+        if values.is_conj():
+            torch._C._set_conj(tensor, True)
+        if values.is_neg():
+            torch._C._set_neg(tensor, True)
+    else:
+        for part in sparse_parts(values):
+            count_bytes(part, gpu, operation)
+        tensor = _make_wrapper(
+            VirtualTensor,
+            values.size(),
+            dtype=values.dtype,
+            device=gpu.cpp_device,
+            dispatch_layout=layout is not torch.sparse_coo,
+            _extra_dispatch_keys=_AUTOCAST | (_COO if layout is torch.sparse_coo else _COMPRESSED),
+        )
+    tensor._inner = values
     tensor._gpu = gpu
     return tensor
+
+
+# What makes C++ take a tensor for a sparse one; a compressed one must be asked for its layout.
+_COO = torch._C.DispatchKeySet(torch._C.DispatchKey.Sparse)
+_COMPRESSED = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCsr)
+
+
+def sparse_parts(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The strided tensors that a sparse one consists of."""
+    if values.layout is torch.sparse_coo:
+        return values._indices(), values._values()
+    if values.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return values.crow_indices(), values.col_indices(), values.values()
+    return values.ccol_indices(), values.row_indices(), values.values()
 
 
 def count_bytes(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> None:
@@ -175,7 +228,10 @@ def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
         rule.check(func, args, kwargs)
     if rule.makes_on_device:
         gpu = _set_inner_device(inner_kwargs, gpu)
-    result = func(*inner_args, **inner_kwargs)
+    if rule.draws and gpu is not None:
+        result = random.draw(rule, func, inner_args, inner_kwargs, gpu)
+    else:
+        result = func(*inner_args, **inner_kwargs)
     if rule.aliases is not None:
         return _return_arguments(rule, result, args, kwargs, gpu)
     return wrap_result(result, gpu, rule.name)
@@ -196,7 +252,7 @@ def unwrap(
             if value._gpu is not gpu:
                 mixed = mixed or gpu is not None
                 gpu = value._gpu
-            value = value._values
+            value = value._inner
         elif kind is list or kind is tuple:
             value, gpu, mixed = unwrap(value, gpu, mixed)
         elif isinstance(value, torch.Tensor):
@@ -247,7 +303,7 @@ def _return_arguments(
 
 def refresh(tensor: VirtualTensor, operation: str) -> None:
     """Show the size, strides and bytes that the values have after an in-place operation."""
-    values = tensor._values
+    values = tensor._inner
     storage: Any = values.untyped_storage()
     count_bytes(values, tensor._gpu, operation)
     storage._vgpu_block.resize(storage.nbytes(), operation)
