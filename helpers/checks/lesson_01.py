@@ -1,0 +1,280 @@
+"""Checks of lesson 01: nested batches, a script with device faults, visible devices."""
+
+import os
+import random
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from helpers import devices
+from helpers.calls import Calls
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+
+Sample = namedtuple("Sample", "image label")
+
+
+@exercise("1.1", "a batch to its device")
+def check_to_device(to_device: Callable[[Any, torch.device], Any]) -> None:
+    near, far = devices.lab(2)
+    for batch in _batches(near, far):
+        untouched = _shape_of(batch)
+        crossing = sum(tensor.device != far for tensor in _tensors(batch))
+        with Calls() as calls:
+            moved = to_device(batch, far)
+        if _shape_of(batch) != untouched:
+            raise Wrong(
+                yours="the batch that was handed in has changed",
+                expected="the batch as it was, and a new one beside it",
+                given=_sketch(batch),
+                hint="Build new containers; do not write into the old ones.",
+            )
+        _compare(moved, batch, far, "batch")
+        if calls.copies != crossing:
+            raise Wrong(
+                yours=f"{calls.copies} copies",
+                expected=f"{crossing} copies",
+                given=_sketch(batch),
+                hint="One tensor that has to move is one copy: .to(device) alone does it.",
+            )
+
+
+def _batches(near: torch.device, far: torch.device) -> Iterator[Any]:
+    """Batches from simple to odd, with fresh values; some tensors are on ``far`` already."""
+
+    def tensor(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+        shape = (random.randint(2, 5), random.randint(2, 5))
+        return torch.randint(0, 9, shape).to(dtype).to(device)
+
+    yield tensor()
+    yield tensor(far)
+    yield [tensor(), tensor(near, torch.int64)]
+    yield tensor(), tensor(far)
+    yield {"image": tensor(), "label": tensor(far, torch.int64)}
+    yield {"image": tensor(near), "name": "seven", "index": random.randint(0, 99), "mask": None}
+    yield Sample(tensor(), tensor(dtype=torch.bool))
+    yield [{"pair": (tensor(), [tensor(far), 0.5])}, [], Sample(tensor(near), ("a", tensor()))]
+
+
+def _compare(yours: Any, given: Any, device: torch.device, place: str) -> None:
+    """Raise Wrong unless ``yours`` is ``given`` with its tensors on ``device``."""
+    if isinstance(given, torch.Tensor):
+        _compare_tensor(yours, given, device, place)
+    elif isinstance(given, (list, tuple, dict)):
+        if type(yours) is not type(given):
+            raise Wrong(
+                yours=f"{place} is a {type(yours).__name__}",
+                expected=f"a {type(given).__name__}",
+                given=_sketch(given),
+                hint=_container_hint(given),
+            )
+        keyed = isinstance(given, dict)
+        keys = list(given) if keyed else range(len(given))
+        if (list(yours) if keyed else range(len(yours))) != keys:
+            raise Wrong(
+                yours=f"{place} holds {list(yours) if keyed else len(yours)}",
+                expected=f"{keys if keyed else len(given)}",
+                given=_sketch(given),
+                hint="Every entry belongs into the result, in the same order.",
+            )
+        for key in keys:
+            _compare(yours[key], given[key], device, f"{place}[{key!r}]")
+    elif yours is not given:
+        raise Wrong(
+            yours=yours,
+            expected=given,
+            given=f"{place} = {given!r}",
+            hint="What is neither a tensor nor a container is handed on as it is.",
+        )
+
+
+def _compare_tensor(yours: Any, given: torch.Tensor, device: torch.device, place: str) -> None:
+    if not isinstance(yours, torch.Tensor) or yours.device != device:
+        where = yours.device if isinstance(yours, torch.Tensor) else type(yours).__name__
+        raise Wrong(
+            yours=f"{place}: {where}",
+            expected=f"a tensor on {device}",
+            given=f"a tensor on {given.device}",
+            hint=".to() returns the moved tensor; keep what it returns.",
+        )
+    if given.device == device and yours is not given:
+        raise Wrong(
+            yours=f"{place}: a copy",
+            expected="the very same tensor",
+            given=f"a tensor that is on {device} already",
+            hint="For a tensor that is there already, .to(device) returns the tensor itself.",
+        )
+    expect_close(yours.cpu(), given.cpu(), given=place, rtol=0, atol=0)
+
+
+def _container_hint(given: Any) -> str:
+    if hasattr(given, "_fields"):
+        return "A namedtuple takes its fields as separate arguments: type(batch)(*moved)."
+    return "Keep the kind of each container: a list stays a list, a tuple a tuple, a dict a dict."
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, (list, tuple, dict)):
+        for part in batch.values() if isinstance(batch, dict) else batch:
+            yield from _tensors(part)
+
+
+def _shape_of(batch: Any) -> Any:
+    """The identity of everything in a batch, to see whether someone wrote into it."""
+    if isinstance(batch, (list, tuple)):
+        return [id(batch), *map(_shape_of, batch)]
+    if isinstance(batch, dict):
+        return [id(batch), *((key, _shape_of(part)) for key, part in batch.items())]
+    return id(batch)
+
+
+def _sketch(batch: Any) -> str:
+    """A batch in one short line, tensors by their device alone."""
+    if isinstance(batch, torch.Tensor):
+        return f"<{batch.device}>"
+    if isinstance(batch, dict):
+        return "{" + ", ".join(f"{k!r}: {_sketch(v)}" for k, v in batch.items()) + "}"
+    if hasattr(batch, "_fields"):
+        return f"{type(batch).__name__}({', '.join(map(_sketch, batch))})"
+    if isinstance(batch, (list, tuple)):
+        inside = ", ".join(map(_sketch, batch))
+        return f"[{inside}]" if isinstance(batch, list) else f"({inside})"
+    return repr(batch)
+
+
+@exercise("1.2", "a script with four device faults", callable_answer=False)
+def check_repaired(answer: Any) -> None:
+    net_type, run = _two_callables(answer)
+    near, far = devices.lab(2)
+    for device in (far, near, torch.device("cpu")):
+        torch.manual_seed(random.randrange(2**31))
+        model = net_type()
+        images, labels = torch.rand(random.randint(4, 9), 4), torch.tensor([0, 1, 2, 1])
+        labels = labels.repeat(3)[: len(images)]
+        expected = _reference_loss(model, images, labels)
+        seen: list[torch.device] = []
+        model.linear.register_forward_hook(lambda m, a, out, seen=seen: seen.append(out.device))
+        given = f"device = {device}, {len(images)} images on the CPU"
+        loss = run(model, images, labels, device)
+        _expect_model_on(model, device, given)
+        expect_equal(
+            seen,
+            [device],
+            given=f"{given}; where the linear layer computed, call by call",
+            hint="The model runs once, on the device that was asked for.",
+        )
+        if not isinstance(loss, (np.ndarray, np.floating)):
+            raise Wrong(
+                yours=f"a {type(loss).__name__}",
+                expected="the loss as a NumPy number, as in the script",
+                given=given,
+                hint="Keep the script's last step; .numpy() needs a tensor on the CPU.",
+            )
+        hint = "The class weights and the centring by `mean` stay as the script has them."
+        expect_close(torch.as_tensor(loss), expected, given=given, hint=hint, rtol=1e-4, atol=1e-5)
+
+
+def _two_callables(answer: Any) -> tuple[Any, Any]:
+    if not (isinstance(answer, tuple) and len(answer) == 2 and all(map(callable, answer))):
+        raise Wrong(yours=answer, expected="the pair (Net, run)", hint="Hand over both names.")
+    return answer
+
+
+def _reference_loss(model: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of the script of exercise 1.2, computed on the CPU from the model's weights."""
+    weight, bias = model.linear.weight.detach(), model.linear.bias.detach()
+    logits = F.linear(images - 0.5, weight, bias)
+    return F.cross_entropy(logits, labels, weight=torch.tensor([1.0, 2.0, 1.0]))
+
+
+def _expect_model_on(model: nn.Module, device: torch.device, given: str) -> None:
+    buffers, parameters = dict(model.named_buffers()), dict(model.named_parameters())
+    if "mean" not in buffers:
+        found = "a parameter" if "mean" in parameters else "a plain attribute"
+        raise Wrong(
+            yours=f"mean is {found}",
+            expected="mean is a buffer of the model",
+            given=given,
+            hint="self.register_buffer('mean', tensor): module.to() moves parameters and buffers, "
+            "and no optimizer will train a buffer.",
+        )
+    places = {name: str(t.device) for name, t in {**parameters, **buffers}.items()}
+    expect_equal(
+        places,
+        dict.fromkeys(places, str(device)),
+        given=given,
+        hint="The whole model stays on the device: move it, not the pieces.",
+    )
+
+
+@exercise("1.3", "the card behind an ordinal")
+def check_physical(physical: Callable[[str | None, int, int], int | None]) -> None:
+    for _ in range(6):
+        for visible, cards, hint in _settings():
+            expected = _as_torch_counts(visible, cards)
+            for ordinal in range(max(len(expected), 1) + 1):
+                given = f"CUDA_VISIBLE_DEVICES {_spell(visible)}, ordinal {ordinal}, {cards} cards"
+                right = expected[ordinal] if ordinal < len(expected) else None
+                expect_equal(physical(visible, ordinal, cards), right, given=given, hint=hint)
+
+
+def _settings() -> Iterator[tuple[str | None, int, str]]:
+    """Fresh values of the variable, a number of cards, and a hint for each kind of value."""
+    cards = random.randint(3, 12)
+    order = random.sample(range(cards), random.randint(2, cards - 1))
+
+    def spelled(numbers: list[int]) -> str:
+        return ",".join(map(str, numbers))
+
+    yield (
+        spelled(order),
+        cards,
+        ("The ordinal is a place in the list, counted from 0; past its end there is no GPU: None."),
+    )
+    yield None, cards, "None stands for a variable that is not set: every card, in order."
+    yield "", cards, "A variable that is set, but empty, hides every card."
+    cut = random.randint(1, len(order) - 1)
+    missing = random.choice([-1, cards, cards + 7])
+    yield (
+        spelled([*order[:cut], missing, *order[cut:]]),
+        cards,
+        ("The list ends at its first entry that is no existing card; what follows is not read."),
+    )
+    yield (
+        spelled([*order, random.choice(order)]),
+        cards,
+        ("A card that is named twice makes the whole list void: no GPU is seen."),
+    )
+
+
+def _spell(visible: str | None) -> str:
+    return "unset" if visible is None else f'= "{visible}"'
+
+
+def _as_torch_counts(visible: str | None, cards: int) -> list[int]:
+    """The physical card behind each ordinal, by PyTorch's own reading of the variable."""
+    with _machine(visible, cards):
+        count = torch.cuda._device_count_nvml()
+        return [torch.cuda._get_nvml_device_index(ordinal) for ordinal in range(count)]
+
+
+@contextmanager
+def _machine(visible: str | None, cards: int) -> Iterator[None]:
+    environment = {
+        name: value for name, value in os.environ.items() if not name.endswith("_VISIBLE_DEVICES")
+    }
+    if visible is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = visible
+    with (
+        mock.patch.dict(os.environ, environment, clear=True),
+        mock.patch("torch.cuda._raw_device_count_nvml", return_value=cards),
+    ):
+        yield
