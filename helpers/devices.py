@@ -19,14 +19,14 @@ def lab(count: int) -> list[torch.device]:
     """``count`` GPUs for a lesson, as ``torch.device`` objects with their ordinals.
 
     ``[cuda:0, cuda:1, ...]`` where that many exist, else ``[vgpu:0, vgpu:1, ...]``; exactly
-    ``count`` virtual GPUs exist afterwards unless a lesson has already enabled more. Raises
-    ValueError for a count below 1, for an unknown COURSE_DEVICES, and where COURSE_DEVICES=cuda
+    ``count`` virtual GPUs exist afterwards unless a lesson has already enabled more. A lesson
+    asks once for the most it needs and takes slices of the list. Raises ValueError for a count below 1, for an unknown COURSE_DEVICES, and where COURSE_DEVICES=cuda
     asks for more GPUs than there are.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"devices.lab(count) takes a whole number of GPUs from 1, got {count!r}")
     kind, _ = _choose(count)
-    if kind == "vgpu" and vgpu.device_count() < count:
+    if kind == "vgpu" and not (vgpu.is_enabled() and torch.vgpu.device_count() >= count):
         vgpu.enable(count=count)
     return [torch.device(kind, index) for index in range(count)]
 
@@ -52,16 +52,19 @@ def _choose(count: int) -> tuple[str, str]:
     asked = os.environ.get("COURSE_DEVICES", "auto")
     if asked not in _CHOICES:
         raise ValueError(f"COURSE_DEVICES is {asked!r}; it can be {', '.join(_CHOICES)} or unset")
-    real = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked == "vgpu":
         return "vgpu", "COURSE_DEVICES=vgpu asks for virtual GPUs."
-    if real >= count:
+    real = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # One process keeps to one kind: DataParallel asks which kind there is, once for all.
+    if real >= count and (asked == "cuda" or not vgpu.is_enabled()):
         return "cuda", f"This machine has {real}, and the lesson needs {count}."
     if asked == "cuda":
         raise ValueError(
             f"COURSE_DEVICES=cuda asks for real GPUs; the lesson needs {count} and this machine "
             f"has {real}. Unset the variable to use virtual ones."
         )
+    if real >= count:
+        return "vgpu", "Virtual GPUs are already in use in this notebook."
     return "vgpu", f"The lesson needs {count}, and this machine has {real}. Virtual GPUs fill in."
 
 

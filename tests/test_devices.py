@@ -74,4 +74,11 @@ def test_a_count_that_is_none_is_refused(count):
 def test_fewer_are_handed_out_of_more():
     devices.lab(8)
     assert devices.lab(2) == [torch.device("vgpu:0"), torch.device("vgpu:1")]
-    assert vgpu.device_count() == 8
+    assert torch.vgpu.device_count() == 8
+
+
+def test_a_process_keeps_to_one_kind(real_gpus):
+    real_gpus(2)
+    assert devices.lab(3)[0].type == "vgpu"
+    assert devices.lab(1)[0].type == "vgpu"
+    assert "already in use" in str(devices.describe(1))

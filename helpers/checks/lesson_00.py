@@ -16,12 +16,16 @@ def largest_share(answer: Callable[[int, int], int]) -> None:
         given=f"a batch of {even * 8} on 8 GPUs",
         hint="This batch divides evenly: every GPU gets batch_size / gpu_count images.",
     )
-    for _ in range(20):
-        gpu_count, batch_size = random.randint(1, 8), random.randint(1, 100)
-        yours, expected = answer(batch_size, gpu_count), math.ceil(batch_size / gpu_count)
-        given = f"a batch of {batch_size} on {gpu_count} GPUs"
-        hint = "Nothing may be left over: a share is rounded up when the batch does not divide."
-        if isinstance(yours, float) and yours == expected:
-            hint = "The number is right; make it a whole number (an int), as images are."
-            raise Wrong(yours=yours, expected=expected, given=given, hint=hint)
-        expect_equal(yours, expected, given=given, hint=hint)
+    uneven = (even * 8 + random.randint(1, 7), 8)
+    drawn = [(random.randint(1, 100), random.randint(1, 8)) for _ in range(20)]
+    for batch_size, gpu_count in [uneven, *drawn]:
+        expect_equal(
+            answer(batch_size, gpu_count),
+            math.ceil(batch_size / gpu_count),
+            given=f"a batch of {batch_size} on {gpu_count} GPUs",
+            hint="Nothing may be left over: a share is rounded up when the batch does not divide.",
+        )
+    yours = answer(even * 8, 8)
+    if not isinstance(yours, int):
+        hint = "The number is right; make it a whole number (an int), as images are."
+        raise Wrong(yours=yours, expected=even, given=f"a batch of {even * 8} on 8 GPUs", hint=hint)

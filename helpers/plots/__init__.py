@@ -1,6 +1,27 @@
 """Figures of the lessons; they only read records."""
 
-from helpers.plots.shares import shares
+from helpers.plots.autograd import gradients, graph_before_and_after, kept_per_step
+from helpers.plots.collectives import before_and_after, busiest_rank
+from helpers.plots.ddp import bytes_sent, hands, interrupted
+from helpers.plots.shares import replica_sizes, share_bars, shares
 from helpers.plots.style import COLOURS, figure
+from helpers.plots.training import digit_grid, learning_curves, resumed_curves
 
-__all__ = ["COLOURS", "figure", "shares"]
+__all__ = [
+    "COLOURS",
+    "before_and_after",
+    "busiest_rank",
+    "bytes_sent",
+    "digit_grid",
+    "figure",
+    "gradients",
+    "graph_before_and_after",
+    "hands",
+    "interrupted",
+    "kept_per_step",
+    "learning_curves",
+    "replica_sizes",
+    "resumed_curves",
+    "share_bars",
+    "shares",
+]

@@ -1,0 +1,98 @@
+"""Checks of lesson 04: what each replica of a DataParallel model sees."""
+
+import random
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from helpers import devices
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+
+
+def _sizes(batch_size: int, gpu_count: int) -> list[int]:
+    """The sizes that ``torch.chunk``, which scatter uses, gives."""
+    return [len(chunk) for chunk in torch.empty(batch_size).chunk(gpu_count)]
+
+
+@exercise("4.1", "Sizes for any batch")
+def replica_sizes(answer: Callable[[int, int], list[int]]) -> None:
+    for _ in range(40):
+        gpu_count, batch_size = random.randint(1, 12), random.randint(1, 100)
+        yours, expected = answer(batch_size, gpu_count), _sizes(batch_size, gpu_count)
+        if isinstance(yours, tuple):
+            yours = list(yours)
+        hint = "A share is rounded up, and the last GPU gets what is left."
+        if isinstance(yours, list) and all(isinstance(size, int) for size in yours):
+            if 0 in yours:
+                hint = "Leave out the GPUs that get nothing."
+            elif sum(yours) != batch_size:
+                hint = f"Your sizes add up to {sum(yours)}, but the batch has {batch_size}."
+            elif max(yours) - min(yours) <= 1 < max(expected) - min(expected):
+                hint = "DataParallel does not even the shares out: all but the last are equal."
+        given = f"a batch of {batch_size} on {gpu_count} GPUs"
+        expect_equal(yours, expected, given=given, hint=hint)
+
+
+@exercise("4.2", "The smallest batch that feeds all")
+def batch_for_all(answer: Callable[[int, int], int]) -> None:
+    cases = [(random.randint(1, 120), random.randint(1, 12)) for _ in range(40)]
+    for wanted, gpu_count in [(8, 8), (random.randint(1, 3), random.randint(5, 9)), *cases]:
+        expected = max(wanted, gpu_count)
+        while len(_sizes(expected, gpu_count)) < gpu_count:
+            expected += 1
+        yours = answer(wanted, gpu_count)
+        given = f"at least {wanted} samples on {gpu_count} GPUs"
+        hint = ""
+        if isinstance(yours, int) and yours > 0:
+            working = len(_sizes(yours, gpu_count))
+            if yours < wanted:
+                hint = f"At least {wanted} samples were wanted."
+            elif working < gpu_count:
+                hint = f"A batch of {yours} feeds only {working} of {gpu_count} GPUs."
+            elif yours > expected:
+                hint = "All GPUs work, but a smaller batch does it too. It need not be a multiple."
+        expect_equal(yours, expected, given=given, hint=hint)
+
+
+@exercise("4.3", "Split along another dimension")
+def other_dimension(answer: Callable[[nn.Module, list[torch.device]], nn.Module]) -> None:
+    gpus = devices.lab(3)
+    steps, batch, features = random.randint(4, 9), 3 * random.randint(2, 5), random.randint(2, 6)
+    sequences = torch.randn(steps, batch, features)
+    lstm = _RecordingLSTM(features, 4)
+    expected = lstm(sequences)
+    lstm.seen.clear()
+    wrapped = answer(lstm, gpus)
+    if not isinstance(wrapped, nn.Module):
+        raise Wrong(yours=wrapped, expected="a module", hint="Return the wrapped model.")
+    yours = wrapped(sequences.to(gpus[0]))
+    given = f"sequences of shape (T, B, F) = {tuple(sequences.shape)} on {len(gpus)} GPUs"
+    seen = sorted(lstm.seen, key=lambda note: str(note[0]))
+    if len({device for device, _ in seen}) < len(gpus):
+        raise Wrong(
+            yours=f"it ran on {', '.join(sorted({str(device) for device, _ in seen}))}",
+            expected="it runs on " + ", ".join(map(str, gpus)),
+            given=given,
+            hint="Use all of the GPUs that you were given: device_ids=gpus.",
+        )
+    whole = (steps, batch // len(gpus), features)
+    expect_equal(
+        [shape for _, shape in seen],
+        [whole] * len(gpus),
+        given=given,
+        hint="Each replica must see all time steps of its sequences: cut dimension 1, not 0.",
+    )
+    expect_close(yours.cpu(), expected, given=given, hint="The output is not that of one GPU.")
+
+
+class _RecordingLSTM(nn.LSTM):
+    """An LSTM that returns its output alone and notes what each replica saw."""
+
+    def __init__(self, features: int, hidden: int) -> None:
+        super().__init__(features, hidden)
+        self.seen: list[tuple[torch.device, tuple[int, ...]]] = []
+
+    def forward(self, sequences: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.seen.append((sequences.device, tuple(sequences.shape)))
+        return super().forward(sequences)[0]

@@ -1,0 +1,40 @@
+"""Typical mistakes in the exercises of lesson 04, and what the learner must be told."""
+
+WRONG = {
+    "4.1": [
+        ("def replica_sizes(b, n):\n    return [b // n] * n", "add up to"),
+        (
+            "def replica_sizes(b, n):\n"
+            "    s = -(-b // n)\n"
+            "    return [max(0, min(s, b - i * s)) for i in range(n)]",
+            "Leave out the GPUs that get nothing",
+        ),
+        (
+            "def replica_sizes(b, n):\n"
+            "    return [x for x in (b // n + (i < b % n) for i in range(n)) if x]",
+            "does not even the shares out",
+        ),
+        ("def replica_sizes(b, n):\n    return b", "rounded up"),
+    ],
+    "4.2": [
+        ("def batch_for_all(wanted, n):\n    return wanted", "feeds only"),
+        ("def batch_for_all(wanted, n):\n    return n", "were wanted"),
+        ("def batch_for_all(wanted, n):\n    return -(-wanted // n) * n", "smaller batch"),
+        ("def batch_for_all(wanted, n):\n    return 10**6 * n", "smaller batch"),
+    ],
+    "4.3": [
+        ("def wrap(lstm, gpus):\n    return lstm.to(gpus[0])", "Use all of the GPUs"),
+        (
+            "def wrap(lstm, gpus):\n    return nn.DataParallel(lstm.to(gpus[0]), gpus)",
+            "cut dimension 1, not 0",
+        ),
+        (
+            "def wrap(lstm, gpus):\n    return nn.DataParallel(lstm, gpus, dim=1)",
+            "must have its parameters",
+        ),
+        (
+            "def wrap(lstm, gpus):\n    nn.DataParallel(lstm.to(gpus[0]), gpus)",
+            "Return the wrapped",
+        ),
+    ],
+}
