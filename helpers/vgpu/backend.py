@@ -21,13 +21,15 @@ from helpers.vgpu import (
     comm,
     device_module,
     gpus,
+    identity,
     operations,
     random,
     rules,
     serialization,
+    wordings,
 )
 from helpers.vgpu.specs import GPUSpec, get_spec
-from helpers.vgpu.tensor import dispatch
+from helpers.vgpu.tensor import VirtualTensor, dispatch
 
 _MISSING = object()
 
@@ -157,6 +159,12 @@ def _install() -> None:
     for name, function in _ACCELERATOR.items():
         _changes.set(torch._C, f"_accelerator_{name}", function)
     _changes.set(torch, "Generator", random.DeviceGenerator)
+    _changes.set(torch, "as_tensor", _as_tensor)
+    _changes.set(torch, "_has_compatible_shallow_copy_type", identity.has_compatible_type)
+    _changes.set(torch.Tensor, "data", identity.data)
+    _changes.set(torch.autograd.forward_ad, "make_dual", wordings.make_dual)
+    for owner, name in _CHECK_IN_CPP:
+        _changes.set(owner, name, wordings.naming_devices(getattr(owner, name)))
     _install_serialization()
     rules.use_handlers(operations.HANDLERS)
     _register_kernels()
@@ -178,10 +186,13 @@ def _register_kernels() -> None:
         fallbacks.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), key)
     fallbacks.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     kernels = _changes.library("aten")
-    # torch.tensor() and list indices copy with Python dispatch switched off, and a fallback is
-    # not looked up for Python tensors: those operators need an entry of their own.
-    for func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
-        kernels.impl(func, functools.partial(_call, func), "Lazy")
+    # torch.tensor() and list indices copy with Python dispatch switched off. Then fallbacks are not
+    # looked up for Python tensors or below a dispatch mode: these operators need own entries.
+    aten = torch.ops.aten
+    for func in (aten.copy_.default, aten.empty.memory_format, aten.empty_strided.default):
+        for key in ("PrivateUse1", "Lazy"):
+            kernels.impl(func, functools.partial(_call, func), key)
+    kernels.impl(aten._to_copy.default, functools.partial(_call, aten._to_copy.default), "Lazy")
     kernels.impl("_pin_memory", operations.pin_cpu_memory, "CPU")
     kernels.impl("is_pinned", operations.is_cpu_pinned, "CPU")
     autocast.register(kernels)
@@ -191,10 +202,32 @@ def _call(func, *args, **kwargs):
     return dispatch(func, args, kwargs)
 
 
+_plain_as_tensor = torch.as_tensor
+
+
+def _as_tensor(data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
+    """``torch.as_tensor``; C++ would copy, because it compares its own name of the device."""
+    if isinstance(data, VirtualTensor):
+        return data.to(device=data.device if device is None else device, dtype=dtype)
+    return _plain_as_tensor(data, dtype=dtype, device=device)
+
+
 def _copy_stream(device: torch.device) -> torch.Stream | None:
     """The background stream for copies from the CPU, in ``torch.nn.parallel._functions``."""
     return None if device.type == "cpu" else device_module.Stream(device)
 
+
+# Functions that compare devices in C++ before they reach any kernel.
+_CHECK_IN_CPP = (
+    (torch._VF, "lstm"),
+    (torch._VF, "gru"),
+    (torch._VF, "rnn_tanh"),
+    (torch._VF, "rnn_relu"),
+    (torch, "grid_sampler"),
+    (torch, "tensor_split"),
+    (torch.nn.functional, "scaled_dot_product_attention"),
+    (torch.autograd, "_engine_run_backward"),
+)
 
 # Functions behind torch.accelerator; its C++ half knows one device, and no streams.
 _ACCELERATOR = {
@@ -207,4 +240,7 @@ _ACCELERATOR = {
     "synchronizeDevice": device_module.synchronize,
     "getMemoryInfo": device_module.mem_get_info,
     "emptyCache": device_module.empty_cache,
+    "isAllocatorInitialized": device_module.is_available,
+    "getDeviceStats": device_module.nested_memory_stats,
+    "resetPeakStats": device_module.reset_peak_memory_stats,
 }

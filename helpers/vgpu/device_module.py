@@ -162,6 +162,13 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
     return memory.free_bytes, memory.capacity_bytes
 
 
+def nested_memory_stats(device: Any = None) -> dict[str, Any]:
+    """Bytes now and at the peak, in the form that ``torch.accelerator.memory_stats`` flattens."""
+    memory = _gpu(device).memory
+    now = {"current": memory.allocated_bytes, "peak": memory.peak_bytes}
+    return {name: {"all": dict(now)} for name in ("allocated_bytes", "reserved_bytes")}
+
+
 def empty_cache() -> None:
     """Nothing to release: a freed block is free at once."""
 

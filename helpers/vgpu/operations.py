@@ -69,6 +69,19 @@ def pin_memory(func: Any, args: tuple, kwargs: dict) -> Any:
     raise RuntimeError(f"cannot pin '{args[0].type()}' only dense CPU tensors can be pinned")
 
 
+@special("aten::_pack_padded_sequence")
+def pack_padded_sequence(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The second result, the batch size of each time step, is for the host."""
+    sequence, lengths, batch_first = args
+    if lengths.device.type != "cpu":
+        raise RuntimeError(
+            "'lengths' argument should be a 1D CPU int64 tensor, but got "
+            f"{lengths.dim()}D {lengths.device} {str(lengths.dtype).removeprefix('torch.')} tensor"
+        )
+    packed, batch_sizes = func(sequence._inner, lengths, batch_first)
+    return wrap(packed, sequence._gpu, "_pack_padded_sequence"), batch_sizes
+
+
 @special("prim::layout")
 def layout(func: Any, args: tuple, kwargs: dict) -> Any:
     return args[0]._inner.layout

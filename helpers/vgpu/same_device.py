@@ -5,6 +5,7 @@ elementwise operators, generated code in front of most others, and indexing itse
 """
 
 from collections.abc import Callable, Iterator
+from importlib import resources
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ def check_for(func: Any) -> Check:
         return _check_indexing
     if torch.Tag.pointwise in func.tags or func._schema.name in _ELEMENTWISE:
         return _check_elementwise
+    if func._schema.name == "aten::convolution":
+        return _check_convolution
     return _check_generated
 
 
@@ -55,14 +58,29 @@ def _check_elementwise(func: Any, args: tuple, kwargs: dict) -> None:
 def _check_generated(func: Any, args: tuple, kwargs: dict) -> None:
     common = None
     for name, tensor in _named_tensors(func, args, kwargs):
+        if name in _ALWAYS_ON_CPU and tensor.device.type == "cpu":
+            continue
         common = common or tensor.device
         if tensor.device != common:
-            method = f"wrapper_VGPU_{func._schema.name.partition('::')[2]}"
+            name, method = _names_in_cuda(func, name)
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but got {name} is on "
                 f"{tensor.device}, different from other tensors on {common} "
-                f"(when checking argument in method {method})"
+                f"(when checking argument in method wrapper_VGPU_{method})"
             )
+
+
+def _check_convolution(func: Any, args: tuple, kwargs: dict) -> None:
+    """Convolution compares types first, which tell the CPU from a GPU but not two GPUs."""
+    tensor = args[0]
+    for name, other in _named_tensors(func, args, kwargs):
+        if other.device.type != tensor.device.type:
+            mkldnn = " or input should be a MKLDNN tensor and weight is a dense tensor"
+            raise RuntimeError(
+                f"Input type ({tensor.type()}) and {name} type ({other.type()}) should be the same"
+                f"{mkldnn if name == 'weight' and tensor.device.type == 'cpu' else ''}"
+            )
+    _check_generated(func, args, kwargs)
 
 
 def _check_indexing(func: Any, args: tuple, kwargs: dict) -> None:
@@ -81,6 +99,40 @@ def _check_indexing(func: Any, args: tuple, kwargs: dict) -> None:
                 "Expected all tensors to be on the same device, "
                 f"but found at least two devices, {tensor.device} and {other.device}!"
             )
+
+
+# Lengths of packed sequences, which the host reads.
+_ALWAYS_ON_CPU = {"lengths", "batch_sizes"}
+
+# Composite operators: the argument and the operator below them that CUDA's check names.
+_BELOW = {
+    "aten::embedding": ({"indices": "index", "weight": "self"}, "_index_select"),
+    "aten::stack": ({}, "cat"),
+    "aten::convolution": ({}, "_cudnn_convolution"),
+}
+
+
+def _names_in_cuda(func: Any, argument: str) -> tuple[str, str]:
+    """The names that the generated check prints for an argument and for an operator.
+
+    torchgen writes ``overload_name`` for plain kernels, ``name_overload`` for structured ones.
+    """
+    if func._schema.name in _BELOW:
+        arguments, method = _BELOW[func._schema.name]
+        return arguments.get(argument, argument), method
+    name, overload = func._schema.name.partition("::")[2], func._schema.overload_name
+    if any(a.is_out for a in func._schema.arguments):
+        name += "_out"
+    if _is_structured(f"{name}.{overload}" if overload else name):
+        return argument, f"{name}_{overload}" if overload else name
+    return argument, f"{overload}_{name}"
+
+
+def _is_structured(name: str) -> bool:
+    """Whether torch's table of native functions, which every wheel holds, says so."""
+    table = resources.files("torchgen") / "packaged/ATen/native/native_functions.yaml"
+    _, _, entry = table.read_text("utf-8").partition(f"\n- func: {name}(")
+    return "\n  structured" in entry.partition("\n- func:")[0]
 
 
 def _is_cpu_scalar(tensor: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ torch ships no kernels for it, so whatever autograd's formulas create there reac
 """
 
 import copy
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,21 +17,22 @@ import torch
 from helpers.vgpu import gpus, random
 from helpers.vgpu.gpus import VirtualGPU
 from helpers.vgpu.rules import Rule, rule_for
+from helpers.vgpu.wordings import naming_devices
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore
-_HELD = {"_gpu", "_inner"}
+# Attributes that make a tensor virtual.
+HELD = {"_gpu", "_inner"}
 # Attributes that every virtual tensor may have; torch marks a Parameter with the third.
-OWN_ATTRIBUTES = {*_HELD, "_is_param"}
+OWN_ATTRIBUTES = {*HELD, "_is_param"}
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
-_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
 class VirtualTensor(torch.Tensor):
     """A tensor on a virtual GPU; made by torch's own functions, never by hand."""
 
-    # No slots: torch.utils.swap_tensors, by which Module.to keeps a parameter's identity, allows
-    # none that the two types do not share.
+    # No slots: a plain tensor that becomes virtual (identity.py) has none.
     _gpu: VirtualGPU
     _inner: torch.Tensor
 
@@ -47,18 +49,14 @@ class VirtualTensor(torch.Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         return self._gpu.device
 
+    grad = property(
+        torch._C.TensorBase.grad.__get__,  # type: ignore[union-attr]
+        naming_devices(torch._C.TensorBase.grad.__set__),  # type: ignore[union-attr]
+    )
+    tensor_split = naming_devices(torch.Tensor.tensor_split)
+
     def get_device(self) -> int:
         return self._gpu.index
-
-    @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-
-    @data.setter
-    def data(self, source: torch.Tensor) -> None:
-        _set_data(self, source)
-        if isinstance(source, VirtualTensor):
-            self._inner, self._gpu = source._inner, source._gpu
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         """``Tensor.to``; C++ compares devices there, so it must get the ones it knows."""
@@ -111,7 +109,7 @@ class VirtualTensor(torch.Tensor):
         result = wrap(copy.deepcopy(self._inner, memo), self._gpu, "deepcopy")
         result.requires_grad_(self.requires_grad)
         memo[id(self)] = result
-        others = {name: value for name, value in vars(self).items() if name not in _HELD}
+        others = {name: value for name, value in vars(self).items() if name not in HELD}
         vars(result).update(copy.deepcopy(others, memo))
         if self.grad is not None:
             result.grad = copy.deepcopy(self.grad, memo)
@@ -119,16 +117,6 @@ class VirtualTensor(torch.Tensor):
 
     def __format__(self, format_spec: str) -> str:
         return self.item().__format__(format_spec) if self.dim() == 0 else repr(self)
-
-    def __tensor_flatten__(self) -> tuple[list[str], VirtualGPU]:
-        """Says that values lie inside, so that ``Module.to`` keeps each parameter's identity."""
-        return ["_inner"], self._gpu
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner_tensors: dict, gpu: VirtualGPU, outer_size: Any, outer_stride: Any
-    ) -> "VirtualTensor":
-        return wrap(inner_tensors["_inner"], gpu, "unflatten")
 
 
 # Printing breaks lines by the width of the type's name; torch's own is six letters.
@@ -228,6 +216,8 @@ def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
         rule.check(func, args, kwargs)
     if rule.makes_on_device:
         gpu = _set_inner_device(inner_kwargs, gpu)
+        if gpu is not None:
+            _require_room(inner_args, inner_kwargs, gpu)
     if rule.draws and gpu is not None:
         result = random.draw(rule, func, inner_args, inner_kwargs, gpu)
     else:
@@ -271,6 +261,17 @@ def _set_inner_device(inner_kwargs: dict, gpu: VirtualGPU | None) -> VirtualGPU 
         inner_kwargs["device"] = "cpu"
         inner_kwargs.pop("pin_memory", None)
     return target
+
+
+def _require_room(inner_args: list, inner_kwargs: dict, gpu: VirtualGPU) -> None:
+    """Raise torch.OutOfMemoryError before the CPU is asked for room that the GPU does not have."""
+    sizes = [value for value in inner_args[:2] if isinstance(value, list | torch.Tensor)]
+    if not sizes or not isinstance(sizes[-1], list):
+        return
+    first = inner_args[0]
+    dtype = first.dtype if isinstance(first, torch.Tensor) else torch.get_default_dtype()
+    dtype = inner_kwargs.get("dtype") or dtype
+    gpu.memory.require(math.prod(sizes[-1]) * dtype.itemsize)
 
 
 def wrap_result(result: Any, gpu: VirtualGPU | None, operation: str) -> Any:
