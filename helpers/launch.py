@@ -35,7 +35,7 @@ RANKS_PER_CORE = 16
 START_LIMIT_S = 180.0
 """For all ranks to have a process group; the first run of a kernel imports torch for them."""
 
-FIRST_LOOK_S = 1.0
+FIRST_LOOK_S = 0.5
 """When the ranks are first looked at for a deadlock; then each time after twice as long."""
 
 
@@ -207,7 +207,8 @@ def _follow(team: Team, limit_s: float | None, arrived: Callable[[Member], bool]
         before, seen = seen, rank_hangs.standstill(where)
         certain = seen == before and rank_hangs.is_deadlock(where)
         if certain or now_s >= deadline_s:
-            raise rank_faults.hang(team.members, where, now_s - began_s, certain)
+            time_s = min(round(now_s - began_s, 1), deadline_s - began_s)
+            raise rank_faults.hang(team.members, where, time_s, certain)
         # Looking costs the ranks a little, and the longer they work, the less a look is urgent.
         look_s = now_s + (now_s - began_s)
 

@@ -108,6 +108,8 @@ class _Reader:
 
     def _take(self, data: bytes, found: list[tuple[int, str, str]]) -> None:
         text = self.decoder.decode(data)
+        if not text:
+            return
         if self.taken + len(text) > MAX_OUTPUT_CHARACTERS:
             self.dropped += len(text)
             return

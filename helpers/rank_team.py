@@ -65,7 +65,7 @@ class Team:
     ) -> None:
         self.members: list[Member] = []
         # The ranks know its name before it exists, and delete it when this process is killed.
-        self.scratch = Path(tempfile.gettempdir(), f"launch-{uuid.uuid4().hex}")
+        self.scratch = Path(tempfile.gettempdir(), f"launch-{os.getpid()}-{uuid.uuid4().hex}")
         self._jobs = jobs
         self._payload = payload
         self._output = output

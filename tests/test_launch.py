@@ -1,0 +1,302 @@
+"""launch.run hands a cell's function to processes and brings its results back."""
+
+import os
+import threading
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+import torch.distributed as dist
+from cells import cell
+
+from helpers import launch
+
+
+def run(source, nprocs, *args, **options):
+    return launch.run(cell(source)["main"], nprocs, *args, **options)
+
+
+def test_results_come_in_rank_order_and_the_group_is_ready():
+    results = run(
+        """
+        def main(rank, world_size, factor):
+            total = torch.tensor([float(rank)])
+            dist.all_reduce(total)
+            return {"rank": rank, "total": total * factor, "backend": dist.get_backend()}
+        """,
+        3,
+        10.0,
+    )
+    assert [r["rank"] for r in results] == [0, 1, 2]
+    assert all(torch.equal(r["total"], torch.tensor([30.0])) for r in results)
+    if torch.cuda.device_count() < 3:
+        assert {r["backend"] for r in results} == {"gloo"}
+
+
+def test_what_the_function_refers_to_travels_along():
+    names = cell(
+        """
+        from dataclasses import dataclass
+
+        @dataclass
+        class Measure:
+            rank: int
+            value: torch.Tensor
+
+        scale = torch.tensor(3.0)
+
+        def scaled(x):
+            return x * scale
+
+        def make(offset):
+            return lambda rank, world_size: Measure(rank, scaled(torch.tensor(rank + offset)))
+        """
+    )
+    results = launch.run(names["make"](1.0), 2)
+    assert [m.value.item() for m in results] == [3.0, 6.0]
+    assert all(isinstance(m, names["Measure"]) for m in results)
+
+
+def test_a_changed_cell_is_what_runs():
+    assert run("def main(rank, world_size): return 'old'", 2) == ["old", "old"]
+    assert run("def main(rank, world_size): return 'new'", 2) == ["new", "new"]
+
+
+def test_the_environment_is_torchruns_and_threads_are_shared_out(monkeypatch):
+    monkeypatch.setenv("SET_IN_A_CELL", "yes")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "SET_IN_A_CELL")
+    results = run(
+        """
+        def main(rank, world_size, names):
+            return [os.environ[n] for n in names], torch.get_num_threads(), os.getcwd()
+        """,
+        2,
+        names,
+    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    for rank, (values, threads, folder) in enumerate(results):
+        assert values == [str(rank), str(rank), "2", "2", "127.0.0.1", "yes"]
+        assert threads == max(1, cores // 2)
+        assert folder == os.getcwd()
+
+
+def test_a_rank_may_make_its_own_group_from_the_environment():
+    results = run(
+        """
+        def main(rank, world_size):
+            dist.destroy_process_group()
+            dist.init_process_group("gloo")
+            dist.barrier()
+            return dist.get_world_size()
+        """,
+        2,
+    )
+    assert results == [2, 2]
+
+
+def test_prints_come_in_the_order_of_time_marked_by_rank(capsys):
+    run(
+        """
+        def main(rank, world_size):
+            for turn in (2, 0, 1, 1, 0, 2):
+                if turn == rank:
+                    print("turn of", rank)
+                dist.barrier()
+        """,
+        3,
+    )
+    order = (2, 0, 1, 1, 0, 2)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == [f"[rank {rank}] turn of {rank}" for rank in order]
+
+
+def test_by_rank_shows_one_rank_after_the_other(capsys):
+    run(
+        """
+        def main(rank, world_size):
+            for step in range(2):
+                print(step)
+                dist.barrier()
+        """,
+        2,
+        output="by rank",
+    )
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == ["[rank 0] 0", "[rank 0] 1", "[rank 1] 0", "[rank 1] 1"]
+
+
+def test_errors_warnings_and_what_programs_print_is_shown(capsys):
+    run(
+        """
+        def main(rank, world_size):
+            warnings.warn("careful")
+            print("to stderr", file=sys.stderr)
+            sys.stdout.flush()
+            os.system("echo from a program")
+            print("no newline", end="")
+        """,
+        1,
+    )
+    shown = capsys.readouterr()
+    assert "UserWarning: careful\n[rank 0]   warnings.warn" in shown.err
+    assert "[rank 0] to stderr\n" in shown.err
+    assert "[rank 0] from a program\n" in shown.out + shown.err
+    assert "[rank 0] no newline\n" in shown.out
+
+
+def test_reports_reach_the_parent_in_turn_with_the_prints(capsys):
+    def show(rank, content):
+        print("report", rank, content["step"])
+
+    run(
+        """
+        def main(rank, world_size):
+            for step in range(2):
+                print("before", step)
+                launch.report({"step": step})
+        """,
+        1,
+        on_report=show,
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "[rank 0] before 0",
+        "report 0 0",
+        "[rank 0] before 1",
+        "report 0 1",
+    ]
+
+
+def test_report_outside_a_rank_does_nothing():
+    assert launch.report("nobody listens") is None
+
+
+def test_figures_and_large_tensors_come_back():
+    figure, tensor = run(
+        """
+        def main(rank, world_size):
+            import matplotlib.pyplot as plt
+            if rank == 1:
+                return torch.ones(5_000_000)
+            figure, axes = plt.subplots()
+            axes.plot([1, 2, 4])
+            return figure
+        """,
+        2,
+    )
+    assert list(figure.axes[0].lines[0].get_ydata()) == [1, 2, 4]
+    assert tensor.sum() == 5_000_000
+    plt.close(figure)
+
+
+def test_a_loader_with_workers_and_a_dataset_of_the_notebook():
+    results = run(
+        """
+        class Squares(torch.utils.data.Dataset):
+            def __len__(self):
+                return 4
+
+            def __getitem__(self, index):
+                return torch.tensor(index**2)
+
+        def main(rank, world_size):
+            loader = torch.utils.data.DataLoader(Squares(), batch_size=2, num_workers=1)
+            return [batch.tolist() for batch in loader]
+        """,
+        1,
+    )
+    assert results == [[[0, 1], [4, 9]]]
+
+
+def test_ddp_in_a_cell_equals_one_process():
+    names = cell(
+        """
+        def train(rank, world_size):
+            torch.manual_seed(rank)
+            model = DDP(torch.nn.Linear(3, 1))
+            start = {name: value.clone() for name, value in model.module.state_dict().items()}
+            inputs = torch.arange(12.0).reshape(4, 3).chunk(world_size)[rank]
+            model(inputs).square().mean().backward()
+            return start, [p.grad for p in model.parameters()]
+        """
+    )
+    results = launch.run(names["train"], 2)
+    single = torch.nn.Linear(3, 1)
+    single.load_state_dict(results[0][0])
+    single(torch.arange(12.0).reshape(4, 3)).square().mean().backward()
+    for _, gradients in results:
+        for found, expected in zip(gradients, single.parameters(), strict=True):
+            torch.testing.assert_close(found, expected.grad)
+
+
+def test_two_runs_at_once_from_threads():
+    function = cell("def main(rank, world_size, name): return name, rank")["main"]
+    results = {}
+
+    def start(name):
+        results[name] = launch.run(function, 2, name)
+
+    threads = [threading.Thread(target=start, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {name: [(name, 0), (name, 1)] for name in "ab"}
+
+
+def test_each_rank_has_random_numbers_of_its_own():
+    draws = run(
+        """
+        def main(rank, world_size):
+            import random
+            import numpy as np
+            return random.random(), np.random.rand()
+        """,
+        2,
+    )
+    assert len(set(draws[0]) | set(draws[1])) == 4
+
+
+@pytest.mark.parametrize(
+    ("nprocs", "error", "phrase"),
+    [
+        (0, ValueError, "at least 1 rank; found 0"),
+        (-2, ValueError, "at least 1 rank; found -2"),
+        (2.0, TypeError, r"must be an int; found 2.0 \(float\)"),
+        (True, TypeError, r"must be an int; found True \(bool\)"),
+        ("2", TypeError, r"must be an int; found '2' \(str\)"),
+        (100_000, ValueError, "100000 ranks are too many for .* cores.*Use at most"),
+    ],
+)
+def test_numbers_of_ranks_that_cannot_work(nprocs, error, phrase):
+    with pytest.raises(error, match=phrase):
+        launch.run(print, nprocs)
+
+
+def test_other_arguments_that_cannot_work():
+    with pytest.raises(TypeError, match=r"takes a function first, as in launch.run\(train, 2\)"):
+        launch.run(4, print)
+    with pytest.raises(ValueError, match="timeout_s must be a positive number"):
+        launch.run(print, 2, timeout_s=0)
+    with pytest.raises(ValueError, match='output must be "live" or "by rank"; found \'quiet\''):
+        launch.run(print, 2, output="quiet")
+
+
+def test_a_function_that_cannot_be_sent_names_what_holds_it_back():
+    names = cell(
+        """
+        gate = threading.Lock()
+
+        def main(rank, world_size):
+            with gate:
+                return rank
+        """
+    )
+    with pytest.raises(TypeError, match=r"cannot send main .* the variable 'gate' that it uses"):
+        launch.run(names["main"], 2)
+    with pytest.raises(TypeError, match="because of argument 2 after the number of ranks"):
+        launch.run(print, 2, "fine", threading.Lock())
+
+
+def test_the_parent_joins_no_group():
+    run("def main(rank, world_size): return None", 2)
+    assert not dist.is_initialized()
