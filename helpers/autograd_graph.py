@@ -1,0 +1,169 @@
+"""What autograd keeps: the nodes of a graph, and the bytes that it saves for backward."""
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+
+@dataclass(frozen=True)
+class Node:
+    """One step of a backward pass, as recorded by autograd.
+
+    ``label`` is the operation's name without "Backward0", or the name of the tensor whose gradient
+    is collected here. ``depth`` is the longest way to it from the result, in steps.
+    """
+
+    label: str
+    is_leaf: bool
+    depth: int
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes, the result's own first, and edges as pairs of indices from later to earlier."""
+
+    nodes: tuple[Node, ...]
+    edges: tuple[tuple[int, int], ...]
+
+
+def graph_of(result: torch.Tensor, names: Mapping[str, torch.Tensor] | None = None) -> Graph:
+    """The graph that ``result.backward()`` would walk, read from ``grad_fn``.
+
+    ``names`` gives leaves their names. The graph is empty where ``result`` has no ``grad_fn``.
+    """
+    functions, edges = _walk(result.grad_fn)
+    named = {id(tensor): name for name, tensor in (names or {}).items()}
+    depths = _longest_ways(len(functions), edges)
+    nodes = tuple(
+        Node(_label(function, named), hasattr(function, "variable"), depth)
+        for function, depth in zip(functions, depths, strict=True)
+    )
+    return Graph(nodes, tuple(edges))
+
+
+def shared_part(whole: torch.Tensor, cut: torch.Tensor) -> tuple[set[int], set[int]]:
+    """Which nodes and edges of ``graph_of(whole)`` the graph of ``cut`` has too, as indices.
+
+    Both must come from the same expression; ``cut`` may lack branches, nothing else.
+    """
+    functions, edges = _walk(whole.grad_fn)
+    twins = {0: cut.grad_fn} if functions and cut.grad_fn is not None else {}
+    numbers = iter(range(len(edges)))
+    kept_edges = set()
+    for index, function in enumerate(functions):
+        # An edge of the whole graph that has no counterpart still uses up its number.
+        ways = [
+            position for position, (f, _) in enumerate(function.next_functions) if f is not None
+        ]
+        for position in ways:
+            number = next(numbers)
+            twin = twins[index].next_functions[position][0] if index in twins else None
+            if twin is not None:
+                kept_edges.add(number)
+                twins[edges[number][1]] = twin
+    return set(twins), kept_edges
+
+
+def count_nodes(result: torch.Tensor) -> int:
+    """How many graph nodes a tensor keeps alive: 0 for one without history."""
+    return len(_walk(result.grad_fn)[0])
+
+
+def _walk(start: Any) -> tuple[list[Any], list[tuple[int, int]]]:
+    """Every function reachable from ``start``, each once, and the edges between them."""
+    # Kept in lists, because a wrapper that dies gives its identity to the next one. No recursion:
+    # summed losses make chains far longer than Python's stack.
+    functions = [start] if start is not None else []
+    known = {start: 0}
+    edges = []
+    for index, function in enumerate(functions):  # grows while it is walked
+        for following, _ in function.next_functions:
+            if following is None:
+                continue
+            if following not in known:
+                known[following] = len(functions)
+                functions.append(following)
+            edges.append((index, known[following]))
+    return functions, edges
+
+
+def _longest_ways(count: int, edges: list[tuple[int, int]]) -> list[int]:
+    depths = [0] * count
+    changed = True
+    while changed:  # a graph without cycles settles after at most ``count`` rounds
+        changed = False
+        for later, earlier in edges:
+            if depths[earlier] <= depths[later]:
+                depths[earlier] = depths[later] + 1
+                changed = True
+    return depths
+
+
+def _label(function: Any, named: Mapping[int, str]) -> str:
+    if hasattr(function, "variable"):
+        return named.get(id(function.variable), "leaf")
+    return function.name().rsplit("::")[-1].removesuffix("0").removesuffix("Backward")
+
+
+class _Kept:
+    """One tensor that autograd saved; it dies when autograd lets go of it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Detached: with its own history it would keep itself alive for ever.
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+
+
+class SavedTensors:
+    """Counts the tensors that autograd saves for backward while the block runs.
+
+    ``live_bytes()`` says how many bytes of them are still kept, also after the block. A storage
+    that several operations save is counted once; the storages of ``ignore`` (the parameters, which
+    exist anyway) are left out. Uses ``torch.autograd.graph.saved_tensors_hooks``. As without it,
+    ``backward()`` raises RuntimeError where a saved tensor was edited in place.
+    """
+
+    def __init__(self, ignore: Any = ()) -> None:
+        self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignore}
+        self._kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> _Kept:
+        kept = _Kept(tensor)
+        self._kept.add(kept)
+        return kept
+
+    def live_bytes(self) -> int:
+        storages = {}
+        for kept in self._kept:
+            storage = kept.tensor.untyped_storage()
+            if storage.data_ptr() not in self._ignored:
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+    def __enter__(self) -> Self:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._hooks.__exit__(kind, error, traceback)
+
+
+def _unpack(kept: _Kept) -> torch.Tensor:
+    # Autograd leaves this check out for tensors that hooks have saved.
+    if kept.tensor._version != kept.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a saved tensor of shape {tuple(kept.tensor.shape)} is at version "
+            f"{kept.tensor._version}; expected version {kept.version} instead"
+        )
+    return kept.tensor

@@ -1,0 +1,321 @@
+"""Checks of lesson 02: a silent wrong gradient, a meter without a graph, an old script."""
+
+import copy
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+from helpers.autograd_graph import SavedTensors
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+from helpers.units import format_bytes
+
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@exercise("2.1", "the silent wrong gradient")
+def loss_today(answer: Callable[..., torch.Tensor]) -> None:
+    size, classes, batch = (int(torch.randint(3, 9, ())) for _ in range(3))
+    weight = torch.randn(size, classes, dtype=torch.float64) * 0.3
+    weight[:, 0] /= 100  # class 0 is weak in every image, so that something is always cut
+    weight.requires_grad_()
+    images = torch.rand(batch + 4, size, dtype=torch.float64) * 5
+    labels = torch.randint(classes, (batch + 4,))
+    given = f"weight {tuple(weight.shape)}, images {tuple(images.shape)}, all random"
+    right, right_gradient = _value_and_gradient(_right_loss, weight, images, labels)
+    _, hidden_gradient = _value_and_gradient(_silent_loss, weight, images, labels)
+
+    before = weight.detach().clone(), images.clone()
+    loss = answer(weight, images, labels)
+    if not isinstance(loss, torch.Tensor) or loss.dim():
+        raise Wrong(yours=loss, expected="a 0-dim tensor", hint="Return the loss itself.")
+    for yours, expected in zip((weight.detach(), images), before, strict=True):
+        expect_equal(yours, expected, given=given, hint=_EDITED)
+    expect_close(
+        loss.detach(),
+        right,
+        given=given,
+        hint="The value must stay what loss_2017 gives. Only its gradient was wrong.",
+    )
+    gradient = _gradient_of(loss, weight, right_gradient, given)
+    if torch.allclose(gradient, hidden_gradient):
+        raise Wrong(
+            yours=gradient,
+            expected=right_gradient,
+            given=given,
+            hint="This is still the gradient of loss_2017: one edit is hidden from autograd.",
+        )
+    expect_close(gradient, right_gradient, given=given, hint="The gradient of weight is off.")
+
+
+_EDITED = (
+    "Your function changed its arguments in place. The caller's tensors must stay as they are."
+)
+
+
+def _gradient_of(
+    loss: torch.Tensor, weight: torch.Tensor, expected: torch.Tensor, given: str
+) -> torch.Tensor:
+    if not loss.requires_grad:
+        raise Wrong(
+            yours="a loss without a graph",
+            expected="a loss whose backward() reaches weight",
+            given=given,
+            hint="Something between weight and the loss was cut off: detach, data or no_grad.",
+        )
+    try:
+        return torch.autograd.grad(loss, weight)[0]
+    except RuntimeError as error:
+        inplace = "inplace operation" in str(error)
+        raise Wrong(
+            yours=f"RuntimeError in backward(): {str(error).splitlines()[0]}",
+            expected=expected,
+            given=given,
+            hint=(
+                "Now autograd sees the edit, but tanh needs the values that were overwritten. "
+                "Make a new tensor instead of editing this one."
+                if inplace
+                else "backward() does not reach weight."
+            ),
+        ) from error
+
+
+def _silent_loss(weight: torch.Tensor, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    hidden = torch.tanh(images / images.abs().max() @ weight)
+    hidden.data[hidden.data.abs() < 0.1] = 0
+    return F.cross_entropy(hidden, labels)
+
+
+def _right_loss(weight: torch.Tensor, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    hidden = torch.tanh(images / images.abs().max() @ weight)
+    return F.cross_entropy(torch.where(hidden.abs() < 0.1, 0.0, hidden), labels)
+
+
+def _value_and_gradient(
+    function: Callable[..., torch.Tensor], weight: torch.Tensor, *rest: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = function(weight, *rest)
+    return loss.detach(), torch.autograd.grad(loss, weight)[0]
+
+
+@exercise("2.2", "a running mean that holds no graph")
+def running_mean(answer: Callable[[], Any]) -> None:
+    weight = torch.randn(50, requires_grad=True)
+    counts = (torch.randperm(40)[:4] + 1).tolist()
+    meter, other = answer(), answer()
+    total = 0.0
+    with SavedTensors(ignore=[weight]) as saved:
+        for step, count in enumerate(counts):
+            loss = (torch.randn(count, 50) * weight).square().mean()
+            value = loss.item()
+            meter.update(loss, count)
+            _expect_untouched(loss, value, weight)
+            total += value * count
+            _expect_mean(meter.mean(), total / sum(counts[: step + 1]), counts[: step + 1])
+            other.update(torch.tensor(float(step)), 1)
+            del loss
+        gc.collect()
+        held = saved.live_bytes()
+    if held:
+        raise Wrong(
+            yours=f"{format_bytes(held)} that autograd saved are alive after {len(counts)} updates",
+            expected="0 B",
+            hint="The meter still holds a tensor with history. Take its value: .item() or .detach().",
+        )
+    expect_close(
+        other.mean(),
+        1.5,
+        given="a second meter, updated in turn with the first",
+        hint="Two meters share their sums. Make them in __init__, not in the class.",
+    )
+
+
+def _expect_untouched(loss: torch.Tensor, value: float, weight: torch.Tensor) -> None:
+    expect_equal(
+        loss.item(),
+        value,
+        given="the value of a loss after update(loss, count)",
+        hint="update() changed the caller's loss in place: detach() shares its memory.",
+    )
+    if not loss.requires_grad:
+        raise Wrong(
+            yours="a loss that lost its graph in update()",
+            expected="a loss that backward() can still be called on",
+            hint="detach_() and requires_grad_(False) change the caller's tensor; use detach().",
+        )
+    torch.autograd.grad(loss, weight, retain_graph=True)
+
+
+def _expect_mean(yours: Any, expected: float, counts: list[int]) -> None:
+    given = f"batches of {', '.join(map(str, counts))} samples"
+    if type(yours) is not float:
+        raise Wrong(
+            yours=yours,
+            expected=expected,
+            given=given,
+            hint="mean() gives a Python number, not a tensor: .item() makes one.",
+        )
+    expect_close(
+        yours,
+        expected,
+        given=given,
+        rtol=1e-4,
+        atol=1e-6,
+        hint="Weigh each batch's mean by its count, and divide by all counts so far.",
+    )
+
+
+@exercise("2.3", "an old script, brought to today")
+def fit_today(answer: Callable[..., tuple[float, float]]) -> None:
+    size, classes = (int(torch.randint(3, 8, ())) for _ in range(2))
+    batches, held_out = _random_batches(size, classes), _random_batches(size, classes)
+    model, rate = _Watched(size, classes), float(torch.rand(()) + 0.1)
+    model.eval()  # so that a forgotten train() is noticed
+    reference = _Watched(size, classes)
+    reference.load_state_dict(model.state_dict())
+    expected = _fit_reference(reference, batches, held_out, rate)
+
+    # One batch alone: its loss does not depend on how the step that follows it is made.
+    first = _run_strictly(answer, copy.deepcopy(model), batches[:1], held_out[:1], rate)
+    alone = _fit_reference(copy.deepcopy(model), batches[:1], held_out[:1], rate)
+    loss_hint = (
+        "size_average=False meant a sum over the batch; log_softmax goes over classes, dim 1."
+    )
+    _expect_loss(first[0], alone[0], "the training loss of one batch", loss_hint)
+
+    returned = _run_strictly(answer, model, batches, held_out, rate)
+    for (name, yours), parameter in zip(
+        model.named_parameters(), reference.parameters(), strict=True
+    ):
+        expect_close(
+            yours.detach(),
+            parameter.detach(),
+            given=f"{name} after training",
+            hint="The weights differ from the old script's: is each of its steps still there?",
+        )
+    _expect_loss(returned[0], expected[0], "the training loss", "It is summed over all batches.")
+    _expect_loss(returned[1], expected[1], "the held-out loss", loss_hint)
+
+
+def _expect_loss(yours: float, expected: float, name: str, hint: str) -> None:
+    expect_close(yours, expected, given=name, rtol=1e-4, atol=1e-5, hint=hint)
+
+
+def _run_strictly(
+    answer: Callable[..., Any],
+    model: "_Watched",
+    batches: Batches,
+    held_out: Batches,
+    rate: float,
+) -> tuple[float, float]:
+    """What the answer returned, after all that does not depend on its numbers has been checked."""
+    said, returned, held = _run_quietly(answer, model, batches, held_out, rate)
+    if said:
+        raise Wrong(
+            yours=f"a warning: {said[0]}",
+            expected="no warning",
+            hint="The warning names the old word and what replaces it.",
+        )
+    _expect_modes(model.seen, len(batches), len(held_out))
+    both = isinstance(returned, (tuple, list)) and len(returned) == 2
+    if not both or any(type(part) is not float for part in returned):
+        raise Wrong(
+            yours=returned,
+            expected="two Python numbers: the training loss and the held-out loss",
+            hint="Return two Python numbers; a loss is a 0-dim tensor, .item() makes a number.",
+        )
+    if held:
+        raise Wrong(
+            yours=f"{format_bytes(held)} that autograd saved are still alive",
+            expected="0 B",
+            hint="Something keeps a loss with its graph.",
+        )
+    return returned[0], returned[1]
+
+
+class _Watched(nn.Module):
+    """A small network that notes at each call: training mode, and whether a graph is recorded."""
+
+    def __init__(self, size: int, classes: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(size, 6), nn.Tanh(), nn.Linear(6, classes))
+        self.seen: list[tuple[bool, bool]] = []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        scores = self.layers(images)
+        self.seen.append((self.training, scores.requires_grad))
+        return scores
+
+
+def _random_batches(size: int, classes: int) -> Batches:
+    counts = torch.randint(2, 7, (3,)).tolist()
+    return [(torch.randn(count, size) * 3, torch.randint(classes, (count,))) for count in counts]
+
+
+def _fit_reference(
+    model: nn.Module, batches: Batches, held_out: Batches, rate: float
+) -> tuple[float, float]:
+    optimizer = optim.SGD(model.parameters(), lr=rate)
+    total = 0.0
+    for images, labels in batches:
+        loss = F.cross_entropy(model(images), labels, reduction="sum")
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        total += loss.item()
+    with torch.no_grad():
+        losses = [F.cross_entropy(model(x), labels, reduction="sum") for x, labels in held_out]
+    return total, sum(loss.item() for loss in losses)
+
+
+def _run_quietly(
+    answer: Callable[..., Any], model: _Watched, batches: Batches, held_out: Batches, rate: float
+) -> tuple[list[str], Any, int]:
+    """The answer's warnings, what it returned, and the saved bytes it left alive."""
+    try:
+        with warnings.catch_warnings(record=True) as seen, SavedTensors() as saved:
+            warnings.simplefilter("always")
+            returned = answer(model, batches, held_out, rate)
+            gc.collect()
+            held = saved.live_bytes()
+        if not torch.is_grad_enabled():
+            raise Wrong(
+                yours="recording is still off after the call",
+                expected="recording is on again",
+                hint="set_grad_enabled(False) as a function stays. Use it, or no_grad, with `with`.",
+            )
+    finally:
+        torch.set_grad_enabled(True)
+    return [str(item.message).splitlines()[0] for item in seen], returned, held
+
+
+def _expect_modes(seen: list[tuple[bool, bool]], trained: int, held_out: int) -> None:
+    if len(seen) != trained + held_out:
+        raise Wrong(
+            yours=f"{len(seen)} calls of the model",
+            expected=f"{trained + held_out}, one a batch",
+            hint="Go once over the batches, then once over the held-out ones.",
+        )
+    if any(mode != (True, True) for mode in seen[:trained]):
+        raise Wrong(
+            yours="training without a graph, or not in training mode",
+            expected="model.train(), and a graph to go back through",
+            hint="Leave the training loop outside no_grad.",
+        )
+    if any(recorded for _, recorded in seen[trained:]):
+        raise Wrong(
+            yours="a graph was recorded for the held-out batches",
+            expected="no graph",
+            hint="volatile=True asked for none. Today: with torch.no_grad():",
+        )
+    if any(training for training, _ in seen[trained:]):
+        raise Wrong(
+            yours="the model was in training mode for the held-out batches",
+            expected="model.eval()",
+            hint="no_grad does not replace model.eval().",
+        )

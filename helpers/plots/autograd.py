@@ -1,0 +1,156 @@
+"""Autograd drawn: right and wrong gradients, what summed losses keep, and a graph before a cut."""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch
+
+from helpers.autograd_graph import Graph
+from helpers.plots.style import COLOURS, figure, headline, title
+
+_STEP = 1.5  # from one node to the next in a row; a row is 1 high
+
+
+def gradients(
+    x: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor, slope: torch.Tensor
+) -> None:
+    """Two gradients of one function over ``x`` (N,), and its slope measured without autograd."""
+    made, axes = figure(width=7.5, height=3.4)
+    axes.plot(x, right, color=COLOURS["blue"], label="written out of place")
+    axes.plot(x, wrong, color=COLOURS["vermilion"], linestyle="--", label="edited through .data")
+    dots = slice(2, None, max(len(x) // 24, 1))
+    axes.plot(x[dots], slope[dots], "o", color=COLOURS["black"], ms=4, label="slope of the values")
+    axes.set_xlabel("x")
+    axes.set_ylabel("gradient dy/dx")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    title(
+        axes,
+        "Only one gradient belongs to these values",
+        "computed by autograd; dots: finite differences",
+    )
+    plt.show()
+    plt.close(made)
+
+
+def kept_per_step(runs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+    """Bytes and graph nodes still alive after each step, for three ways of adding up.
+
+    ``runs`` maps a name to one ``(bytes, nodes)`` pair a step. Raises ValueError for other than
+    three runs.
+    """
+    made, (left, right) = figure(1, 2, width=8.5, height=3.4)
+    # Thick to thin, so that a line that lies on another leaves it visible.
+    looks = (("vermilion", 7), ("yellow", 3.5), ("blue", 1.5))
+    for (name, pairs), (colour, width) in zip(runs.items(), looks, strict=True):
+        steps = range(1, len(pairs) + 1)
+        look = {"color": COLOURS[colour], "linewidth": width, "label": name}
+        left.plot(steps, [size / 2**10 for size, _ in pairs], **look)
+        right.plot(steps, [nodes for _, nodes in pairs], **look)
+    left.set_ylabel("saved tensors alive (KiB)")
+    right.set_ylabel("graph nodes kept by the sum")
+    for axes in (left, right):
+        axes.set_xlabel("step")
+        axes.set_ylim(bottom=0 - 0.04 * axes.get_ylim()[1])
+    handles, names = left.get_legend_handles_labels()
+    made.legend(handles, names, loc="outside lower center", ncols=3, fontsize=9)
+    headline(made, "A sum of loss tensors grows with every step", "counted")
+    plt.show()
+    plt.close(made)
+
+
+def graph_before_and_after(
+    graph: Graph, kept_nodes: set[int], kept_edges: set[int], after: str
+) -> None:
+    """A graph twice: whole, and with everything that a cut removed in pale dashes."""
+    everything = set(range(len(graph.nodes))), set(range(len(graph.edges)))
+    places = _places(graph)
+    width = max(x for x, _ in places) - min(x for x, _ in places) + 2.4
+    height = 1 - min(y for _, y in places)
+    made, axes = figure(width=8.5, height=0.5 + 0.62 * height)
+    # One pair of axes without ticks, placed by hand: a third of the time of two laid out ones, and
+    # the explorer draws this again at every choice.
+    made.set_layout_engine("none")
+    axes.set_position((0, 0, 1, 1 - 0.3 / (0.5 + 0.62 * height)))
+    axes.set(xticks=[], yticks=[], xlim=(0, 2 * width), ylim=(0.2 - height, 0.9))
+    axes.set_axis_off()
+    for column, (heading, kept) in enumerate(
+        (("as written", everything), (f"after {after}", (kept_nodes, kept_edges)))
+    ):
+        middle = (column + 0.5) * width - sum((min(places)[0], max(places)[0])) / 2
+        axes.text((column + 0.5) * width, 0.6, heading, ha="center", fontsize=11)
+        _draw(axes, graph, [(x + middle, y) for x, y in places], *kept)
+    headline(made, "Arrows show the way of backward()", "read from grad_fn")
+    plt.show()
+    plt.close(made)
+
+
+def _draw(
+    axes: Axes,
+    graph: Graph,
+    places: Sequence[tuple[float, float]],
+    nodes: set[int],
+    edges: set[int],
+) -> None:
+    for index, node in enumerate(graph.nodes):
+        kept = index in nodes
+        colour = COLOURS["green" if node.is_leaf else "blue"] if kept else COLOURS["grey"]
+        axes.text(
+            *places[index],
+            f"{node.label}.grad" if node.is_leaf else node.label,
+            ha="center",
+            va="center",
+            fontsize=9,
+            color="#FFFFFF" if kept else "#777777",
+            bbox={
+                "boxstyle": "round,pad=0.35",
+                "facecolor": colour if kept else "#FFFFFF",
+                "edgecolor": colour,
+                "linestyle": "-" if kept else "--",
+            },
+            zorder=3,
+        )
+    for number, edge in enumerate(graph.edges):
+        kept = number in edges
+        bend = _bend(edge in graph.edges[:number], places[edge[0]], places[edge[1]])
+        axes.add_patch(
+            FancyArrowPatch(
+                places[edge[0]],
+                places[edge[1]],
+                connectionstyle=f"arc3,rad={bend}",
+                arrowstyle="-|>",
+                mutation_scale=11,
+                shrinkA=12,
+                shrinkB=12,
+                color="#444444" if kept else "#CCCCCC",
+                linestyle="-" if kept else "--",
+                zorder=2,
+            )
+        )
+
+
+def _places(graph: Graph) -> list[tuple[float, float]]:
+    """Where each node stands: its depth downward, operations in the middle, leaves beside them."""
+    places: dict[int, tuple[float, float]] = {}
+    for depth in range(max(node.depth for node in graph.nodes) + 1):
+        level = [index for index, node in enumerate(graph.nodes) if node.depth == depth]
+        middle = [index for index in level if not graph.nodes[index].is_leaf] or level
+        leaning = {
+            index: sum(places[later][0] for later, earlier in graph.edges if earlier == index)
+            for index in level
+            if index not in middle
+        }
+        left = [index for index in leaning if leaning[index] < 0]
+        right = [index for index in leaning if leaning[index] >= 0]
+        start = -_STEP * (len(left) + (len(middle) - 1) / 2)
+        for column, index in enumerate([*left, *middle, *right]):
+            places[index] = (start + _STEP * column, -float(depth))
+    return [places[index] for index in range(len(graph.nodes))]
+
+
+def _bend(is_double: bool, start: tuple[float, float], end: tuple[float, float]) -> float:
+    """How far an arrow bows out: past the nodes between its ends, and beside its own double."""
+    if start[1] - end[1] > 1:
+        return 0.22 if end[0] < start[0] else -0.22
+    return 0.5 if is_double else 0.0

@@ -1,0 +1,131 @@
+"""The graph of a small expression, before and after a cut in its middle."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import ipywidgets as widgets
+import torch
+from IPython.display import display
+
+from helpers import plots
+from helpers.autograd_graph import Graph, graph_of, shared_part
+from helpers.tables import Table
+
+EXPRESSIONS = (
+    ("x * w", "(tanh(h) * v + x).sum()"),
+    ("x + w", "(h * v).sum()"),
+    ("exp(x * w)", "(h * h + v).sum()"),
+    ("tanh(x)", "(h * w).sum() + (h * v).sum()"),
+)
+CUTS = ("detach()", ".data", "no_grad()")
+
+_NAMES = {name: getattr(torch, name) for name in ("exp", "tanh", "sigmoid", "relu")}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One expression computed twice: as written, and with ``h`` cut off from its history.
+
+    ``kept_nodes`` and ``kept_edges`` are indices into ``graph``, the graph as written. A gradient
+    is None where the backward pass did not arrive.
+    """
+
+    inner: str
+    outer: str
+    cut: str
+    graph: Graph
+    kept_nodes: set[int]
+    kept_edges: set[int]
+    values: tuple[float, float]
+    gradients: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]
+
+    def table(self) -> Table:
+        rows = [(f"d y / d {name}", *map(_spoken, pair)) for name, pair in self.gradients.items()]
+        values = [f"{value:.4f}" for value in self.values]
+        return Table(("", "as written", f"after {self.cut}"), [("y", *values), *rows])
+
+
+def compare(inner: str, outer: str, cut: str) -> Comparison:
+    """Compute ``h = inner`` and ``y = outer`` as written and with ``h`` cut, and run backward.
+
+    The expressions may use the vectors x, w and v (three numbers each, all with gradients), the
+    functions exp, tanh, sigmoid and relu, and ``outer`` also h. ``cut`` is one of CUTS. Raises
+    ValueError for another cut, or where y is not one number that depends on x, w or v.
+    """
+    if cut not in CUTS:
+        raise ValueError(f"cut is {cut!r}; it can be one of {', '.join(CUTS)}")
+    whole, whole_leaves = _evaluate(inner, outer, None)
+    short, short_leaves = _evaluate(inner, outer, cut)
+    graph = graph_of(whole, whole_leaves)
+    kept_nodes, kept_edges = shared_part(whole, short)
+    for result in (whole, short):
+        if result.requires_grad:
+            result.backward()
+    return Comparison(
+        inner,
+        outer,
+        cut,
+        graph,
+        kept_nodes,
+        kept_edges,
+        (whole.item(), short.item()),
+        {name: (whole_leaves[name].grad, short_leaves[name].grad) for name in whole_leaves},
+    )
+
+
+def explore(inner: str, outer: str, cut: str) -> None:
+    """Show ``compare`` as a figure and a table."""
+    found = compare(inner, outer, cut)
+    plots.graph_before_and_after(found.graph, found.kept_nodes, found.kept_edges, cut)
+    display(found.table())
+
+
+class GraphExplorer:
+    """Two dropdowns around ``explore``; ``widget`` is what a notebook shows."""
+
+    def __init__(self) -> None:
+        options = [(f"h = {inner};  y = {outer}", (inner, outer)) for inner, outer in EXPRESSIONS]
+        wide: Any = {"width": "30em"}
+        self.expression = widgets.Dropdown(options=options, description="compute", layout=wide)
+        self.cut = widgets.Dropdown(options=CUTS, description="cut h by")
+        self.output = widgets.Output()
+        for control in (self.expression, self.cut):
+            control.observe(self.redraw, names="value")
+        self.widget = widgets.VBox([self.expression, self.cut, self.output])
+        self.redraw()
+
+    def redraw(self, _change: Any = None) -> None:
+        """Compute and draw again for what is chosen now."""
+        inner, outer = self.expression.value
+        with self.output:
+            self.output.clear_output(wait=True)
+            explore(inner, outer, self.cut.value)
+
+
+def graph_explorer() -> widgets.VBox:
+    """The explorer, ready to be the last line of a cell."""
+    return GraphExplorer().widget
+
+
+def _evaluate(
+    inner: str, outer: str, cut: str | None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """y, and the leaves by name, with ``h`` cut off from its history unless ``cut`` is None."""
+    numbers = {"x": (0.5, 1.0, 1.5), "w": (1.0, -1.0, 0.5), "v": (2.0, 1.0, -1.0)}
+    leaves = {name: torch.tensor(data, requires_grad=True) for name, data in numbers.items()}
+    with torch.set_grad_enabled(cut != "no_grad()"):
+        h = eval(inner, dict(_NAMES), leaves)
+    if cut == "detach()":
+        h = h.detach()
+    elif cut == ".data":
+        h = h.data
+    y = eval(outer, dict(_NAMES), {**leaves, "h": h})
+    if y.dim() or not (y.requires_grad or cut):
+        raise ValueError(f"y = {outer} must be one number that depends on x, w or v; add .sum()")
+    return y, leaves
+
+
+def _spoken(gradient: torch.Tensor | None) -> str:
+    if gradient is None:
+        return "None: backward does not arrive"
+    return "[" + ", ".join(f"{number:.3f}" for number in gradient.tolist()) + "]"

@@ -1,0 +1,68 @@
+"""The explorer of lesson 02: its computation, and its callback."""
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+
+from helpers.widgets import autograd
+from helpers.widgets.autograd import CUTS, EXPRESSIONS, GraphExplorer, compare
+
+INNER, OUTER = EXPRESSIONS[0]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("inner", "outer"), EXPRESSIONS)
+def test_a_cut_changes_the_graph_but_not_the_value(inner, outer, cut):
+    found = compare(inner, outer, cut)
+    assert found.values[0] == pytest.approx(found.values[1])
+    assert 0 < len(found.kept_nodes) < len(found.graph.nodes)
+    assert len(found.kept_edges) < len(found.graph.edges)
+
+
+def test_the_gradients_are_those_of_the_expression():
+    found = compare(INNER, OUTER, "detach()")
+    x, w, v = torch.tensor([[0.5, 1, 1.5], [1, -1, 0.5], [2, 1, -1]])
+    slope = 1 - torch.tanh(x * w) ** 2
+    torch.testing.assert_close(found.gradients["x"][0], slope * w * v + 1)
+    torch.testing.assert_close(found.gradients["w"][0], slope * x * v)
+    torch.testing.assert_close(found.gradients["x"][1], torch.ones(3))
+    assert found.gradients["w"][1] is None
+    assert "None" in str(found.table())
+
+
+def test_a_cut_may_remove_everything():
+    found = compare("x * w", "h.sum()", ".data")
+    assert found.kept_nodes == set() and found.kept_edges == set()
+    assert all(after is None for _, after in found.gradients.values())
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match=r"cut is 'clone'.*detach"):
+        compare(INNER, OUTER, "clone")
+    with pytest.raises(ValueError, match=r"one number.*add \.sum"):
+        compare("x * w", "h * v", "detach()")
+    with pytest.raises(ValueError, match="depends on x, w or v"):
+        compare("x.detach()", "h.sum()", ".data")
+
+
+def test_the_explorer_redraws_what_is_chosen(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(autograd, "explore", lambda *chosen: drawn.append(chosen))
+    explorer = GraphExplorer()
+    explorer.cut.value = ".data"
+    explorer.expression.value = EXPRESSIONS[2]
+    assert drawn == [
+        (*EXPRESSIONS[0], "detach()"),
+        (*EXPRESSIONS[0], ".data"),
+        (*EXPRESSIONS[2], ".data"),
+    ]
+
+
+def test_every_figure_draws_and_is_closed(monkeypatch):
+    texts = []
+    monkeypatch.setattr(plt, "show", lambda: texts.append([t.get_text() for t in plt.gca().texts]))
+    for inner, outer in EXPRESSIONS:
+        autograd.explore(inner, outer, "no_grad()")
+    autograd.explore("x * w", "h.sum()", "no_grad()")
+    assert all("after no_grad()" in text and "x.grad" in text for text in texts)
+    assert len(texts) == len(EXPRESSIONS) + 1 and not plt.get_fignums()
