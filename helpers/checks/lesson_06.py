@@ -1,0 +1,198 @@
+"""Checks of lesson 06."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from helpers.checks.core import Wrong, describe, exercise, expect_close, expect_equal
+from helpers.checks.on_ranks import answer_counted, counted, on_ranks
+
+
+@exercise("6.1", "all_reduce out of two halves")
+def all_reduce_of_two_halves(answer: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for ranks, dtype in ((2, torch.float64), (3, torch.int64)):
+        length = ranks * random.randint(2, 9)
+        tensors = [torch.randint(-99, 99, (length,)).to(dtype) for _ in range(ranks)]
+        kind = str(dtype).removeprefix("torch.")
+        given = f"{ranks} ranks, each with {length} numbers of dtype {kind}"
+        results = on_ranks(answer_counted, ranks, answer, tensors, given=given)
+        for rank, (yours, calls) in enumerate(results):
+            where = f"{given}; on rank {rank}"
+            names = [name for name, _ in calls]
+            if {"all_reduce", "reduce"} & set(names):
+                raise Wrong(
+                    yours=f"calls {', '.join(names)}",
+                    expected="reduce_scatter and all_gather",
+                    given=where,
+                    hint="Build the sum without all_reduce and without reduce.",
+                )
+            hint = _hint_for_sum(yours, sum(tensors), tensors[rank])
+            expect_close(yours, sum(tensors), given=where, hint=hint)
+            if sorted(names) != ["all_gather", "reduce_scatter"]:
+                raise Wrong(
+                    yours=f"calls {', '.join(names) or 'no collective'}",
+                    expected="one reduce_scatter, then one all_gather",
+                    given=where,
+                    hint="The numbers are right, at more than the budget. Collecting whole "
+                    "tensors sends n - 1 of them to each rank; parts of the sum are enough.",
+                )
+
+
+def _hint_for_sum(yours: Any, total: Any, own: torch.Tensor) -> str:
+    if not isinstance(yours, torch.Tensor):
+        return "Return the sum as a tensor, on every rank."
+    if yours.shape == own.shape and torch.equal(yours.to(own.dtype), own):
+        return "This is still the rank's own tensor: return what the collectives have filled."
+    if yours.numel() < total.numel():
+        return "This is a part of the sum. Collect the parts of all ranks, too."
+    if yours.shape == total.shape and yours.dtype != total.dtype:
+        return "The sum has another dtype than the tensor: make outputs with new_empty."
+    return "The parts of the sum, in the order of the ranks, are the whole sum."
+
+
+@exercise("6.2", "A mean over unequal shards")
+def mean_over_unequal_shards(answer: Callable[[torch.Tensor], Any]) -> None:
+    for ranks, with_empty in ((2, False), (3, True)):
+        lengths = random.sample(range(1, 9), ranks)
+        if with_empty:
+            lengths[random.randrange(ranks)] = 0
+        # Far apart, so that a mean of means is not right by chance.
+        shards = [torch.rand(length) + 5 * rank for rank, length in enumerate(lengths)]
+        expected = torch.cat(shards).mean()
+        given = f"{ranks} ranks with {', '.join(map(str, lengths))} values"
+        results = on_ranks(answer_counted, ranks, answer, shards, given=given)
+        for rank, (yours, _) in enumerate(results):
+            where = f"{given}; on rank {rank}"
+            number = _number(yours, where)
+            hint = _hint_for_mean(number, shards, rank)
+            expect_close(number, expected.double(), given=where, hint=hint, rtol=1e-4, atol=1e-4)
+        for rank, (_, calls) in enumerate(results):
+            if len(calls) != 1 or calls[0][1] > 2:
+                spent = ", ".join(f"{name} of {size}" for name, size in calls)
+                raise Wrong(
+                    yours=spent or "no collective",
+                    expected="one collective, of at most two numbers",
+                    given=f"{given}; on rank {rank}",
+                    hint="The mean is right, at more than the budget. Put the two numbers that "
+                    "the ranks must add into one tensor.",
+                )
+
+
+def _number(yours: Any, where: str) -> torch.Tensor:
+    single = isinstance(yours, torch.Tensor) and yours.numel() == 1
+    if not single and (isinstance(yours, bool) or not isinstance(yours, int | float)):
+        raise Wrong(
+            yours=yours,
+            expected="one number",
+            given=where,
+            hint="Every rank needs the mean: return it as a number or a tensor of one number.",
+        )
+    return torch.as_tensor(yours).detach().double().reshape(())
+
+
+def _hint_for_mean(yours: torch.Tensor, shards: list[torch.Tensor], rank: int) -> str:
+    def near(other: torch.Tensor) -> bool:
+        return torch.allclose(yours, other.double(), rtol=1e-4, atol=1e-4, equal_nan=True)
+
+    # The mean of no values is not a number, and spoils every sum that it enters.
+    means = torch.stack([shard.mean() for shard in shards])
+    if yours.isnan():
+        return "The mean of no values is not a number. Add sums and counts instead of means."
+    if near(means.mean()):
+        return "This is the mean of the ranks' means: it counts a short shard as much as a long."
+    if near(means.nan_to_num().mean()):
+        return "A rank without values must not count, and a short shard less than a long one."
+    if near(means[rank]) or near(shards[rank].sum()):
+        return "This is the rank's own value: the ranks have to talk."
+    if near(torch.cat(shards).sum()):
+        return "This is the sum of all values: divide by how many there are on all ranks."
+    if near(torch.cat(shards).sum() / len(shards)):
+        return "Divide by the number of values, not by the number of ranks."
+    return "Every rank needs the sum of all values and the number of all values."
+
+
+@exercise("6.3", "Find the rank that hangs", callable_answer=False)
+def find_the_rank_that_hangs(answer: Any) -> None:
+    if not (isinstance(answer, tuple) and len(answer) == 2 and callable(answer[1])):
+        raise Wrong(
+            yours=answer,
+            expected="a rank, and a function",
+            hint='Call check("6.3", (never_came, repaired)), without calling repaired.',
+        )
+    never_came, repaired = answer
+    if isinstance(never_came, bool) or not isinstance(never_came, int):
+        raise Wrong(
+            yours=repr(never_came),
+            expected="a rank: a whole number from 0",
+            hint="Run train_until with a short timeout_s and read the last line of the message.",
+        )
+    ranks, limit = 3, 0.3
+    for early in (random.randrange(ranks), random.randrange(ranks)):
+        losses = _falling_losses(ranks, early, limit)
+        expected = _averages(losses, limit)
+        given = f"losses {losses}, limit {limit}"
+        results = on_ranks(counted, ranks, repaired, losses, limit, given=given)
+        for rank, (yours, calls) in enumerate(results):
+            _judge_averages(yours, expected, losses, limit, f"rank {rank}, {given}")
+            if len(calls) < len(expected):
+                raise Wrong(
+                    yours=f"{len(calls)} collectives for {len(expected)} averages",
+                    expected="one for each average",
+                    given=f"rank {rank}, {given}",
+                    hint="A rank of a real training does not know the losses of the others.",
+                )
+            if len(calls) > len(expected) + 1:
+                raise Wrong(
+                    yours=f"{len(calls)} collectives until the average is below the limit",
+                    expected=f"{len(expected) + 1}, one a step",
+                    given=f"rank {rank}, {given}",
+                    hint="One all_reduce already tells every rank the average. Decide by that, "
+                    "and leave the loop.",
+                )
+    expect_equal(
+        never_came,
+        2,
+        given="train_until with some_losses and the limit 0.3",
+        hint="Your function is right. Run train_until itself with a short timeout_s: the last "
+        "line of the message says which rank never came.",
+    )
+
+
+def _judge_averages(
+    yours: Any, expected: list[float], losses: list[list[float]], limit: float, where: str
+) -> None:
+    hint = "All ranks return the averages before the first one that is below the limit."
+    if not isinstance(yours, list):
+        raise Wrong(yours=yours, expected=describe(expected), given=where, hint=hint)
+    if len(yours) == len(expected) + 1:
+        hint = "The first average below the limit ends the loop before it is noted."
+    elif len(yours) == len(losses[0]):
+        hint = "The function never stops early: all ranks leave once the average is below limit."
+    elif len(yours) < len(expected):
+        hint = "It stops too early: the average decides, not the loss of one rank."
+    expect_close(yours, expected, given=where, hint=hint, rtol=1e-4, atol=1e-4)
+
+
+def _falling_losses(ranks: int, early: int, limit: float) -> list[list[float]]:
+    """Seven falling losses a rank; rank ``early`` is below the limit before the average is."""
+    end = random.choice((3, 4))
+    losses = []
+    for _ in range(ranks):
+        first = random.uniform(0.8, 1.0)
+        falling = (first - (first - 0.28) * step / end for step in range(7))
+        losses.append([round(max(loss, 0.1), 2) for loss in falling])
+    losses[early] = [loss if step == 0 else 0.25 for step, loss in enumerate(losses[early])]
+    assert any(average >= limit for average in _averages(losses, limit)[1:])
+    return losses
+
+
+def _averages(losses: list[list[float]], limit: float) -> list[float]:
+    averages: list[float] = []
+    for of_ranks in zip(*losses, strict=True):
+        average = sum(of_ranks) / len(of_ranks)
+        if average < limit:
+            break
+        averages.append(average)
+    return averages

@@ -1,0 +1,83 @@
+"""The ring all-reduce of lesson 06, step by step, for any number of ranks, in one process."""
+
+from dataclasses import dataclass
+
+import ipywidgets
+import torch
+
+from helpers.plots import collectives
+
+MOST_RANKS = len(collectives.RANK_COLOURS)
+
+
+@dataclass(frozen=True)
+class RingState:
+    """What every rank holds after a step of the ring.
+
+    ``held[rank][chunk]`` is a number whose digits tell the ranks it holds; ``sent[rank]`` the
+    chunk that the rank sent in this step, to rank + 1. Nothing has been sent in state 0.
+    """
+
+    held: list[list[int]]
+    sent: list[int]
+
+
+def ring_states(ranks: int) -> list[RingState]:
+    """The states of a ring all-reduce: the start, then one after each of 2 * (ranks - 1) steps.
+
+    Rank r starts with 1, 2, 3, ... times 10**r, one number a chunk. Raises ValueError for fewer
+    ranks than 1 or more than ``MOST_RANKS``, the number of colours.
+    """
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ValueError(f"a ring is drawn for 1 to {MOST_RANKS} ranks, got {ranks}")
+    held = torch.stack([torch.arange(1, ranks + 1) * 10**rank for rank in range(ranks)])
+    states = [RingState(held.tolist(), [])]
+    for step in range(2 * (ranks - 1)):
+        sent = [(rank - step) % ranks for rank in range(ranks)]
+        # Read everything before anything is written: in a real ring all ranks send at once.
+        on_the_way = [held[rank, chunk].clone() for rank, chunk in enumerate(sent)]
+        for rank, (chunk, number) in enumerate(zip(sent, on_the_way, strict=True)):
+            right = (rank + 1) % ranks
+            if step < ranks - 1:
+                held[right, chunk] += number
+            else:
+                held[right, chunk] = number
+        states.append(RingState(held.tolist(), sent))
+    return states
+
+
+def describe_step(ranks: int, step: int) -> str:
+    """In words: where the ring is after ``step`` steps, and what each rank has sent so far."""
+    last = 2 * (ranks - 1)
+    if step == 0:
+        return f"At the start every rank holds {ranks} chunks of its own."
+    phase = "was added" if step < ranks else "replaced what was there"
+    told = f"Step {step} of {last}: each rank sent one chunk to the next, where it {phase}."
+    told += f"\nSent so far by each rank: {step}/{ranks} of a tensor."
+    if step == ranks - 1:
+        told += "\nEach rank now holds one complete chunk: a reduce-scatter is done."
+    if step == last:
+        told += "\nEvery chunk is complete everywhere: the all-reduce is done."
+    return told
+
+
+def show_ring(ranks: int, step: int) -> None:
+    """Draw the ring after ``step`` steps and say what happened; a step past the end is the end."""
+    states = ring_states(ranks)
+    step = max(0, min(step, len(states) - 1))
+    state = states[step]
+    collectives.ring(state.held, state.sent, f"{ranks} ranks, after step {step}")
+    print(describe_step(ranks, step))
+
+
+def ring_explorer() -> ipywidgets.Widget:
+    """Two sliders around ``show_ring``: the number of ranks, and the step."""
+    ranks = ipywidgets.IntSlider(4, min=2, max=MOST_RANKS, description="ranks")
+    step = ipywidgets.IntSlider(0, min=0, max=2 * (ranks.value - 1), description="step")
+
+    def fit_steps(change: dict[str, int]) -> None:
+        step.max = 2 * (change["new"] - 1)
+
+    ranks.observe(fit_steps, "value")
+    drawn = ipywidgets.interactive_output(show_ring, {"ranks": ranks, "step": step})
+    return ipywidgets.VBox([ipywidgets.HBox([ranks, step]), drawn])

@@ -1,0 +1,95 @@
+"""The ring's explorer: its states are those of a ring, its drawing and its sliders work."""
+
+from itertools import pairwise
+
+import matplotlib.pyplot as plt
+import pytest
+
+from helpers.plots import collectives
+from helpers.widgets import ring
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """Figures that would have been shown, as the texts on them."""
+    figures = []
+
+    def keep():
+        figures.append([text.get_text() for axes in plt.gcf().axes for text in axes.texts])
+
+    monkeypatch.setattr(plt, "show", keep)
+    return figures
+
+
+@pytest.mark.parametrize("ranks", range(1, ring.MOST_RANKS + 1))
+def test_every_rank_ends_with_every_sum(ranks):
+    states = ring.ring_states(ranks)
+    assert len(states) == 1 + 2 * (ranks - 1)
+    ones = int("1" * ranks)
+    assert states[-1].held == [[ones * chunk for chunk in range(1, ranks + 1)]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_half_way_each_rank_has_one_complete_chunk(ranks):
+    half_way = ring.ring_states(ranks)[ranks - 1]
+    for rank, numbers in enumerate(half_way.held):
+        complete = [
+            chunk for chunk, n in enumerate(numbers) if len(collectives.origins(n)) == ranks
+        ]
+        assert complete == [(rank + 1) % ranks]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_in_every_step_each_rank_sends_another_chunk_and_only_its_neighbour_changes(ranks):
+    states = ring.ring_states(ranks)
+    for before, after in pairwise(states):
+        assert sorted(after.sent) == list(range(ranks))
+        arrived = {((rank + 1) % ranks, chunk) for rank, chunk in enumerate(after.sent)}
+        changed = {
+            (rank, chunk)
+            for rank in range(ranks)
+            for chunk in range(ranks)
+            if before.held[rank][chunk] != after.held[rank][chunk]
+        }
+        assert changed == arrived
+
+
+@pytest.mark.parametrize("ranks", [0, ring.MOST_RANKS + 1])
+def test_a_number_of_ranks_that_cannot_be_drawn_is_refused(ranks):
+    with pytest.raises(ValueError, match="1 to 8 ranks"):
+        ring.ring_states(ranks)
+
+
+def test_a_number_tells_the_ranks_it_holds():
+    assert collectives.origins(303) == [0, 2]
+    assert collectives.origins(0) == []
+    with pytest.raises(ValueError, match="one for each rank"):
+        collectives.origins(10**8)
+    with pytest.raises(ValueError, match="no number of this lesson"):
+        collectives.origins(-1)
+
+
+def test_the_figure_shows_the_numbers_of_the_state(shown, capsys):
+    ring.show_ring(3, 2)
+    (texts,) = shown
+    numbers = [str(n) for row in ring.ring_states(3)[2].held for n in row]
+    assert [text for text in texts if text.isdecimal()] == numbers
+    assert "2/3 of a tensor" in capsys.readouterr().out
+
+
+def test_a_step_past_the_end_shows_the_end(shown, capsys):
+    ring.show_ring(2, 99)
+    assert shown[0].count("11") == shown[0].count("22") == 2
+    assert "the all-reduce is done" in capsys.readouterr().out
+
+
+def test_the_sliders_redraw_and_stay_within_the_ring(shown):
+    explorer = ring.ring_explorer()
+    ranks, step = explorer.children[0].children
+    ranks.value = 8
+    step.value = step.max
+    assert step.max == 14
+    ranks.value = 2
+    assert step.value == step.max == 2
+    # One drawing a change, of what the sliders then say: nothing failed silently.
+    assert "11" in shown[-1] and "rank 1" in shown[-1] and "rank 2" not in shown[-1]
