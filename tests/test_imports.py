@@ -18,6 +18,7 @@ ORDER = [
     "helpers.shell",
     "helpers.autograd_graph",
     "helpers.vgpu",
+    "helpers.memory",
     "helpers.devices",
     "helpers.rank_output",
     "helpers.rank_places",
