@@ -152,6 +152,7 @@ def _install() -> None:
         _changes.set(owner, name, value)
     for name in ("scatter", "gather", "broadcast_coalesced"):
         _changes.set(torch_comm, name, getattr(comm, name))
+    _changes.set(torch.cuda.nccl, "is_available", _nccl_is_available)
     # torch asks for CUDA and MPS first; whoever enables virtual GPUs means those.
     for module in (torch._utils, sys.modules["torch.nn.parallel.data_parallel"]):
         _changes.set(module, "_get_available_device_type", lambda: gpus.DEVICE_TYPE)
@@ -200,6 +201,15 @@ def _register_kernels() -> None:
 
 def _call(func, *args, **kwargs):
     return dispatch(func, args, kwargs)
+
+
+_plain_nccl_is_available = torch.cuda.nccl.is_available
+
+
+def _nccl_is_available(tensors: Any) -> bool:
+    """Never for virtual tensors; torch's own warns where it was built without NCCL."""
+    virtual = any(isinstance(tensor, VirtualTensor) for tensor in tensors)
+    return not virtual and _plain_nccl_is_available(tensors)
 
 
 _plain_as_tensor = torch.as_tensor

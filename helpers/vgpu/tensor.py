@@ -87,6 +87,10 @@ class VirtualTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self._inner.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The storage of the values: it tells which tensors share memory, but not the device."""
+        return self._inner.untyped_storage()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if tensor_contents is None and self.layout is torch.strided and self.numel() > 0:
             with torch.no_grad():

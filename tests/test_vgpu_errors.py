@@ -1,0 +1,147 @@
+"""The errors of a GPU, word for word but for the name; after each the device is usable."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from helpers import vgpu
+
+
+@pytest.fixture(autouse=True)
+def gpus():
+    with vgpu.enable(2):
+        yield
+
+
+def on(index, *size):
+    return torch.ones(*size, device=f"vgpu:{index}")
+
+
+SAME = "Expected all tensors to be on the same device, but "
+ERRORS = {
+    "elementwise": (lambda: on(0, 2) + on(1, 2), SAME + "found at least two devices, vgpu:0 and vgpu:1!"),
+    "elementwise, CPU": (lambda: on(0, 2) * torch.ones(2), SAME + "found at least two devices, vgpu:0 and cpu!"),
+    "scalar of another GPU": (lambda: on(0, 2) + on(1, 2)[0], SAME + "found at least two devices, vgpu:0 and vgpu:1!"),
+    "GPU scalar, CPU vector": (lambda: torch.ones(2) + on(0, 2)[0], SAME + "found at least two devices, cpu and vgpu:0!"),
+    "matmul": (
+        lambda: on(0, 2, 2) @ on(1, 2, 2),
+        SAME + "got mat2 is on vgpu:1, different from other tensors on vgpu:0 "
+        "(when checking argument in method wrapper_VGPU_mm)",
+    ),
+    "linear, CPU input": (
+        lambda: nn.Linear(2, 2).to("vgpu:0")(torch.ones(1, 2)),
+        SAME + "got mat1 is on cpu, different from other tensors on vgpu:0 "
+        "(when checking argument in method wrapper_VGPU_addmm)",
+    ),
+    "embedding": (
+        lambda: nn.Embedding(3, 2).to("vgpu:1")(torch.tensor([1])),
+        SAME + "got index is on cpu, different from other tensors on vgpu:1 "
+        "(when checking argument in method wrapper_VGPU__index_select)",
+    ),
+    "loss, CPU labels": (
+        lambda: nn.functional.cross_entropy(on(0, 2, 3), torch.tensor([0, 1])),
+        SAME + "got target is on cpu, different from other tensors on vgpu:0 "
+        "(when checking argument in method wrapper_VGPU_nll_loss_forward)",
+    ),
+    "layer norm": (
+        lambda: nn.LayerNorm(3)(on(0, 2, 3)),
+        SAME + "got weight is on cpu, different from other tensors on vgpu:0 "
+        "(when checking argument in method wrapper_VGPU__native_layer_norm)",
+    ),
+    "convolution, CPU input": (
+        lambda: nn.Conv2d(1, 1, 1).to("vgpu:0")(torch.ones(1, 1, 2, 2)),
+        "Input type (torch.FloatTensor) and weight type (torch.vgpu.FloatTensor) should be the same "
+        "or input should be a MKLDNN tensor and weight is a dense tensor",
+    ),
+    "convolution, CPU weight": (
+        lambda: nn.Conv2d(1, 1, 1)(on(0, 1, 1, 2, 2)),
+        "Input type (torch.vgpu.FloatTensor) and weight type (torch.FloatTensor) should be the same",
+    ),
+    "LSTM": (
+        lambda: nn.LSTM(2, 2).to("vgpu:1")(torch.ones(1, 1, 2)),
+        "Input and parameter tensors are not at the same device, "
+        "found input tensor at cpu and parameter tensor at vgpu:1",
+    ),
+    "index of another GPU": (
+        lambda: on(0, 2)[torch.tensor([0], device="vgpu:1")],
+        "indices should be either on cpu or on the same device as the indexed tensor (vgpu:0)",
+    ),
+    "gradient": (
+        lambda: setattr(on(0, 2), "grad", torch.ones(2)),
+        "attempting to assign a gradient with device type 'cpu' to a tensor with device type 'vgpu'. "
+        "Please ensure that the gradient and the tensor are on the same device",
+    ),
+    "generator": (
+        lambda: torch.randn(2, device="vgpu:0", generator=torch.Generator()),
+        "Expected a 'vgpu' device type for generator but found 'cpu'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_devices_that_do_not_fit(name):
+    call, message = ERRORS[name]
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    assert str(caught.value) == message
+    assert on(0, 3).sum().item() == 3
+
+
+def test_cpu_scalars_and_cpu_indices_may_mix():
+    x = on(1, 3)
+    assert (x + torch.tensor(2.0)).tolist() == [3, 3, 3]
+    assert (torch.tensor(2.0) * x).device.index == 1
+    assert torch.where(x > 0, x, torch.tensor(0.0)).sum().item() == 3
+    assert x[torch.tensor([0, 2])].device.index == 1
+    x[torch.tensor([0])] = torch.tensor(5.0)
+    assert x.tolist() == [5, 1, 1]
+
+
+@pytest.mark.parametrize("convert", [lambda x: x.numpy(), lambda x: x.__array__()])
+def test_numpy_needs_a_cpu_tensor(convert):
+    message = (
+        "can't convert vgpu:1 device type tensor to numpy. "
+        "Use Tensor.cpu() to copy the tensor to host memory first."
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        convert(on(1, 2))
+    assert on(1, 2).numpy(force=True).sum() == 2
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: torch.zeros(1, device="vgpu:2"),
+        lambda: torch.zeros(1).to("vgpu:2"),
+        lambda: on(0, 1).to("vgpu:2"),
+        lambda: nn.Linear(1, 1).to("vgpu:2"),
+        lambda: torch.vgpu.set_device(2),
+        lambda: torch.vgpu.memory_allocated("vgpu:2"),
+        lambda: torch.zeros(1).vgpu(2),
+    ],
+)
+def test_an_ordinal_that_does_not_exist(use):
+    assert torch.device("vgpu:2").index == 2
+    with pytest.raises(torch.AcceleratorError, match="invalid device ordinal"):
+        use()
+
+
+def test_a_shuffling_loader_under_a_default_device_fails_as_on_cuda():
+    torch.set_default_device("vgpu:0")
+    try:
+        loader = torch.utils.data.DataLoader(range(4), shuffle=True)
+        with pytest.raises(RuntimeError, match="Expected a 'vgpu' device type for generator"):
+            list(loader)
+        generator = torch.Generator(device="vgpu:0")
+        cured = torch.utils.data.DataLoader(range(4), shuffle=True, generator=generator)
+        assert sorted(int(batch) for batch in cured) == [0, 1, 2, 3]
+    finally:
+        torch.set_default_device(None)
+
+
+def test_forward_mode_says_that_it_is_not_supported():
+    x = on(0, 2)
+    with pytest.raises(NotImplementedError, match="not supported on virtual GPUs"):
+        torch.func.jvp(lambda v: v * 2, (x,), (x,))

@@ -1,0 +1,145 @@
+"""``disable`` leaves torch as it was, but for what torch allows only once in a process."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from helpers import vgpu
+
+# Runs in a fresh process, where virtual GPUs were never enabled.
+COMPARE = """
+import sys, types
+import torch, torch.nn.parallel.data_parallel
+from helpers import vgpu
+
+def owners():
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "torch" and isinstance(module, types.ModuleType):
+            yield name, module
+    for kind in (torch.Tensor, torch.nn.Module, torch.nn.Parameter, torch.nn.utils.rnn.PackedSequence,
+                 torch.UntypedStorage, torch.TypedStorage, torch.Generator):
+        yield f"class {kind.__name__}", kind
+
+def snapshot():
+    return {(owner, name): value for owner, at in owners() for name, value in vars(at).items()}
+
+def keys():
+    return [torch._C._dispatch_dump_table(f"aten::{name}")
+            for name in ("empty.memory_format", "copy_", "_pin_memory", "is_pinned", "linear", "add.Tensor")]
+
+# Prepared as the first enable leaves the process: the name of the device type stays.
+vgpu.enable(1).disable()
+before, registry, kernels = snapshot(), list(torch.serialization._package_registry), keys()
+for count in (2, 5):
+    vgpu.enable(count)
+    changed = {k for k, v in snapshot().items() if before.get(k, None) is not v}
+    assert ("torch.nn.parallel.comm", "scatter") in changed, changed
+    assert keys() != kernels
+    vgpu.disable()
+after = snapshot()
+changed = {k for k in before.keys() | after.keys() if before.get(k) is not after.get(k)}
+changed -= {k for k in changed if k[1].startswith("__")}
+assert not changed, changed
+assert torch.serialization._package_registry == registry
+assert keys() == kernels
+print("as it was")
+"""
+
+FIRST_TIME = """
+import sys, types
+import torch, torch.nn.parallel.data_parallel
+from helpers import vgpu
+
+def snapshot():
+    owners = {name: module for name, module in list(sys.modules.items())
+              if name.split(".")[0] == "torch" and isinstance(module, types.ModuleType)}
+    owners["class Tensor"], owners["class Module"] = torch.Tensor, torch.nn.Module
+    owners["class PackedSequence"] = torch.nn.utils.rnn.PackedSequence
+    owners["class DeviceType"] = torch._C._autograd.DeviceType
+    owners["class ProfilerActivity"] = torch._C._profiler.ProfilerActivity
+    return {(owner, name): value for owner, at in owners.items() for name, value in vars(at).items()}
+
+before = snapshot()
+vgpu.enable(2).disable()
+after = snapshot()
+owners = {owner for owner, _ in before}
+print(sorted(f"{owner}.{name}" for owner, name in before.keys() | after.keys()
+             if owner in owners and not name.startswith("__")
+             and before.get((owner, name)) is not after.get((owner, name))))
+"""
+
+PERMANENT = [
+    # torch.utils.rename_privateuse1_backend works once in a process, and names the type here.
+    "class DeviceType.VGPU",
+    "class DeviceType.name",
+    "class ProfilerActivity.VGPU",
+    "class ProfilerActivity.name",
+    "torch.utils.backend_registration._privateuse1_backend_name",
+    # The name makes torch.accelerator ask torch.vgpu whether it is available; it says no.
+    "torch.vgpu",
+]
+
+
+def run(program):
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_every_replaced_name_comes_back():
+    assert run(COMPARE) == "as it was"
+
+
+def test_the_first_time_leaves_only_the_name_of_the_device_type():
+    assert eval(run(FIRST_TIME)) == PERMANENT
+
+
+def test_disabled_virtual_gpus_look_like_a_machine_without_a_gpu():
+    vgpu.enable(2).disable()
+    assert not vgpu.is_enabled()
+    assert not torch.vgpu.is_available()
+    assert torch.vgpu.device_count() == 0
+    assert not torch.accelerator.is_available()
+    assert not hasattr(torch.Tensor, "vgpu")
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.zeros(1, device="vgpu:0")
+    model = torch.nn.DataParallel(torch.nn.Linear(2, 1))
+    assert model.device_ids == []
+    torch.manual_seed(0)
+    torch.utils.data.DataLoader(range(4))
+
+
+def test_the_context_gives_back_what_was_before():
+    with vgpu.enable(2, gpu="A100"):
+        with vgpu.enable(5, gpu="K80", memory_bytes=2**20) as inner:
+            assert len(inner.devices) == 5
+            assert torch.vgpu.mem_get_info(4) == (2**20, 2**20)
+        assert torch.vgpu.device_count() == 2
+        assert "A100" in torch.vgpu.get_device_name(1)
+    assert not vgpu.is_enabled()
+
+
+def test_tensors_outlive_a_smaller_count():
+    with vgpu.enable(3):
+        kept = torch.ones(1000, device="vgpu:2")
+        with vgpu.enable(1):
+            assert kept.sum().cpu().item() == 1000
+        assert torch.vgpu.memory_allocated(2) == 4096
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"count": 0}, "count must be 1 to 127"),
+        ({"count": 128}, "count must be 1 to 127"),
+        ({"count": 1, "gpu": "V1000"}, "no GPU preset 'V1000'; there are K80, V100"),
+        ({"count": 1, "memory_bytes": 0}, "memory_bytes must be positive, got 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        vgpu.enable(**arguments)
