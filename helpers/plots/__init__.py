@@ -3,6 +3,7 @@
 from helpers.plots.autograd import gradients, graph_before_and_after, kept_per_step
 from helpers.plots.collectives import before_and_after, busiest_rank
 from helpers.plots.ddp import bytes_sent, hands, interrupted
+from helpers.plots.iteration import iteration, one_step, peaks_before_and_after
 from helpers.plots.shares import replica_sizes, share_bars, shares
 from helpers.plots.style import COLOURS, figure
 from helpers.plots.training import digit_grid, learning_curves, resumed_curves
@@ -18,8 +19,11 @@ __all__ = [
     "graph_before_and_after",
     "hands",
     "interrupted",
+    "iteration",
     "kept_per_step",
     "learning_curves",
+    "one_step",
+    "peaks_before_and_after",
     "replica_sizes",
     "resumed_curves",
     "share_bars",

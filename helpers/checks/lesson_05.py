@@ -1,0 +1,151 @@
+"""Checks of lesson 05: counters, memory and checkpoints under DataParallel."""
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from helpers import devices
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+from helpers.memory import peaks_during
+from helpers.units import format_bytes
+
+
+@exercise("5.1", "A counter that survives")
+def counting_model(answer: Callable[[], nn.Module]) -> None:
+    gpus = devices.lab(3)
+    for count in (2, 3, 1):
+        batches = random.randint(2, 5)
+        given = f"{batches} batches on {count} GPU{'s' if count > 1 else ''}"
+        model = answer().to(gpus[0])
+        parallel = nn.DataParallel(model, gpus[:count])
+        for _ in range(batches):
+            x = torch.randn(6, 2)
+            output = parallel(x.to(gpus[0]))
+            expect_close(output.cpu(), x * 2, given=given, hint="forward must still double x.")
+        if not hasattr(model, "calls"):
+            raise Wrong(yours="no attribute calls", expected="model.calls", given=given)
+        yours = int(model.calls)  # type: ignore[arg-type]
+        hint = "Changes of plain attributes are made on replicas, and those are thrown away."
+        if yours == batches * count and count > 1:
+            hint = "You count once for each replica; one count for each batch was wanted."
+        elif isinstance(model.calls, torch.Tensor) and yours == 0:
+            hint = "A new tensor on the replica is lost too: change the buffer in place."
+        expect_equal(yours, batches, given=given, hint=hint)
+        if "calls" not in model.state_dict():
+            raise Wrong(
+                yours=f"a state_dict with {list(model.state_dict()) or 'nothing'}",
+                expected="a state_dict with 'calls'",
+                given=given,
+                hint="Only parameters and registered buffers are saved with the model.",
+            )
+
+
+class _LossInForward(nn.Module):
+    """The reference for the budget: one summed loss from each replica."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.module(batch), labels, reduction="sum").unsqueeze(0)
+
+
+@exercise("5.2", "Within a budget of bytes")
+def lean_step(answer: Callable[..., object]) -> None:
+    gpus = devices.lab(2)
+    size = 2 * random.randint(90, 110) + 1
+    batch, labels = torch.randn(size, 64), torch.randint(2000, (size,))
+    given = f"a batch of {size}, outputs of 2000 numbers, 2 GPUs"
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 2000))
+    single = copy.deepcopy(model)
+    F.cross_entropy(single(batch), labels).backward()
+
+    def gathered(module: nn.Module, x: torch.Tensor, y: torch.Tensor, gpus: Any) -> None:
+        F.cross_entropy(nn.DataParallel(module, gpus)(x), y).backward()
+
+    def in_forward(module: nn.Module, x: torch.Tensor, y: torch.Tensor, gpus: Any) -> None:
+        (nn.DataParallel(_LossInForward(module), gpus)(x, y).sum() / len(x)).backward()
+
+    def peak_of(step: Callable[..., object]) -> tuple[list[int], nn.Module]:
+        module = copy.deepcopy(model).to(gpus[0])
+        x, y = batch.to(gpus[0]), labels.to(gpus[0])
+        return peaks_during(lambda: step(module, x, y, gpus), gpus), module
+
+    # Halfway between the usual way and the lean one, whatever this machine's allocator does.
+    budget = (max(peak_of(gathered)[0]) + max(peak_of(in_forward)[0])) // 2
+    peaks, module = peak_of(answer)
+    for (name, mine), theirs in zip(module.named_parameters(), single.parameters(), strict=True):
+        hint = f"The gradient of {name} is not that of the mean loss over the whole batch."
+        if mine.grad is None:
+            raise Wrong(yours="no gradient", expected="a gradient", given=given, hint=hint)
+        assert theirs.grad is not None
+        scale = (mine.grad.cpu() / theirs.grad).median().item()
+        if abs(scale - 1) > 0.2:
+            hint += f" It is {scale:.3g} times too large: divide once, by the batch size."
+        elif not torch.allclose(mine.grad.cpu(), theirs.grad, rtol=1e-3, atol=1e-6):
+            hint += " The mean of the means is not the mean when the chunks differ in size."
+        expect_close(mine.grad.cpu(), theirs.grad, given=given, hint=hint, rtol=1e-3, atol=1e-6)
+    if min(peaks) < batch.nbytes // 4:
+        raise Wrong(
+            yours=f"{gpus[1]} is unused",
+            expected="both GPUs compute",
+            given=given,
+            hint="Split the batch over both GPUs.",
+        )
+    if max(peaks) > budget:
+        raise Wrong(
+            yours=", ".join(f"{g}: {format_bytes(p)}" for g, p in zip(gpus, peaks, strict=True)),
+            expected=f"at most {format_bytes(budget)} on each",
+            given=given,
+            hint="The outputs of the whole batch are on GPU 0. Return the loss from forward.",
+        )
+
+
+@exercise("5.3", "Load any checkpoint into any model")
+def load_any(answer: Callable[[nn.Module, dict[str, torch.Tensor]], str]) -> None:
+    gpus = devices.lab(2)
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).to(gpus[0])
+
+    def wrapped() -> nn.Module:
+        return nn.DataParallel(model(), gpus)
+
+    cases = [
+        ("wrapped", wrapped, "bare", model, "prefix removed"),
+        ("bare", model, "wrapped", wrapped, "prefix added"),
+        ("wrapped", wrapped, "wrapped", wrapped, "as it is"),
+        ("bare", model, "bare", model, "as it is"),
+    ]
+    for source_name, make_source, target_name, make_target, expected in cases:
+        given = f"the state of a {source_name} model, into a {target_name} one"
+        state, target = make_source().state_dict(), make_target()
+        before = dict(state)
+        said = answer(target, state)
+        expect_equal(
+            list(state),
+            list(before),
+            given=given,
+            hint="The given state was changed; work on a new dict.",
+        )
+        for mine, theirs in zip(target.state_dict().values(), before.values(), strict=True):
+            hint = "The model's parameters are not those of the state."
+            expect_close(mine, theirs, given=given, hint=hint)
+        expect_equal(said, expected, given=given, hint="Say what you did, in those words.")
+    stranger = nn.Linear(7, 7).to(gpus[0]).state_dict()
+    try:
+        answer(model(), stranger)
+    except RuntimeError:
+        return
+    raise Wrong(
+        yours="no error",
+        expected="the RuntimeError of load_state_dict",
+        given="the state of quite another model",
+        hint="strict=False loads nothing and says nothing. Leave it out.",
+    )

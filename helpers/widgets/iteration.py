@@ -1,0 +1,50 @@
+"""Stepping through one DataParallel iteration: which tensors are where, and each GPU's bytes."""
+
+from collections.abc import Sequence
+
+import ipywidgets
+from IPython.display import display
+
+from helpers import plots
+from helpers.memory import Snapshot
+from helpers.tables import Table
+from helpers.units import format_bytes
+
+
+def step_table(steps: Sequence[Snapshot], number: int) -> Table:
+    """What each GPU holds after step ``number`` (from 1), and what the step changed."""
+    if not 1 <= number <= len(steps):
+        raise ValueError(f"there are steps 1 to {len(steps)}, got {number}")
+    now = steps[number - 1]
+    before = steps[number - 2] if number > 1 else None
+    rows = []
+    for gpu, causes in now.by_cause.items():
+        for cause, size in causes.items():
+            earlier = before.by_cause[gpu].get(cause, 0) if before else 0
+            if size or earlier:
+                change = size - earlier
+                sign = "+" if change > 0 else "-"
+                changed = f"{sign}{format_bytes(abs(change))}" if change else ""
+                rows.append((gpu, cause, format_bytes(size), changed))
+    return Table(("GPU", "what", "bytes", "this step"), rows)
+
+
+def show_step(steps: Sequence[Snapshot], number: int) -> None:
+    """Draw step ``number`` (from 1) and list what is where."""
+    table = step_table(steps, number)
+    most = max(step.total_bytes(gpu) for step in steps for gpu in step.by_cause)
+    plots.one_step(steps[number - 1], most)
+    display(table)
+
+
+def iteration_explorer(steps: Sequence[Snapshot]) -> ipywidgets.Widget:
+    """Back and forth through the steps: a slider, and two buttons for the keyboard."""
+    number = ipywidgets.IntSlider(1, min=1, max=len(steps), description="step")
+    back = ipywidgets.Button(description="back", icon="arrow-left")
+    forth = ipywidgets.Button(description="forth", icon="arrow-right")
+    back.on_click(lambda _: setattr(number, "value", max(number.value - 1, number.min)))
+    forth.on_click(lambda _: setattr(number, "value", min(number.value + 1, number.max)))
+    drawn = ipywidgets.interactive_output(
+        lambda number: show_step(steps, number), {"number": number}
+    )
+    return ipywidgets.VBox([ipywidgets.HBox([back, number, forth]), drawn])

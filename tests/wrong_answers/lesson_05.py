@@ -1,0 +1,93 @@
+"""Typical mistakes in the exercises of lesson 05, and what the learner must be told."""
+
+_COUNTER = """
+class CountingModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        {init}
+
+    def forward(self, x):
+        {count}
+        return x * 2
+"""
+
+
+def _counter(init: str, count: str) -> str:
+    return _COUNTER.format(init=init, count=count)
+
+
+_STEP = """
+class Inside(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.module(x), y, reduction="{reduction}").unsqueeze(0)
+
+def lean_step(module, batch, labels, gpus):
+    losses = nn.DataParallel(Inside(module), gpus)(batch, labels)
+    losses.{join}().backward()
+"""
+
+_LOAD = """
+def load_any(model, state):
+    {body}
+    model.load_state_dict(state{strict})
+    return "as it is"
+"""
+
+WRONG = {
+    "5.1": [
+        (_counter("self.calls = 0", "self.calls += 1"), "thrown away"),
+        (
+            _counter(
+                "self.register_buffer('calls', torch.zeros(()))", "self.calls = self.calls + 1"
+            ),
+            "change the buffer in place",
+        ),
+        (_counter("self.calls = [0]", "self.calls[0] += 1"), "TypeError"),
+        (
+            _counter("self.calls = torch.zeros(())", "self.calls.add_(1)"),
+            "once for each replica",
+        ),
+        (_counter("self.calls = 3", "pass"), "expected"),
+    ],
+    "5.2": [
+        (
+            "def lean_step(module, batch, labels, gpus):\n"
+            "    F.cross_entropy(nn.DataParallel(module, gpus)(batch), labels).backward()",
+            "Return the loss from forward",
+        ),
+        (_STEP.format(reduction="mean", join="mean"), "mean of the means"),
+        (_STEP.format(reduction="sum", join="sum"), "divide once"),
+        (_STEP.format(reduction="mean", join="sum"), "2 times too large"),
+        (
+            "def lean_step(module, batch, labels, gpus):\n"
+            "    F.cross_entropy(module(batch), labels).backward()",
+            "Split the batch",
+        ),
+        ("def lean_step(module, batch, labels, gpus):\n    pass", "no gradient"),
+    ],
+    "5.3": [
+        (_LOAD.format(body="pass", strict=""), "Missing key(s)"),
+        (_LOAD.format(body="pass", strict=", strict=False"), "not those of the state"),
+        (
+            "def load_any(model, state):\n"
+            "    bare = getattr(model, 'module', model)\n"
+            "    for name in list(state):\n"
+            "        state[name.removeprefix('module.')] = state.pop(name)\n"
+            "    bare.load_state_dict(state)\n"
+            "    return 'as it is'",
+            "given state was changed",
+        ),
+        (
+            "def load_any(model, state):\n"
+            "    bare = getattr(model, 'module', model)\n"
+            "    state = {k.removeprefix('module.'): v for k, v in state.items()}\n"
+            "    bare.load_state_dict(state)\n"
+            "    return 'done'",
+            "in those words",
+        ),
+    ],
+}
