@@ -1,0 +1,215 @@
+"""Checks of lesson 07: answers run under DistributedDataParallel on real ranks."""
+
+import random
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+from helpers.checks.on_ranks import on_ranks
+
+
+@exercise("7.1", "Sum or average")
+def sum_or_average(answer: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for sizes in ([5, 2], [random.randint(5, 9), random.randint(1, 2), 3]):
+        ranks, total = len(sizes), sum(sizes)
+        x, y = torch.randn(total, 3), torch.randn(total)
+        weight = torch.randn(1, 3)
+
+        # Inside the check, so that it travels by value: the ranks need not import the checks.
+        def gradient(
+            rank: int,
+            world_size: int,
+            x: torch.Tensor,  # (N, 3)
+            y: torch.Tensor,  # (N,)
+            weight: torch.Tensor,  # (1, 3)
+            sizes: list[int],
+        ) -> torch.Tensor:
+            model = nn.Linear(3, 1, bias=False)
+            model.weight.data.copy_(weight)
+            parallel = DistributedDataParallel(model)
+            own_x, own_y = x.split(sizes)[rank], y.split(sizes)[rank]
+            loss = answer((parallel(own_x)[:, 0] - own_y).square())
+            if not isinstance(loss, torch.Tensor):
+                raise TypeError(f"loss_for_ddp returned {loss!r}; it must return a tensor")
+            loss.backward()
+            if model.weight.grad is None:
+                raise ValueError("backward() left no gradient: is the loss detached?")
+            return model.weight.grad
+
+        given = f"{ranks} ranks with {', '.join(map(str, sizes))} samples"
+        # (samples, features): the gradient of each sample's squared error.
+        single = 2 * (x @ weight[0] - y)[:, None] * x
+        expected = single.mean(0, keepdim=True)
+        means = torch.stack([part.mean(0) for part in single.split(sizes)])
+        usual = {
+            "The mean over this rank's samples gives a rank with few samples as much weight as one "
+            "with many.": means.mean(0),
+            "That is the usual mistake: a mean over this rank's samples must not be multiplied by "
+            "the world size, DDP has averaged already.": means.sum(0),
+            "These are sums: nothing has been divided by the number of samples.": single.sum(0)
+            / ranks,
+            "Nothing has been divided by the number of samples.": single.sum(0),
+            "DDP divides by the world size once more, so this gradient is too small by that "
+            "factor.": expected[0] / ranks,
+        }
+        for yours in on_ranks(gradient, ranks, x, y, weight, sizes, given=given):
+            hint = "Compare with (sum of all losses on all ranks) / (number of all samples)."
+            for reason, wrong in usual.items():
+                if torch.allclose(yours[0], wrong, rtol=1e-4, atol=1e-6):
+                    hint = reason
+            expect_close(
+                yours, expected, given=f"the gradient, {given}", hint=hint, rtol=1e-4, atol=1e-6
+            )
+
+
+@exercise("7.2", "A sampler for validation")
+def validation_sampler(answer: Callable[..., Any]) -> None:
+    cases = [(12, 4), (10, 4), (2, 5), (random.randint(20, 90), random.randint(2, 7))]
+    for length, ranks in cases:
+        data = list(range(length))
+        samplers = [answer(data, num_replicas=ranks, rank=rank) for rank in range(ranks)]
+        # A walk that never ends must not hang the notebook.
+        parts = [list(islice(sampler, 2 * length)) for sampler in samplers]
+        given = f"{length} samples on {ranks} ranks"
+        dealt = [index for part in parts for index in part]
+        twice = sorted({index for index in dealt if dealt.count(index) > 1})
+        if twice:
+            raise Wrong(
+                yours=parts,
+                expected="no sample twice",
+                given=given,
+                hint=f"Padding repeats samples {twice}: they would be counted twice.",
+            )
+        if sorted(dealt) != data:
+            raise Wrong(
+                yours=parts,
+                expected=f"every sample from 0 to {length - 1}",
+                given=given,
+                hint="Some samples are dealt to nobody, or do not exist.",
+            )
+        sizes = [len(part) for part in parts]
+        if max(sizes) - min(sizes) > 1:
+            raise Wrong(
+                yours=f"parts of {sizes}",
+                expected="sizes that differ by at most 1",
+                given=given,
+                hint="The slowest rank decides: the parts should be as equal as they can be.",
+            )
+        hint = "len(sampler) is the number of samples of this rank; a DataLoader asks for it."
+        expect_equal([len(s) for s in samplers], sizes, given=f"the lengths, {given}", hint=hint)
+        again = [sorted(sampler) for sampler in samplers]
+        walked = [sorted(part) for part in parts]
+        hint = "A sampler is walked through once in every epoch: __iter__ must start anew."
+        expect_equal(again, walked, given=f"a second epoch, {given}", hint=hint)
+        loader: DataLoader[int] = DataLoader(
+            data,  # type: ignore[arg-type]
+            batch_size=4,
+            sampler=samplers[0],
+        )
+        loaded = sorted(int(index) for batch in loader for index in batch)
+        expect_equal(loaded, walked[0], given=f"through a DataLoader, rank 0, {given}")
+
+
+@exercise("7.3", "Accumulate, and send once")
+def accumulate_and_send_once(
+    answer: Callable[[DistributedDataParallel, list[tuple[torch.Tensor, torch.Tensor]]], None],
+) -> None:
+    for count in (2, random.randint(3, 5)):
+        ranks, size = 2, random.randint(2, 4)
+        # Two accumulations: the second shows what the first has left behind.
+        x = torch.randn(2, ranks, count, size, 6)
+        y = torch.randn(2, ranks, count, size, 1)
+
+        def accumulate_twice(
+            rank: int, world_size: int, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor
+        ) -> tuple[list[torch.Tensor], list[int], int]:
+            """Gradients and bytes sent after each accumulation; the largest forward, in samples."""
+            model = nn.Linear(6, 1, bias=False)
+            model.weight.data.copy_(weight)
+            parallel = DistributedDataParallel(model)
+            bytes_sent, largest = [0], [0]
+            world = dist.group.WORLD
+            assert world is not None
+
+            def count_bytes(
+                state: None, bucket: dist.GradBucket
+            ) -> torch.futures.Future[torch.Tensor]:
+                bytes_sent[-1] += bucket.buffer().nbytes
+                return allreduce_hook(world, bucket)
+
+            def note_size(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+                largest[0] = max(largest[0], len(inputs[0]))
+
+            parallel.register_comm_hook(None, count_bytes)
+            model.register_forward_pre_hook(note_size)
+            gradients: list[torch.Tensor] = []
+            for turn in range(2):
+                model.weight.grad = None
+                answer(parallel, list(zip(x[turn, rank], y[turn, rank], strict=True)))
+                if model.weight.grad is None:
+                    raise ValueError("accumulate left no gradient: nothing was called backward on")
+                gradients.append(model.weight.grad.clone())
+                bytes_sent.append(0)
+            return gradients, bytes_sent[:-1], largest[0]
+
+        weight = torch.randn(1, 6)
+        given = f"{ranks} ranks, {count} micro-batches of {size} samples"
+        results = on_ranks(accumulate_twice, ranks, x, y, weight, given=given)
+        for turn in range(2):
+            flat_x, flat_y = x[turn].flatten(0, 2), y[turn].flatten(0, 2)
+            expected = 2 * ((flat_x @ weight.T - flat_y) * flat_x).mean(0, keepdim=True)
+            where = given if turn == 0 else f"a second accumulation, {given}"
+            for rank, (gradients, sent, largest) in enumerate(results):
+                _judge(rank, gradients[turn], expected, count, sent[turn], where)
+                if largest > size:
+                    raise Wrong(
+                        yours=f"a forward of {largest} samples at once",
+                        expected=f"at most {size}, one micro-batch",
+                        given=where,
+                        hint="Joined micro-batches need the memory that accumulating saves.",
+                    )
+
+
+def _judge(
+    rank: int,
+    gradient: torch.Tensor,
+    expected: torch.Tensor,
+    count: int,
+    sent_bytes: int,
+    given: str,
+) -> None:
+    """One rank's gradient and bytes after one accumulation of ``count`` micro-batches."""
+    once = gradient.nbytes
+    right = torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6)
+    if sent_bytes == 0:
+        alone = "Each rank keeps a gradient of its own. Let DDP send in the last backward."
+        by_hand = "The gradient is right, but sent past DDP. Let DDP's last backward send it: it "
+        by_hand += "sends in buckets, while backward still runs."
+        raise Wrong(
+            yours="DDP sent nothing",
+            expected=f"{once} bytes, one whole gradient",
+            given=given,
+            hint=by_hand if right else alone,
+        )
+    hint = "Compare with the mean over all micro-batches of all ranks."
+    if torch.allclose(gradient, count * expected, rtol=1e-4, atol=1e-6):
+        hint = (
+            f"This is {count} times too large: the mean over {count} micro-batches divides by it."
+        )
+    expect_close(gradient, expected, given=f"rank {rank}, {given}", hint=hint, rtol=1e-4, atol=1e-6)
+    if sent_bytes > once:
+        raise Wrong(
+            yours=f"{sent_bytes} bytes sent",
+            expected=f"{once} bytes, one whole gradient",
+            given=given,
+            hint="DDP sent after more than one micro-batch. The forward decides about sending: it "
+            "belongs inside no_sync() too.",
+        )

@@ -1,0 +1,174 @@
+"""Typical mistakes in the exercises of lesson 07, and what the learner must be told."""
+
+_LOSS = "def loss_for_ddp(losses):\n    "
+_COUNT = (
+    "def loss_for_ddp(losses):\n"
+    "    count = torch.tensor(float(len(losses)))\n"
+    "    dist.all_reduce(count)\n"
+    "    return "
+)
+_SAMPLER = """
+class ValidationSampler(Sampler):
+    def __init__(self, data, num_replicas, rank):
+        {indices}
+    def __iter__(self):
+        return {iterator}
+    def __len__(self):
+        return {length}
+"""
+_ACCUMULATE = """
+def accumulate(parallel, micro_batches):
+    for number, (x, y) in enumerate(micro_batches, start=1):
+        {body}
+"""
+
+
+def _sampler(indices, iterator="iter(self.indices)", length="len(self.indices)"):
+    return _SAMPLER.format(indices=f"self.indices = {indices}", iterator=iterator, length=length)
+
+
+_LOSS_OF_ONE = "nn.functional.mse_loss(parallel(x), y) / len(micro_batches)"
+
+WRONG = {
+    "7.1": [
+        (_LOSS + "return losses.mean()", "as much weight"),
+        (_LOSS + "return losses.mean() * dist.get_world_size()", "usual mistake"),
+        (_LOSS + "return losses.sum()", "These are sums"),
+        (_LOSS + "return losses.sum() * dist.get_world_size()", "Nothing has been divided"),
+        (_COUNT + "losses.sum() / count", "too small by that factor"),
+        (_COUNT + "losses.sum() * dist.get_world_size()", "Nothing has been divided"),
+        (_COUNT + "losses.mean() * count", "Compare with"),
+        (_COUNT + "losses", "raised RuntimeError: grad can be implicitly created"),
+        (_COUNT + "losses.sum().item() / count.item()", "must return a tensor"),
+        (_COUNT + "losses.sum().detach() / count", "does not require grad"),
+        (_COUNT + "losses.sum() / cuont", "line 4 of your cell"),
+        (
+            _LOSS + "if dist.get_rank() == 0:\n        dist.all_reduce(torch.ones(1))\n"
+            "    return losses.mean()",
+            "not every rank returned",
+        ),
+        (_LOSS + "dist.all_reduce(losses)\n    return losses.mean()", "an answer from every rank"),
+        (_LOSS + "if dist.get_rank() == 0:\n        dist.barrier()", "must return a tensor"),
+        ("loss_for_ddp = torch.tensor(1.0)", "Hand over the function itself"),
+    ],
+    "7.2": [
+        (
+            "class ValidationSampler(DistributedSampler):\n"
+            "    def __init__(self, data, num_replicas, rank):\n"
+            "        super().__init__(data, num_replicas, rank, shuffle=False)",
+            "Padding repeats",
+        ),
+        (
+            "class ValidationSampler(DistributedSampler):\n"
+            "    def __init__(self, data, num_replicas, rank):\n"
+            "        super().__init__(data, num_replicas, rank, shuffle=False, drop_last=True)",
+            "dealt to nobody",
+        ),
+        (_sampler("range(len(data))"), "Padding repeats"),
+        (_sampler("range(rank, len(data) - len(data) % num_replicas, num_replicas)"), "to nobody"),
+        (_sampler("range(rank + 1, len(data) + 1, num_replicas)"), "do not exist"),
+        (_sampler("range(len(data)) if rank == 0 else range(0)"), "slowest rank decides"),
+        (
+            _sampler("iter(range(rank, len(data), num_replicas))", "self.indices", "0"),
+            "len(sampler)",
+        ),
+        (
+            _SAMPLER.format(
+                indices="part = range(rank, len(data), num_replicas); "
+                "self.size = len(part); self.walk = iter(part)",
+                iterator="self.walk",
+                length="self.size",
+            ),
+            "__iter__ must start anew",
+        ),
+        (
+            _sampler("range(rank, len(data), num_replicas)", length="self.indices.stop"),
+            "len(sampler)",
+        ),
+        (
+            _sampler("random.sample(range(rank, len(data), num_replicas), 99)"),
+            "name 'random' is not defined",
+        ),
+        (
+            # A walk without an end.
+            "import itertools" + _sampler("range(0)", "itertools.count(0, 0)"),
+            "Padding repeats",
+        ),
+        ("ValidationSampler = [0, 4, 8]", "Hand over the function itself"),
+    ],
+    "7.3": [
+        (
+            _ACCUMULATE.format(body=f"({_LOSS_OF_ONE}).backward()"),
+            "DDP sent after more than one",
+        ),
+        (
+            _ACCUMULATE.format(
+                body=f"with parallel.no_sync():\n            ({_LOSS_OF_ONE}).backward()"
+            ),
+            "DDP sent nothing",
+        ),
+        (
+            # Only the backward stands inside no_sync.
+            "from contextlib import nullcontext\n"
+            + _ACCUMULATE.format(
+                body=f"loss = {_LOSS_OF_ONE}\n"
+                "        last = number == len(micro_batches)\n"
+                "        with nullcontext() if last else parallel.no_sync():\n"
+                "            loss.backward()"
+            ),
+            "forward decides",
+        ),
+        (
+            "from contextlib import nullcontext\n"
+            + _ACCUMULATE.format(
+                body="last = number == len(micro_batches)\n"
+                "        with nullcontext() if last else parallel.no_sync():\n"
+                "            nn.functional.mse_loss(parallel(x), y).backward()"
+            ),
+            "times too large",
+        ),
+        (
+            # Only the last micro-batch counts.
+            "def accumulate(parallel, micro_batches):\n"
+            "    x, y = micro_batches[-1]\n"
+            "    nn.functional.mse_loss(parallel(x), y).backward()",
+            "Compare with the mean",
+        ),
+        (
+            "def accumulate(parallel, micro_batches):\n"
+            "    x, y = (torch.cat(part) for part in zip(*micro_batches))\n"
+            "    nn.functional.mse_loss(parallel(x), y).backward()",
+            "Joined micro-batches",
+        ),
+        (
+            # Switched off and left off: the second accumulation sends nothing at its end.
+            "def accumulate(parallel, micro_batches):\n"
+            "    for x, y in micro_batches[:-1]:\n"
+            "        with parallel.no_sync():\n"
+            f"            ({_LOSS_OF_ONE}).backward()\n"
+            "    x, y = micro_batches[-1]\n"
+            f"    ({_LOSS_OF_ONE}).backward()\n"
+            "    parallel.require_backward_grad_sync = False",
+            "DDP sent nothing",
+        ),
+        (
+            # Right, but sent by hand.
+            "def accumulate(parallel, micro_batches):\n"
+            "    for x, y in micro_batches:\n"
+            "        loss = nn.functional.mse_loss(parallel.module(x), y) / len(micro_batches)\n"
+            "        loss.backward()\n"
+            "    for parameter in parallel.parameters():\n"
+            "        dist.all_reduce(parameter.grad)\n"
+            "        parameter.grad /= dist.get_world_size()",
+            "sent past DDP",
+        ),
+        ("def accumulate(parallel, micro_batches):\n    pass", "left no gradient"),
+        (
+            "def accumulate(parallel, micro_batches):\n"
+            "    if dist.get_rank() == 0:\n"
+            "        for x, y in micro_batches:\n"
+            f"            ({_LOSS_OF_ONE}).backward()\n",
+            "left no gradient",
+        ),
+    ],
+}
