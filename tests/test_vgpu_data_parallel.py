@@ -147,3 +147,17 @@ def test_an_error_in_a_replica_names_it_and_the_device_stays_usable():
         with pytest.raises(ValueError, match="Caught ValueError in replica 1 on device 1"):
             nn.DataParallel(Fails())(x)
         assert nn.DataParallel(nn.Identity())(x).sum().item() == 4
+
+
+def test_gather_copies_into_place_and_refuses_shapes_that_do_not_fit():
+    with vgpu.enable(3):
+        parts = [torch.full((2, 256), float(i), device=f"vgpu:{i}") for i in range(3)]
+        torch.vgpu.reset_peak_memory_stats(0)
+        before = torch.vgpu.memory_allocated(0)
+        whole = gather(parts, 0)
+        assert torch.vgpu.max_memory_allocated(0) - before == 6 * 256 * 4
+        torch.testing.assert_close(whole.cpu(), torch.cat([part.cpu() for part in parts]))
+        wrong = [torch.ones(2, 3, device="vgpu:0"), torch.ones(2, 4, device="vgpu:1")]
+        message = r"Input tensor at index 1 has invalid shape \[2, 4\], but expected \[2, 3\]"
+        with pytest.raises(RuntimeError, match=message):
+            gather(wrong, 0)

@@ -245,5 +245,5 @@ def test_pinned_memory_says_that_it_is_pinned():
     for (batch,) in torch.utils.data.DataLoader(data, batch_size=2, pin_memory=True):
         assert batch.is_pinned()
         assert batch.to("vgpu:1", non_blocking=True).device.index == 1
-    with pytest.raises(RuntimeError, match="cannot pin 'torch.vgpu.FloatTensor'"):
+    with pytest.raises(RuntimeError, match=r"cannot pin 'torch\.vgpu\.FloatTensor'"):
         x.to("vgpu:0").pin_memory()

@@ -24,7 +24,8 @@ ERRORS = {
     "elementwise": (lambda: on(0, 2) + on(1, 2), SAME + "found at least two devices, vgpu:0 and vgpu:1!"),
     "elementwise, CPU": (lambda: on(0, 2) * torch.ones(2), SAME + "found at least two devices, vgpu:0 and cpu!"),
     "scalar of another GPU": (lambda: on(0, 2) + on(1, 2)[0], SAME + "found at least two devices, vgpu:0 and vgpu:1!"),
-    "GPU scalar, CPU vector": (lambda: torch.ones(2) + on(0, 2)[0], SAME + "found at least two devices, cpu and vgpu:0!"),
+    "GPU scalar, CPU vector": (lambda: torch.ones(2) + on(0, 2)[0], SAME + "found at least two devices, vgpu:0 and cpu!"),
+    "result in a CPU scalar": (lambda: torch.tensor(1.0).add_(on(1, 1)[0]), SAME + "found at least two devices, vgpu:1 and cpu!"),
     "matmul": (
         lambda: on(0, 2, 2) @ on(1, 2, 2),
         SAME + "got mat2 is on vgpu:1, different from other tensors on vgpu:0 "

@@ -1,6 +1,7 @@
 """Counted bytes: per storage, rounded, freed with the last reference, limited, recorded."""
 
 import gc
+from itertools import pairwise
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def test_accumulated_loss_tensors_keep_their_graphs_and_items_do_not():
     for _ in range(4):
         number += (w * 2).exp().sum().item()
         flat.append(allocated() - base)
-    steps = {b - a for a, b in zip(growing[1:], growing[2:], strict=False)}
+    steps = {b - a for a, b in pairwise(growing[1:])}
     assert steps == {4096}
     assert flat == [0] * 4
 

@@ -37,15 +37,27 @@ def scatter(
 
 
 def gather(tensors: Any, dim: int = 0, destination: Any = None, *, out: Any = None) -> torch.Tensor:
-    """The tensors, moved to ``destination`` and concatenated along ``dim``; -1 is the CPU."""
-    if out is not None:
-        sizes = [tensor.size(dim) for tensor in tensors]
-        for part, tensor in zip(out.split(sizes, dim), tensors, strict=True):
-            part.copy_(tensor)
-        return out
-    index = _get_device_index(destination, allow_cpu=True, optional=True)
-    target = torch.device("cpu") if index == -1 else _device(index)
-    return torch.cat([tensor.to(target) for tensor in tensors], dim)
+    """The tensors side by side along ``dim`` on ``destination`` or in ``out``; -1 is the CPU.
+
+    Each tensor is copied straight into its place, so no second copy takes memory there.
+    """
+    sizes = [tensor.size(dim) for tensor in tensors]
+    shape = list(tensors[0].shape)
+    for index, tensor in enumerate(tensors):
+        shape[dim] = sizes[index]
+        if list(tensor.shape) != shape:
+            raise RuntimeError(
+                f"Input tensor at index {index} has invalid shape {list(tensor.shape)}, "
+                f"but expected {shape}"
+            )
+    shape[dim] = sum(sizes)
+    if out is None:
+        index = _get_device_index(destination, allow_cpu=True, optional=True)
+        target = torch.device("cpu") if index == -1 else _device(index)
+        out = torch.empty(shape, dtype=tensors[0].dtype, device=target)
+    for part, tensor in zip(out.split(sizes, dim), tensors, strict=True):
+        part.copy_(tensor)
+    return out
 
 
 def broadcast_coalesced(

@@ -35,24 +35,19 @@ _ELEMENTWISE = {
 
 
 def _check_elementwise(func: Any, args: tuple, kwargs: dict) -> None:
-    """CPU scalars mix with anything, but a result cannot be written to one."""
+    """CPU scalars mix with anything, but a result cannot be written to one.
+
+    The common device is that of the first operand which is not on the CPU.
+    """
     written = {a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write}
-    devices = [
-        tensor.device
-        for name, tensor in _named_tensors(func, args, kwargs)
-        if not (_is_cpu_scalar(tensor) and name not in written)
-    ]
-    other = next((device for device in devices if device != devices[0]), None)
-    if other is not None:
-        raise RuntimeError(
-            "Expected all tensors to be on the same device, "
-            f"but found at least two devices, {devices[0]} and {other}!"
-        )
-    if devices[0].type == "cpu":
-        device = next(
-            t.device for _, t in _named_tensors(func, args, kwargs) if t.device.type != "cpu"
-        )
-        raise RuntimeError(f"output with device cpu doesn't match the desired device {device}")
+    named = list(_named_tensors(func, args, kwargs))
+    common = next(tensor.device for _, tensor in named if tensor.device.type != "cpu")
+    for name, tensor in named:
+        if tensor.device != common and (name in written or not _is_cpu_scalar(tensor)):
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, "
+                f"but found at least two devices, {common} and {tensor.device}!"
+            )
 
 
 def _check_generated(func: Any, args: tuple, kwargs: dict) -> None:

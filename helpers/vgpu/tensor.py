@@ -87,6 +87,14 @@ class VirtualTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self._inner.data_ptr()
 
+    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        """The old constructor; C++ has none for sparse tensors of this device type."""
+        if self.layout is torch.sparse_coo and args:
+            return torch.sparse_coo_tensor(
+                *args, dtype=self.dtype, device=self.device, check_invariants=False
+            )
+        return super().new(*args, **kwargs)
+
     def untyped_storage(self) -> torch.UntypedStorage:
         """The storage of the values: it tells which tensors share memory, but not the device."""
         return self._inner.untyped_storage()
