@@ -161,3 +161,12 @@ def test_gather_copies_into_place_and_refuses_shapes_that_do_not_fit():
         message = r"Input tensor at index 1 has invalid shape \[2, 4\], but expected \[2, 3\]"
         with pytest.raises(RuntimeError, match=message):
             gather(wrong, 0)
+
+
+@pytest.mark.parametrize("other", [torch.backends.mps, torch.cuda])
+def test_virtual_gpus_come_first_where_another_accelerator_is_present(monkeypatch, other):
+    monkeypatch.setattr(other, "is_available", lambda: True)
+    with vgpu.enable(2):
+        parallel = nn.DataParallel(Recording().to("vgpu:0"))
+        assert parallel(torch.ones(4, 5)).device == torch.device("vgpu:0")
+        assert sorted(parallel.module.calls) == [(0, 2), (1, 2)]

@@ -232,6 +232,13 @@ def test_streams_and_events_keep_their_books():
     with pytest.raises(ValueError, match="enable_timing=True"):
         start.elapsed_time(torch.vgpu.Event())
     torch.ones(2, device="vgpu:2").record_stream(stream)
+    generic = torch.Stream("vgpu:1")
+    assert generic.device.index == 1
+    assert isinstance(generic, torch.vgpu.Stream)
+    assert isinstance(generic, torch.Stream)
+    assert isinstance(torch.Event(), torch.vgpu.Event)
+    with generic:
+        assert torch.accelerator.current_stream() == generic
     stream.wait_stream(default)
     assert stream.query()
 

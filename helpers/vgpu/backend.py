@@ -26,9 +26,11 @@ from helpers.vgpu import (
     random,
     rules,
     serialization,
+    streams,
     wordings,
 )
 from helpers.vgpu.specs import GPUSpec, get_spec
+from helpers.vgpu.stand_ins import standing_for
 from helpers.vgpu.tensor import VirtualTensor, dispatch
 
 _MISSING = object()
@@ -159,7 +161,12 @@ def _install() -> None:
     _changes.set(torch.nn.parallel._functions, "_get_stream", _copy_stream)
     for name, function in _ACCELERATOR.items():
         _changes.set(torch._C, f"_accelerator_{name}", function)
-    _changes.set(torch, "Generator", random.DeviceGenerator)
+    for name, make in (
+        ("Generator", random.make_generator),
+        ("Stream", streams.make_stream),
+        ("Event", streams.make_event),
+    ):
+        _changes.set(torch, name, standing_for(getattr(torch, name), make))
     _changes.set(torch, "as_tensor", _as_tensor)
     _changes.set(torch, "_has_compatible_shallow_copy_type", identity.has_compatible_type)
     _changes.set(torch.Tensor, "data", identity.data)

@@ -19,30 +19,26 @@ _owners: weakref.WeakValueDictionary[int, "DeviceGenerator"] = weakref.WeakValue
 _default_state_lock = threading.RLock()
 
 
-class _GeneratorType(type(torch.Generator)):  # type: ignore[misc]
-    """Lets ``torch.Generator`` stand for CPU generators as well while it is replaced."""
-
-    def __call__(cls, device: Any = None) -> Any:
-        gpu = None if device is None else gpus.resolve(torch.device(device))
-        if gpu is None:
-            return _PlainGenerator() if device is None else _PlainGenerator(device)
-        generator: Any = _PlainGenerator.__new__(cls)  # type: ignore[arg-type]
-        generator._gpu = gpu
-        _owners[generator._cdata] = generator
-        return generator
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, _PlainGenerator)
-
-
-class DeviceGenerator(_PlainGenerator, metaclass=_GeneratorType):
-    """``torch.Generator`` while virtual GPUs are enabled."""
+class DeviceGenerator(_PlainGenerator):
+    """A generator of a virtual GPU."""
 
     _gpu: Any
+    _cdata: int
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self._gpu.device
+
+
+def make_generator(device: Any = None) -> torch.Generator:
+    """What ``torch.Generator(device)`` makes while virtual GPUs are enabled."""
+    gpu = None if device is None else gpus.resolve(torch.device(device))
+    if gpu is None:
+        return _PlainGenerator() if device is None else _PlainGenerator(device)
+    generator = DeviceGenerator()
+    generator._gpu = gpu
+    _owners[generator._cdata] = generator
+    return generator
 
 
 def generator_for(gpu: Any, given: Any) -> torch.Generator:

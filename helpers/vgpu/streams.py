@@ -14,6 +14,7 @@ import torch
 
 from helpers.vgpu import gpus
 
+_PlainStream, _PlainEvent = torch.Stream, torch.Event
 _stream_ids = itertools.count(1)
 _current = threading.local()
 
@@ -136,3 +137,23 @@ def set_stream(stream: Stream) -> None:
     """Make a stream and its device current in this thread."""
     gpus.exchange_index(stream.device_index)
     _streams_of_thread()[stream.device_index] = stream
+
+
+def make_stream(*args: Any, **kwargs: Any) -> torch.Stream:
+    """What ``torch.Stream(device, priority)`` makes while virtual GPUs are enabled."""
+    device = args[0] if args else kwargs.get("device")
+    if "stream_id" in kwargs or not _is_virtual(device):
+        return _PlainStream(*args, **kwargs)
+    return Stream(device, *args[1:], **{k: v for k, v in kwargs.items() if k != "device"})
+
+
+def make_event(device: Any = None, **options: Any) -> torch.Event:
+    """What ``torch.Event(device, enable_timing=...)`` makes while virtual GPUs are enabled."""
+    return Event(**options) if _is_virtual(device) else _PlainEvent(device, **options)
+
+
+def _is_virtual(device: Any) -> bool:
+    """No device, or a number, means the accelerator: a virtual GPU."""
+    if device is None or isinstance(device, int):
+        return True
+    return gpus.resolve(torch.device(device)) is not None

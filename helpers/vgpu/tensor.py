@@ -278,12 +278,13 @@ def _set_inner_device(inner_kwargs: dict, gpu: VirtualGPU | None) -> VirtualGPU 
 def _require_room(inner_args: list, inner_kwargs: dict, gpu: VirtualGPU) -> None:
     """Raise torch.OutOfMemoryError before the CPU is asked for room that the GPU does not have."""
     sizes = [value for value in inner_args[:2] if isinstance(value, list | torch.Tensor)]
-    if not sizes or not isinstance(sizes[-1], list):
+    size = sizes[-1] if sizes else None
+    if not isinstance(size, list) or not all(isinstance(number, int) for number in size):
         return
     first = inner_args[0]
     dtype = first.dtype if isinstance(first, torch.Tensor) else torch.get_default_dtype()
     dtype = inner_kwargs.get("dtype") or dtype
-    gpu.memory.require(math.prod(sizes[-1]) * dtype.itemsize)
+    gpu.memory.require(math.prod(size) * dtype.itemsize)
 
 
 def wrap_result(result: Any, gpu: VirtualGPU | None, operation: str) -> Any:
