@@ -59,6 +59,11 @@ def test_insisting_on_real_ones_that_are_missing(real_gpus, monkeypatch):
         devices.lab(2)
 
 
+def test_one_gpu_is_named_once(real_gpus):
+    real_gpus(0)
+    assert "1 virtual GPU (vgpu:0)" in str(devices.describe(1))
+
+
 def test_an_unknown_choice_is_refused(monkeypatch):
     monkeypatch.setenv("COURSE_DEVICES", "tpu")
     with pytest.raises(ValueError, match="'tpu'; it can be auto, cuda, vgpu"):

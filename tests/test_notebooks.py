@@ -28,9 +28,10 @@ def headings(source):
     return [len(marks) for marks in re.findall(r"^(#{1,6}) ", bare, flags=re.MULTILINE)]
 
 
-def test_the_lessons_are_there_and_numbered_without_gaps():
+def test_the_lessons_are_numbered_once_each_from_00():
     numbers = [lessons.number(path) for path in lessons.NOTEBOOKS if lessons.number(path)]
-    assert numbers == [f"{index:02d}" for index in range(len(numbers))]
+    assert numbers == sorted(set(numbers)) and numbers[0] == "00"
+    # A lesson that is still to come has all its claims pending, which tests/test_claims.py counts.
     assert len(numbers) >= 4
 
 
