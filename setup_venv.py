@@ -115,51 +115,29 @@ def make(found, cpu):
         require_disk(shutil.disk_usage(ROOT).free, cpu)
         run(
             [sys.executable, "-m", "venv", VENV],
-            "the environment could not be made; on Debian and "
-            "Ubuntu, install the package python3-venv",
+            "the environment could not be made; on Debian and Ubuntu, install python3-venv",
         )
     expect = size(cpu)
     print("setup: downloading about %(download)s, once; this takes %(minutes)s minutes." % expect)
-    print("setup: nothing is installed outside this folder.", flush=True)
+    print("setup: all packages go into .venv in this folder.", flush=True)
     started = time.time()
     python = python_of(VENV)
     if os.path.exists(os.path.join(VENV, "ready.txt")):
         os.remove(os.path.join(VENV, "ready.txt"))
     failed = "installing failed, see above; check the network and the disk, then run the same again"
     if cpu:
-        run([python, "-m", "pip", "install", "--quiet", "uv"], failed)
-        run(
-            [
-                python,
-                "-m",
-                "uv",
-                "pip",
-                "install",
-                "--python",
-                python,
-                "--torch-backend",
-                "cpu",
-                "--editable",
-                ROOT,
-            ],
-            failed,
-        )
+        run([python, *"-m pip install --quiet uv".split()], failed)
+        options = "--torch-backend cpu --editable".split()
+        run([python, *"-m uv pip install --python".split(), python, *options, ROOT], failed)
     else:
-        run(
-            [
-                python,
-                "-m",
-                "pip",
-                "install",
-                "--disable-pip-version-check",
-                "--quiet",
-                "--progress-bar",
-                "on",
-                "--editable",
-                ROOT,
-            ],
-            failed,
-        )
+        options = "--disable-pip-version-check --quiet --progress-bar on --editable".split()
+        run([python, *"-m pip install".split(), *options, ROOT], failed)
+    # JupyterLab would ask at its first start whether to fetch news; the course needs no network.
+    news = "@jupyterlab/apputils-extension:announcements"
+    run(
+        [python, "-m", "jupyter", "labextension", "disable", "--level=sys_prefix", news],
+        "JupyterLab could not be set up; run the same again",
+    )
     with open(os.path.join(VENV, "ready.txt"), "w", encoding="utf-8") as file:
         file.write(wanted_stamp())
     print("setup: done in %d s." % (time.time() - started), flush=True)
