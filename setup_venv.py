@@ -125,13 +125,12 @@ def make(found, cpu):
     if os.path.exists(os.path.join(VENV, "ready.txt")):
         os.remove(os.path.join(VENV, "ready.txt"))
     failed = "installing failed, see above; check the network and the disk, then run the same again"
+    install = [python, "-m", "pip", "install", "--quiet"]
     if cpu:
-        run([python, *"-m pip install --quiet uv".split()], failed)
-        options = "--torch-backend cpu --editable".split()
-        run([python, *"-m uv pip install --python".split(), python, *options, ROOT], failed)
-    else:
-        options = "--disable-pip-version-check --quiet --progress-bar on --editable".split()
-        run([python, *"-m pip install".split(), *options, ROOT], failed)
+        run([*install, "uv"], failed)
+        install = [python, "-m", "uv", "pip", "install", "--python", python]
+    options = ["--torch-backend", "cpu"] if cpu else ["--progress-bar", "on"]
+    run([*install, *options, "--editable", ROOT], failed)
     # JupyterLab would ask at its first start whether to fetch news; the course needs no network.
     news = "@jupyterlab/apputils-extension:announcements"
     run(

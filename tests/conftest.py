@@ -8,7 +8,8 @@ import yaml
 import lessons
 
 # Set before any kernel or worker starts: they inherit it.
-os.environ["COURSE_PROGRESS_DIR"] = tempfile.mkdtemp(prefix="course-progress-")
+_progress = tempfile.TemporaryDirectory(prefix="course-progress-")
+os.environ["COURSE_PROGRESS_DIR"] = _progress.name
 
 
 def pytest_terminal_summary(terminalreporter):
