@@ -125,29 +125,34 @@ def make(found, cpu):
     if os.path.exists(os.path.join(VENV, "ready.txt")):
         os.remove(os.path.join(VENV, "ready.txt"))
     failed = "installing failed, see above; check the network and the disk, then run the same again"
-    install = [python, "-m", "pip", "install", "--quiet"]
+    install = [python, "-m", "pip", "install", "--disable-pip-version-check"]
     if cpu:
         run([*install, "uv"], failed)
         install = [python, "-m", "uv", "pip", "install", "--python", python]
-    options = ["--torch-backend", "cpu"] if cpu else ["--progress-bar", "on"]
+    options = ["--torch-backend", "cpu"] if cpu else []
     run([*install, *options, "--editable", ROOT], failed)
     # JupyterLab would ask at its first start whether to fetch news; the course needs no network.
     news = "@jupyterlab/apputils-extension:announcements"
     run(
         [python, "-m", "jupyter", "labextension", "disable", "--level=sys_prefix", news],
         "JupyterLab could not be set up; run the same again",
+        quiet=True,
     )
     with open(os.path.join(VENV, "ready.txt"), "w", encoding="utf-8") as file:
         file.write(wanted_stamp())
     print("setup: done in %d s." % (time.time() - started), flush=True)
 
 
-def run(command, sentence):
-    """Run a command; SetupError with ``sentence`` where it fails."""
+def run(command, sentence, quiet=False):
+    """Run a command; SetupError with ``sentence`` where it fails. ``quiet`` shows errors only."""
+    shown = subprocess.PIPE if quiet else None
     try:
-        subprocess.run(command, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
+        done = subprocess.run(command, stdout=shown, stderr=shown, universal_newlines=True)
+    except OSError as error:
         raise SetupError(sentence) from error
+    if done.returncode:
+        print((done.stdout or "") + (done.stderr or ""), file=sys.stderr)
+        raise SetupError(sentence)
 
 
 if __name__ == "__main__":
