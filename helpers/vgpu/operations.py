@@ -7,7 +7,8 @@ import torch
 
 from helpers.vgpu import gpus
 from helpers.vgpu.rules import Handler
-from helpers.vgpu.tensor import VirtualTensor, wrap
+from helpers.vgpu.same_device import check_for
+from helpers.vgpu.tensor import VirtualTensor, unwrap, wrap, wrap_result
 
 HANDLERS: dict[str, Handler] = {}
 
@@ -80,6 +81,17 @@ def pack_padded_sequence(func: Any, args: tuple, kwargs: dict) -> Any:
         )
     packed, batch_sizes = func(sequence._inner, lengths, batch_first)
     return wrap(packed, sequence._gpu, "_pack_padded_sequence"), batch_sizes
+
+
+@special("aten::_sparse_mm_reduce_impl")
+def sparse_mm_reduce(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Its kernel keeps what backward reads only if an operand requires a gradient."""
+    (matrix, other), gpu, mixed = unwrap(args[:2], None, False)
+    if mixed:
+        check_for(func)(func, args, kwargs)
+    with torch.enable_grad():
+        results = func(matrix.detach().requires_grad_(), other, *args[2:])
+    return wrap_result([result.detach() for result in results], gpu, "_sparse_mm_reduce_impl")
 
 
 @special("prim::layout")
