@@ -111,6 +111,12 @@ def test_too_much_is_out_of_memory_in_cudas_words_and_no_byte_is_lost(ask):
     assert torch.empty(15 * MIB, device="vgpu:1").numel() == 15 * MIB
 
 
+def test_strides_are_not_taken_for_sizes():
+    y = torch.empty_strided((4, 1), (1, 1 << 40), device="vgpu:0")
+    assert y.new_empty_strided((4, 1), (1, 1 << 40)).shape == (4, 1)
+    assert allocated() == 512
+
+
 def test_the_bytes_of_a_training_step_are_the_sum_of_its_parts():
     layer = nn.Linear(256, 256, bias=False, device="vgpu:0")
     size = 256 * 256 * 4

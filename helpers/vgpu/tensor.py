@@ -277,11 +277,12 @@ def _set_inner_device(inner_kwargs: dict, gpu: VirtualGPU | None) -> VirtualGPU 
 
 def _require_room(inner_args: list, inner_kwargs: dict, gpu: VirtualGPU) -> None:
     """Raise torch.OutOfMemoryError before the CPU is asked for room that the GPU does not have."""
-    sizes = [value for value in inner_args[:2] if isinstance(value, list | torch.Tensor)]
-    size = sizes[-1] if sizes else None
+    # Factories start with the size, or with a tensor to take after and perhaps the size.
+    first = size = inner_args[0] if inner_args else None
+    if isinstance(first, torch.Tensor) and len(inner_args) > 1:
+        size = inner_args[1]
     if not isinstance(size, list) or not all(isinstance(number, int) for number in size):
         return
-    first = inner_args[0]
     dtype = first.dtype if isinstance(first, torch.Tensor) else torch.get_default_dtype()
     dtype = inner_kwargs.get("dtype") or dtype
     gpu.memory.require(math.prod(size) * dtype.itemsize)
