@@ -45,10 +45,10 @@ def one_step(step: Snapshot, most_bytes: int) -> None:
     made, axes = figure(width=7.5, height=0.8 + 0.55 * len(step.by_cause))
     gpus = list(step.by_cause)[::-1]
     left = [0.0] * len(gpus)
-    for cause in step.by_cause[gpus[0]]:
-        sizes = [step.by_cause[gpu][cause] / _MIB for gpu in gpus]
-        if any(sizes):
-            axes.barh(range(len(gpus)), sizes, 0.6, left, color=_OF_CAUSE[cause], label=cause)
+    # Every cause, present or not: the legend stays as it is from step to step.
+    for cause in _OF_CAUSE:
+        sizes = [step.by_cause[gpu].get(cause, 0) / _MIB for gpu in gpus]
+        axes.barh(range(len(gpus)), sizes, 0.6, left, color=_OF_CAUSE[cause], label=cause)
         left = [low + size for low, size in zip(left, sizes, strict=True)]
     axes.set_yticks(range(len(gpus)), [str(gpu) for gpu in gpus])
     axes.set_xlim(0, most_bytes / _MIB * 1.02)
