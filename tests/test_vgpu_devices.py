@@ -254,3 +254,9 @@ def test_pinned_memory_says_that_it_is_pinned():
         assert batch.to("vgpu:1", non_blocking=True).device.index == 1
     with pytest.raises(RuntimeError, match=r"cannot pin 'torch\.vgpu\.FloatTensor'"):
         x.to("vgpu:0").pin_memory()
+
+
+def test_kernels_that_conjugate_lazily_inside_are_right():
+    z = torch.randn(4, 4, dtype=torch.complex128)
+    for call in (torch.linalg.pinv, torch.pinverse, lambda x: torch.linalg.lstsq(x, x)[0]):
+        torch.testing.assert_close(call(z.to("vgpu:1")).cpu(), call(z))

@@ -20,6 +20,7 @@ class Rule:
     __slots__ = (
         "aliases",
         "check",
+        "conjugates",
         "draws",
         "makes_on_device",
         "name",
@@ -43,6 +44,8 @@ class Rule:
         # The same operator with a generator among its arguments, if it draws random numbers.
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
         self.with_generator = _with_generator(func) if self.draws else None
+        # Kernels of several operators may conjugate lazily between them; elementwise ones do not.
+        self.conjugates = torch.Tag.pointwise not in func.tags
         self.makes_on_device = any(argument.name == "device" for argument in schema.arguments)
 
 

@@ -25,6 +25,12 @@ HELD = {"_gpu", "_inner"}
 # Attributes that every virtual tensor may have; torch marks a Parameter with the third.
 OWN_ATTRIBUTES = {*HELD, "_is_param"}
 
+# Below Python, torch no longer resolves lazy conjugation and negation, but kernels that consist of
+# several operators rely on it.
+_resolving = torch._C._SetExcludeDispatchKeyGuard  # type: ignore[attr-defined]
+_CONJUGATE = torch._C.DispatchKey.Conjugate  # type: ignore[attr-defined]
+_NEGATIVE = torch._C.DispatchKey.Negative  # type: ignore[attr-defined]
+
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
@@ -230,13 +236,20 @@ def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
         gpu = _set_inner_device(inner_kwargs, gpu)
         if gpu is not None:
             _require_room(inner_args, inner_kwargs, gpu)
-    if rule.draws and gpu is not None:
+    if rule.conjugates and any(_is_complex(value) for value in inner_args):
+        with _resolving(_CONJUGATE, False), _resolving(_NEGATIVE, False):
+            result = func(*inner_args, **inner_kwargs)
+    elif rule.draws and gpu is not None:
         result = random.draw(rule, func, inner_args, inner_kwargs, gpu)
     else:
         result = func(*inner_args, **inner_kwargs)
     if rule.aliases is not None:
         return _return_arguments(rule, result, args, kwargs, gpu)
     return wrap_result(result, gpu, rule.name)
+
+
+def _is_complex(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_complex()
 
 
 def unwrap(
