@@ -10,7 +10,7 @@ class DigitsCNN(nn.Module):
     (B, 1, 8, 8) float in, (B, 10) logits out; 21,546 parameters at the default width.
     """
 
-    def __init__(self, width: int = 16, dropout: float = 0.1) -> None:
+    def __init__(self, width: int = 16, dropout: float = 0.25) -> None:
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(1, width, 3, padding=1),  # (B, width, 8, 8)

@@ -1,0 +1,286 @@
+"""Checks of lesson 03: an honest evaluation, a resume within an epoch, a loop that seldom asks."""
+
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from helpers import devices
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+from helpers.checks.watchers import CLASSES, FEATURES, Augmented, ReadBacks, Trainer, Watched
+
+
+def _items(short: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Random inputs, labels and a batch size; ``short`` makes the last batch a short one."""
+    batch_size = random.randint(5, 9)
+    count = batch_size * random.randint(4, 6) + (random.randint(1, 2) if short else 0)
+    return torch.randn(count, FEATURES), torch.randint(CLASSES, (count,)), batch_size
+
+
+def _float_or_wrong(value: Any, name: str) -> float:
+    if isinstance(value, float):
+        return value
+    raise Wrong(
+        yours=value,
+        expected=f"{name} as a Python float",
+        hint=".item() turns a tensor of one element into a Python number.",
+    )
+
+
+@exercise("3.1", "An evaluation with three faults")
+def check_evaluate(evaluate: Callable) -> None:
+    # The last batch may be full or short, the model on the CPU or on a GPU, in either mode.
+    for device in (torch.device("cpu"), devices.lab(1)[0]):
+        for training, short in ((True, False), (False, True), (True, True)):
+            _check_one_evaluation(evaluate, device, training, short)
+
+
+def _check_one_evaluation(
+    evaluate: Callable, device: torch.device, training: bool, short: bool
+) -> None:
+    inputs, labels, batch_size = _items(short)
+    model = Watched(dropout=0.5).to(device).eval()
+    with torch.no_grad():
+        logits = model(inputs.to(device)).cpu()
+    expected = (
+        F.cross_entropy(logits, labels).item(),
+        (logits.argmax(1) == labels).float().mean().item(),
+    )
+    model.train(training)
+    model.modes.clear()
+    model.recorded.clear()
+    answer = evaluate(model, DataLoader(TensorDataset(inputs, labels), batch_size), device)
+
+    mode = "train" if training else "eval"
+    given = f"{len(inputs)} images in batches of {batch_size}, a model in {mode} mode on {device}"
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        raise Wrong(yours=answer, expected="(mean loss, share right)", given=given)
+    if any(model.modes):
+        raise Wrong(
+            yours=f"{sum(model.modes)} of {len(model.modes)} batches in train mode",
+            expected="every batch in eval mode",
+            given=given,
+            hint="Dropout is still on while you evaluate: model.eval() comes first.",
+        )
+    if any(model.recorded):
+        raise Wrong(
+            yours="a graph was recorded for backward",
+            expected="no graph",
+            given=given,
+            hint="Nobody calls backward here: torch.no_grad() saves the activations' memory.",
+        )
+    if any(not parameter.requires_grad for parameter in model.parameters()):
+        raise Wrong(
+            yours="parameters that no longer require gradients",
+            expected="an unchanged model",
+            given=given,
+            hint="torch.no_grad() records nothing and leaves the parameters as they are.",
+        )
+    loss, share = (
+        _float_or_wrong(value, name)
+        for value, name in zip(answer, ("the mean loss", "the share right"), strict=True)
+    )
+    hint = (
+        "Each image counts once. A mean of batch means gives the images of a short last batch too "
+        "much weight: sum over images, divide once by their number."
+    )
+    expect_close(loss, expected[0], given=given, hint=f"The loss. {hint}", rtol=1e-4, atol=1e-5)
+    expect_close(share, expected[1], given=given, hint=f"The share. {hint}", rtol=1e-5, atol=1e-6)
+    if model.training != training:
+        raise Wrong(
+            yours=f"{'train' if model.training else 'eval'} mode",
+            expected=f"{mode} mode",
+            given=f"the model's mode afterwards; {given}",
+            hint="Note model.training before model.eval(), and go back to it at the end.",
+        )
+
+
+@exercise("3.2", "Stop in the middle of an epoch")
+def check_remaining_batches(remaining_batches: Callable) -> None:
+    random_state = torch.get_rng_state()
+    try:
+        total = random.randint(4, 7)
+        # In the middle, before the first batch, and after the last.
+        for done in (random.randint(1, total - 1), 0, total):
+            _check_one_resume(remaining_batches, total, done)
+    finally:
+        torch.set_rng_state(random_state)
+
+
+def _check_one_resume(remaining_batches: Callable, total: int, done: int) -> None:
+    batch_size = random.randint(3, 5)
+    count = total * batch_size - random.randint(0, 2)
+    data = Augmented(torch.randn(count, FEATURES), torch.randint(CLASSES, (count,)))
+
+    def new_loader() -> DataLoader:
+        order = torch.Generator().manual_seed(random.randrange(2**31))
+        return DataLoader(data, batch_size, shuffle=True, generator=order)
+
+    whole, loader = Trainer(), new_loader()
+    order = loader.generator.get_state()
+    batches = iter(loader)
+    whole.train(_first(batches, done))
+    weights = {name: value.clone() for name, value in whole.model.state_dict().items()}
+    momentum = _copied(whole.optimizer.state_dict())
+    random_state = torch.get_rng_state()
+    whole.train(batches)
+    ends = len(whole.losses)
+    whole.train(loader)
+
+    part, loader = Trainer(), new_loader()
+    part.model.load_state_dict(weights)
+    part.optimizer.load_state_dict(momentum)
+    torch.set_rng_state(random_state)
+    given = f"an epoch of {total} batches, stopped after {done}"
+    answer = remaining_batches(loader, order.clone(), done)
+    _expect_iterable(answer, given)
+    part.train(answer)
+    _compare_epoch(part, whole, done, ends, given)
+    part.train(loader)
+    expect_equal(
+        part.items[ends - done :],
+        whole.items[ends:],
+        given=f"the items of the epoch after; {given}",
+        hint="The loader's generator must end where the uninterrupted run's did: iterate this "
+        "loader once, and nothing else that draws from its generator.",
+    )
+    _expect_same_losses(part.losses, whole.losses[done:], f"the losses to the end; {given}", done)
+
+
+def _first(batches: Iterator, count: int) -> Iterator:
+    for _ in range(count):
+        yield next(batches)
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_copied(value) for value in state]
+    return state.clone() if isinstance(state, torch.Tensor) else state
+
+
+def _expect_iterable(answer: Any, given: str) -> None:
+    if isinstance(answer, list | tuple):
+        raise Wrong(
+            yours=f"a {type(answer).__name__} of {len(answer)} batches",
+            expected="batches one at a time",
+            given=given,
+            hint="A list loads every batch before the first step, so augmentation and dropout draw "
+            "their random numbers in another order. Use yield, or yield from.",
+        )
+    if not inspect.isgenerator(answer) and not isinstance(answer, Iterator):
+        raise Wrong(yours=answer, expected="a generator of batches", given=given)
+
+
+def _compare_epoch(part: Trainer, whole: Trainer, done: int, ends: int, given: str) -> None:
+    expected = whole.items[done:ends]
+    if part.items != expected:
+        epoch = {item for batch in part.items for item in batch}
+        left = {item for batch in expected for item in batch}
+        if len(part.items) != len(expected):
+            hint = "Pass over exactly the batches that are done: no more, no fewer."
+        elif epoch != left:
+            hint = (
+                "Another shuffle: some items come twice in the epoch, others never. Put "
+                "loader.generator back to `order` before you iterate."
+            )
+        else:
+            hint = "The right items in another order."
+        given = f"the items of the batches; {given}"
+        raise Wrong(yours=part.items, expected=expected, given=given, hint=hint)
+    for mine, theirs in zip(part.noisy, whole.noisy[done:ends], strict=True):
+        expect_close(
+            mine,
+            theirs,
+            given=f"the augmented images; {given}",
+            hint="The right items with other noise. Passing over the done batches drew from torch's "
+            "CPU random state: note it before, restore it after, and draw each batch only when "
+            "it is asked for.",
+            rtol=0,
+            atol=0,
+        )
+    _expect_same_losses(part.losses, whole.losses[done:ends], f"the losses; {given}", done)
+
+
+def _expect_same_losses(mine: list, theirs: list, given: str, done: int) -> None:
+    for step, (yours, expected) in enumerate(zip(mine, theirs, strict=True), start=done):
+        hint = f"Step {step} is the first that differs: was a random number drawn in between?"
+        expect_equal(yours, expected, given=given, hint=hint)
+
+
+@exercise("3.3", "One question an epoch")
+def check_train_epoch_quietly(train_epoch: Callable) -> None:
+    device = devices.lab(1)[0]
+    for short in (True, False):
+        inputs, labels, batch_size = _items(short)
+        loader = DataLoader(TensorDataset(inputs, labels), batch_size)
+        model, plain = Watched(dropout=0.0).to(device), Watched(dropout=0.0).to(device)
+        plain.load_state_dict(model.state_dict())
+        expected = _plain_epoch(plain, loader, device)
+        given = f"{len(inputs)} images in {len(loader)} batches on {device}"
+        model.eval()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ReadBacks(device.type) as asked:
+            answer = train_epoch(model, loader, optimizer, device)
+        _check_quiet(model, plain, given)
+        if asked.count > 1:
+            raise Wrong(
+                yours=f"{asked.count} values read back",
+                expected="1 value read back",
+                given=given,
+                hint=".item(), float(), .cpu() and .tolist() each make the host wait. Sum on the "
+                "device, ask after the loop.",
+            )
+        hint = (
+            "Each image counts once: weigh a batch's mean loss by len(labels), and divide the sum "
+            "by the number of images."
+        )
+        loss = _float_or_wrong(answer, "the mean loss")
+        expect_close(loss, expected, given=given, hint=hint, rtol=1e-4, atol=1e-5)
+
+
+def _plain_epoch(model: nn.Module, loader: DataLoader, device: torch.device) -> float:
+    """The lesson's epoch with plain SGD; the mean loss per image."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_sum, count = 0.0, 0
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs.to(device)), labels.to(device))
+        loss.backward()
+        optimizer.step()
+        loss_sum += loss.item() * len(labels)
+        count += len(labels)
+    return loss_sum / count
+
+
+def _check_quiet(model: Watched, plain: Watched, given: str) -> None:
+    """The trained model against the one trained plainly: mode, graphs, weights."""
+    if not model.modes or not all(model.modes):
+        raise Wrong(
+            yours=f"{sum(model.modes)} batches in train mode",
+            expected=f"all {len(plain.modes)} batches in train mode",
+            given=given,
+            hint="model.train() comes first.",
+        )
+    # While a step runs forward, the step before may still be held by the name `loss`.
+    if max(model.live_graphs) > 1:
+        raise Wrong(
+            yours=f"{max(model.live_graphs)} graphs of earlier steps alive at once",
+            expected="at most 1",
+            given=given,
+            hint="What you add up still holds its graph: loss.detach() holds the number alone.",
+        )
+    mine, theirs = model.state_dict(), plain.state_dict()
+    for name, value in theirs.items():
+        expect_close(
+            mine[name],
+            value,
+            given=f"{name} after the epoch; {given}",
+            hint="The weights must come out as before: zero_grad, backward and step for each batch.",
+        )

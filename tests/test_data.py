@@ -1,0 +1,52 @@
+"""The digits, the random vectors, and the network that reads the digits."""
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torchvision.transforms import v2
+
+from helpers.data import Digits, RandomDataset
+from helpers.models import DigitsCNN
+
+
+def test_the_split_covers_all_digits_once():
+    train, held_out = Digits(train=True), Digits(train=False)
+    assert (len(train), len(held_out)) == (1437, 360)
+    ours = torch.cat([train.data, held_out.data]).flatten(1).tolist()
+    # 16 grey levels become 255.
+    theirs = (load_digits().data * 255 / 16).round().astype(int).tolist()
+    assert sorted(ours) == sorted(theirs)
+
+
+def test_the_split_is_stratified():
+    train, held_out = Digits(train=True), Digits(train=False)
+    for digit in range(10):
+        share = (train.targets == digit).float().mean() - (held_out.targets == digit).float().mean()
+        assert abs(share) < 0.005
+
+
+def test_items_are_as_torchvision_gives_them():
+    image, label = Digits()[0]
+    assert image.mode == "L" and image.size == (8, 8) and isinstance(label, int)
+    transform = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+    dataset = Digits(transform=transform, target_transform=lambda digit: digit + 100)
+    tensor, shifted = dataset[0]
+    assert tensor.shape == (1, 8, 8) and 0 <= tensor.min() <= tensor.max() <= 1
+    assert shifted == label + 100
+    torch.testing.assert_close(tensor[0], dataset.data[0] / 255)
+
+
+def test_an_index_past_the_end_ends_iteration():
+    with pytest.raises(IndexError):
+        Digits(train=False)[360]
+
+
+def test_random_vectors():
+    dataset = RandomDataset(size=5, length=7)
+    assert len(dataset) == 7 and dataset[3].shape == (5,)
+
+
+def test_the_network_has_the_parameters_that_it_says():
+    model = DigitsCNN()
+    assert f"{sum(p.numel() for p in model.parameters()):,}" in DigitsCNN.__doc__
+    assert model(torch.rand(3, 1, 8, 8)).shape == (3, 10)

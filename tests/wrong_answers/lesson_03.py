@@ -1,0 +1,162 @@
+"""Typical mistakes of lesson 03, each with a phrase of the message that it must get."""
+
+_EVALUATE = """
+def evaluate(model, loader, device):
+    was_training = model.training
+    {mode}
+    loss_sum, right, count = 0.0, 0, 0
+    for images, labels in loader:
+        images, labels = images.to(device), labels.to(device)
+        with {guard}:
+            logits = model(images)
+        loss_sum += F.cross_entropy(logits, labels, reduction="sum").item()
+        right += (logits.argmax(1) == labels).sum().item()
+        count += {counted}
+    {back}
+    return {result}
+"""
+
+
+def evaluation(
+    mode="model.eval()",
+    guard="torch.no_grad()",
+    counted="len(labels)",
+    back="model.train(was_training)",
+    result="loss_sum / count, right / count",
+):
+    """The right evaluation, with one of its parts replaced."""
+    return _EVALUATE.format(mode=mode, guard=guard, counted=counted, back=back, result=result)
+
+
+_BATCH_MEANS = """
+@torch.no_grad()
+def evaluate(model, loader, device):
+    was_training = model.training
+    model.eval()
+    losses, shares = [], []
+    for images, labels in loader:
+        images, labels = images.to(device), labels.to(device)
+        logits = model(images)
+        losses.append(F.cross_entropy(logits, labels).item())
+        shares.append((logits.argmax(1) == labels).float().mean().item())
+    model.train(was_training)
+    return sum(losses) / len(losses), sum(shares) / len(shares)
+"""
+
+_NO_ORDER = """
+def remaining_batches(loader, order, done):
+    random_state = torch.get_rng_state()
+    batches = iter(loader)
+    for _ in range(done):
+        next(batches)
+    torch.set_rng_state(random_state)
+    yield from batches
+"""
+
+_NO_RANDOM_STATE = """
+def remaining_batches(loader, order, done):
+    loader.generator.set_state(order)
+    for index, batch in enumerate(loader):
+        if index >= done:
+            yield batch
+"""
+
+_ONE_TOO_FEW = """
+def remaining_batches(loader, order, done):
+    loader.generator.set_state(order)
+    random_state = torch.get_rng_state()
+    batches = iter(loader)
+    for _ in range(done + 1):
+        next(batches, None)
+    torch.set_rng_state(random_state)
+    yield from batches
+"""
+
+_WHOLE_EPOCH = """
+def remaining_batches(loader, order, done):
+    loader.generator.set_state(order)
+    yield from loader
+"""
+
+_A_LIST = """
+def remaining_batches(loader, order, done):
+    loader.generator.set_state(order)
+    return list(loader)[done:]
+"""
+
+_AHEAD = """
+def remaining_batches(loader, order, done):
+    loader.generator.set_state(order)
+    random_state = torch.get_rng_state()
+    batches = iter(loader)
+    for _ in range(done):
+        next(batches)
+    torch.set_rng_state(random_state)
+    return iter(list(batches))
+"""
+
+_EPOCH = """
+def train_epoch_quietly(model, loader, optimizer, device):
+    {mode}
+    loss_sum, count = torch.zeros((), device=device), 0
+    for images, labels in loader:
+        images, labels = images.to(device), labels.to(device)
+        {zero}
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        loss_sum = loss_sum + {added}
+        count += {counted}
+    return {result}
+"""
+
+
+def epoch(
+    mode="model.train()",
+    zero="optimizer.zero_grad()",
+    added="loss.detach() * len(labels)",
+    counted="len(labels)",
+    result="loss_sum.item() / count",
+):
+    """The right epoch, with one of its parts replaced."""
+    return _EPOCH.format(mode=mode, zero=zero, added=added, counted=counted, result=result)
+
+
+WRONG = {
+    "3.1": [
+        ("evaluate = evaluate_with_faults", "Dropout is still on"),
+        (evaluation(mode="pass"), "Dropout is still on"),
+        (evaluation(guard="torch.enable_grad()"), "no_grad() saves"),
+        (evaluation(back="pass"), "Note model.training"),
+        (evaluation(back="model.train()"), "Note model.training"),
+        (evaluation(counted="loader.batch_size"), "Each image counts once"),
+        (evaluation(result="torch.tensor(loss_sum / count), right / count"), ".item() turns"),
+        (evaluation(mode="model.eval().requires_grad_(False)"), "no longer require gradients"),
+        (_BATCH_MEANS, "Each image counts once"),
+        ("def evaluate(model, loader, device):\n    return 0.05, 0.98", "The loss."),
+        ("def evaluate(model, loader, device):\n    return 0.98", "(mean loss, share right)"),
+    ],
+    "3.2": [
+        (_NO_ORDER, "Another shuffle"),
+        (_NO_RANDOM_STATE, "drew from torch's CPU random state"),
+        (_ONE_TOO_FEW, "no more, no fewer"),
+        (_WHOLE_EPOCH, "no more, no fewer"),
+        (_A_LIST, "yield from"),
+        (_AHEAD, "draw each batch only when"),
+        (
+            "def remaining_batches(loader, order, done):\n    return loader",
+            "a generator of batches",
+        ),
+    ],
+    "3.3": [
+        (epoch(added="loss.item() * len(labels)"), "values read back"),
+        (epoch(added="float(loss.detach()) * len(labels)"), "values read back"),
+        (epoch(added="loss.detach().cpu() * len(labels)"), "values read back"),
+        (epoch(added="loss * len(labels)"), "still holds its graph"),
+        (epoch(zero="pass"), "zero_grad, backward and step"),
+        (epoch(mode="pass"), "model.train() comes first"),
+        (epoch(added="loss.detach()", counted="1"), "Each image counts once"),
+        (epoch(result="loss_sum / count"), ".item() turns"),
+        ("def train_epoch_quietly(*args):\n    return 0.3", "model.train() comes first"),
+    ],
+}
