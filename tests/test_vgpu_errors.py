@@ -146,3 +146,11 @@ def test_forward_mode_says_that_it_is_not_supported():
     x = on(0, 2)
     with pytest.raises(NotImplementedError, match="not supported on virtual GPUs"):
         torch.func.jvp(lambda v: v * 2, (x,), (x,))
+
+
+def test_compiling_a_virtual_model_is_refused_clearly():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1).to("vgpu:1"))
+    for compile_it in (lambda: torch.compile(model), lambda: model.compile()):
+        with pytest.raises(NotImplementedError, match=r"1\.weight is on vgpu:1: run the model as"):
+            compile_it()
+    assert callable(torch.compile(torch.nn.Linear(3, 2)))

@@ -171,6 +171,7 @@ def _install() -> None:
     _changes.set(torch, "_has_compatible_shallow_copy_type", identity.has_compatible_type)
     _changes.set(torch.Tensor, "data", identity.data)
     _changes.set(torch.autograd.forward_ad, "make_dual", wordings.make_dual)
+    _changes.set(torch, "compile", wordings.refusing_virtual_models(torch.compile))
     for owner, name in _CHECK_IN_CPP:
         _changes.set(owner, name, wordings.naming_devices(getattr(owner, name)))
     _install_serialization()

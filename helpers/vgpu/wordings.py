@@ -24,6 +24,24 @@ def make_dual(tensor: torch.Tensor, tangent: torch.Tensor, *, level: int | None 
     return _plain_make_dual(tensor, tangent, level=level)
 
 
+def refusing_virtual_models(plain_compile: Callable) -> Callable:
+    """``torch.compile``, which would warn at length and then run a virtual model uncompiled."""
+
+    @functools.wraps(plain_compile)
+    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        owner = getattr(model, "__self__", model)  # Module.compile hands over a bound method
+        if isinstance(owner, torch.nn.Module):
+            for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
+                if tensor.device.type == gpus.DEVICE_TYPE:
+                    raise NotImplementedError(
+                        f"torch.compile is not supported on virtual GPUs, and {name} is on "
+                        f"{tensor.device}: run the model as it is, or compile it on the CPU"
+                    )
+        return plain_compile(model, *args, **kwargs)
+
+    return compile
+
+
 def naming_devices(function: Callable) -> Callable:
     """``function``, whose errors name ``vgpu:k`` where C++ wrote ``lazy:k``."""
 
