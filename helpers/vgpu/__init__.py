@@ -1,7 +1,30 @@
 """Virtual GPUs: as many accelerators of device type ``vgpu`` as you like, in pure Python."""
 
 from helpers.vgpu.backend import disable, enable, is_enabled
+from helpers.vgpu.costs import CostModel
+from helpers.vgpu.links import LINKS, Link
 from helpers.vgpu.memory import record_memory
+from helpers.vgpu.recorder import record, spend
+from helpers.vgpu.shapes import NoValueError, is_shape, shapes_only
 from helpers.vgpu.specs import PRESETS, GPUSpec
+from helpers.vgpu.trace import Race, Timeline, TraceEvent
 
-__all__ = ["PRESETS", "GPUSpec", "disable", "enable", "is_enabled", "record_memory"]
+__all__ = [
+    "LINKS",
+    "PRESETS",
+    "CostModel",
+    "GPUSpec",
+    "Link",
+    "NoValueError",
+    "Race",
+    "Timeline",
+    "TraceEvent",
+    "disable",
+    "enable",
+    "is_enabled",
+    "is_shape",
+    "record",
+    "record_memory",
+    "shapes_only",
+    "spend",
+]

@@ -7,6 +7,7 @@ device type (``torch.device("vgpu:0")`` stays valid), and with it that ``torch.a
 """
 
 import contextlib
+import dataclasses
 import functools
 import sys
 from typing import Any
@@ -29,6 +30,7 @@ from helpers.vgpu import (
     streams,
     wordings,
 )
+from helpers.vgpu.links import Link, get_link
 from helpers.vgpu.specs import GPUSpec, get_spec
 from helpers.vgpu.stand_ins import standing_for
 from helpers.vgpu.tensor import VirtualTensor, dispatch
@@ -84,15 +86,23 @@ class Lab(contextlib.AbstractContextManager):
 _settings: tuple[int, GPUSpec, int] | None = None
 
 
-def enable(count: int, gpu: str | GPUSpec = "V100", memory_bytes: int | None = None) -> Lab:
+def enable(
+    count: int,
+    gpu: str | GPUSpec = "V100",
+    memory_bytes: int | None = None,
+    link: str | Link | None = None,
+) -> Lab:
     """Make ``count`` virtual GPUs available as devices ``vgpu:0`` to ``vgpu:count-1``.
 
     gpu: a preset of specs.py, or a GPUSpec. memory_bytes: capacity of each, in place of the
-    preset's. May be called again at any time; tensors stay on the devices that remain.
+    preset's. link: between GPUs, of links.py, in place of the preset's. May be called again at
+    any time; tensors stay on the devices that remain.
     """
     if not 1 <= count <= 127:
         raise ValueError(f"count must be 1 to 127 (torch numbers devices in 8 bits), got {count}")
     spec = get_spec(gpu)
+    if link is not None:
+        spec = dataclasses.replace(spec, link=get_link(link))
     capacity_bytes = spec.memory_bytes if memory_bytes is None else memory_bytes
     if capacity_bytes <= 0:
         raise ValueError(f"memory_bytes must be positive, got {memory_bytes}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from helpers.vgpu import gpus, random
+from helpers.vgpu import clock, gpus, random
 from helpers.vgpu.gpus import current_index as current_device
 from helpers.vgpu.gpus import device_count
 from helpers.vgpu.specs import GPUSpec
@@ -103,8 +103,10 @@ def stream(stream: Stream | None) -> Any:
 
 
 def synchronize(device: Any = None) -> None:
-    """Wait for all work on a device. Every operation has ended when its call returns."""
-    _gpu(device)
+    """Wait for all work on a device; in a recording of virtual time the host waits."""
+    gpu = _gpu(device)
+    if clock.active is not None:
+        clock.active.synchronize(gpu)
 
 
 def get_device_name(device: Any = None) -> str:

@@ -25,7 +25,9 @@ def _set_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
         return
     _plain_data.__set__(tensor, source)  # type: ignore[attr-defined]
     if isinstance(tensor, VirtualTensor) and isinstance(source, VirtualTensor):
-        tensor._inner, tensor._gpu = source._inner, source._gpu
+        tensor.__class__ = source.__class__
+        for name in HELD:
+            setattr(tensor, name, getattr(source, name))
 
 
 # Stands on torch.Tensor, and so on virtual tensors too, while virtual GPUs are enabled.
@@ -71,7 +73,7 @@ def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
         attributes["_is_param"] = True
         new_class = torch.nn.Parameter
     if held:
-        new_class = VirtualTensor
+        new_class = type(content)
     # The other object now stands for the old contents, which a graph may still need.
     old_class, old_attributes = tensor.__class__, dict(vars(tensor))
     torch._C._swap_tensor_impl(tensor, content)

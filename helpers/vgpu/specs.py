@@ -7,6 +7,8 @@ built; a driver keeps a few hundred MiB of them for itself, which is not modelle
 
 from dataclasses import dataclass
 
+from helpers.vgpu.links import LINKS, Link
+
 GIB = 2**30
 
 
@@ -22,6 +24,8 @@ class GPUSpec:
     multi_processor_count: int
     compute_capability: tuple[int, int]
     source: str
+    link: Link = LINKS["PCIe 3"]  # to the other GPUs of such a machine
+    host_link: Link = LINKS["PCIe 3"]
 
 
 # The float16 rates are for dense matrices: datasheets since the A100 also print twice as much, for
@@ -46,6 +50,8 @@ PRESETS: dict[str, GPUSpec] = {
         multi_processor_count=80,
         compute_capability=(7, 0),
         source="NVIDIA V100 Tensor Core GPU datasheet, SXM2 column",
+        link=LINKS["NVLink 2"],
+        host_link=LINKS["PCIe 3"],
     ),
     "A100": GPUSpec(
         name="Virtual A100-SXM4-40GB",
@@ -56,6 +62,8 @@ PRESETS: dict[str, GPUSpec] = {
         multi_processor_count=108,
         compute_capability=(8, 0),
         source="NVIDIA A100 Tensor Core GPU datasheet, 40 GB SXM column",
+        link=LINKS["NVLink 3"],
+        host_link=LINKS["PCIe 4"],
     ),
     "H100": GPUSpec(
         name="Virtual H100 80GB HBM3",
@@ -66,6 +74,8 @@ PRESETS: dict[str, GPUSpec] = {
         multi_processor_count=132,
         compute_capability=(9, 0),
         source="NVIDIA H100 Tensor Core GPU datasheet, SXM column",
+        link=LINKS["NVLink 4"],
+        host_link=LINKS["PCIe 5"],
     ),
     "H200": GPUSpec(
         name="Virtual H200",
@@ -76,6 +86,8 @@ PRESETS: dict[str, GPUSpec] = {
         multi_processor_count=132,
         compute_capability=(9, 0),
         source="NVIDIA H200 Tensor Core GPU datasheet, SXM column",
+        link=LINKS["NVLink 4"],
+        host_link=LINKS["PCIe 5"],
     ),
 }
 

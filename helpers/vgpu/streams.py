@@ -1,8 +1,8 @@
 """Streams and events of virtual GPUs.
 
-An operation has ended when its call returns, so waiting never takes time here. What is kept is the
-bookkeeping: which stream is current on which device in which thread, and when an event was
-recorded, by the host's clock.
+An operation has ended when its call returns, so waiting never takes real time here. What is kept is
+the bookkeeping: which stream is current on which device in which thread, and when an event was
+recorded: by the host's clock, or in virtual time while ``record()`` is under way.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from helpers.vgpu import gpus
+from helpers.vgpu import clock, gpus
 
 _PlainStream, _PlainEvent = torch.Stream, torch.Event
 _stream_ids = itertools.count(1)
@@ -38,16 +38,23 @@ class Stream(torch.Stream):
         return stream
 
     def query(self) -> bool:
-        return True
+        """Whether all work given to this stream has ended."""
+        return clock.active is None or clock.active.is_done(_time_of(self).free_s)
 
     def synchronize(self) -> None:
-        """All work given to this stream has ended already."""
+        """Wait until all work given to this stream has ended."""
+        if clock.active is not None:
+            clock.active.host_waits([_time_of(self)], "synchronize", clock.active.host())
 
     def wait_event(self, event: torch.Event) -> None:
-        """Work given later starts after ``event``, which has happened already."""
+        """Work given later starts after ``event`` has happened."""
+        if clock.active is not None:
+            clock.active.wait_event(_time_of(self), event)
 
     def wait_stream(self, stream: torch.Stream) -> None:
-        """Work given later starts after all of ``stream``'s, which has ended already."""
+        """Work given later starts after all work that ``stream`` has got so far."""
+        if clock.active is not None:
+            clock.active.wait_stream(_time_of(self), _time_of(stream))
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
         event = Event() if event is None else event
@@ -83,19 +90,32 @@ class Event(torch.Event):
         return event
 
     def record(self, stream: torch.Stream | None = None) -> None:
-        self._time_s = time.perf_counter()
+        """Mark what ``stream``, or the current one, has got so far."""
+        if clock.active is None:
+            self._time_s = time.perf_counter()
+            return
+        marked = _time_of(current_stream() if stream is None else stream)
+        self._time_s = clock.active.record_event(self, marked)
 
     def query(self) -> bool:
-        return True
+        """Whether the event has happened; one that was never recorded has."""
+        if clock.active is None or self._time_s is None:
+            return True
+        return clock.active.is_done(self._time_s)
 
     def wait(self, stream: torch.Stream | None = None) -> None:
-        """The event has happened already."""
+        """Work given later to ``stream``, or to the current one, starts after the event."""
+        if clock.active is not None:
+            waiting = _time_of(current_stream() if stream is None else stream)
+            clock.active.wait_event(waiting, self)
 
     def synchronize(self) -> None:
-        """The event has happened already."""
+        """Wait until the event has happened."""
+        if clock.active is not None:
+            clock.active.host_waits_for_event(self)
 
     def elapsed_time(self, end_event: "Event") -> float:  # type: ignore[override]
-        """Milliseconds between two recorded events, by the host's clock."""
+        """Milliseconds between two recorded events, by the clock that was used."""
         if not (self._enable_timing and end_event._enable_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if self._time_s is None or end_event._time_s is None:
@@ -126,6 +146,17 @@ def _streams_of_thread() -> dict[int, Stream]:
 def default_stream(device: Any = None) -> Stream:
     """The stream that a device uses unless told otherwise."""
     return Stream(_index(device), stream_id=0)
+
+
+def current_stream_number(index: int) -> int:
+    """The id of the stream that is current on a GPU in this thread; 0 is the default stream."""
+    stream = _streams_of_thread().get(index)
+    return 0 if stream is None else stream.stream_id
+
+
+def _time_of(stream: torch.Stream) -> clock.StreamTime:
+    assert clock.active is not None
+    return clock.active.stream(gpus.by_index(stream.device_index), stream.stream_id)
 
 
 def current_stream(device: Any = None) -> Stream:

@@ -9,19 +9,20 @@ torch ships no kernels for it, so whatever autograd's formulas create there reac
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from helpers.vgpu import gpus, random
 from helpers.vgpu.gpus import VirtualGPU
+from helpers.vgpu.memory import Block
 from helpers.vgpu.rules import Rule, rule_for
 from helpers.vgpu.wordings import naming_devices
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore
 # Attributes that make a tensor virtual.
-HELD = {"_gpu", "_inner"}
+HELD = {"_block", "_gpu", "_inner"}
 # Attributes that every virtual tensor may have; torch marks a Parameter with the third.
 OWN_ATTRIBUTES = {*HELD, "_is_param"}
 
@@ -32,7 +33,7 @@ _CONJUGATE = torch._C.DispatchKey.Conjugate  # type: ignore[attr-defined]
 _NEGATIVE = torch._C.DispatchKey.Negative  # type: ignore[attr-defined]
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
-_set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+set_cpp_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
 class VirtualTensor(torch.Tensor):
@@ -41,6 +42,7 @@ class VirtualTensor(torch.Tensor):
     # No slots: a plain tensor that becomes virtual (identity.py) has none.
     _gpu: VirtualGPU
     _inner: torch.Tensor
+    _block: Block | None = None  # of a tensor without values, whose storage is not its own
 
     # Torch functions run as they are; only the methods below know the virtual device's name.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -220,7 +222,34 @@ def count_bytes(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> None:
         storage._vgpu_block = gpu.memory.allocate(storage.nbytes(), operation)
 
 
+def block_of(tensor: VirtualTensor) -> Block:
+    """The counted bytes that hold the tensor's values."""
+    block = tensor._block
+    if block is None:
+        values = tensor._inner
+        if values.layout is not torch.strided:
+            values = sparse_parts(values)[-1]
+        count_bytes(values, tensor._gpu, "unknown")
+        storage: Any = values.untyped_storage()
+        block = storage._vgpu_block
+    return block
+
+
+# What runs an operation in place of ``run``; a recording of virtual time sets it.
+_interceptor: Callable[[Any, tuple, dict], Any] | None = None
+
+
+def set_interceptor(interceptor: Callable[[Any, tuple, dict], Any] | None) -> None:
+    global _interceptor
+    _interceptor = interceptor
+
+
 def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Where every operation on virtual tensors arrives."""
+    return (_interceptor or run)(func, args, kwargs)
+
+
+def run(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run one operation: check the devices, compute on the values, wrap what comes out."""
     rule = rule_for(func)
     if rule.special is not None:
@@ -335,4 +364,4 @@ def refresh(tensor: VirtualTensor, operation: str) -> None:
     storage: Any = values.untyped_storage()
     count_bytes(values, tensor._gpu, operation)
     storage._vgpu_block.resize(storage.nbytes(), operation)
-    _set_data(tensor, wrap(values, tensor._gpu, operation))
+    set_cpp_data(tensor, wrap(values, tensor._gpu, operation))

@@ -1,0 +1,143 @@
+"""Who wrote and who reads each block of memory, and whether a stream forgot to wait.
+
+On CUDA a forgotten wait gives right values on some days and garbage on others. Here it is noted
+always, whatever the times are; and where the times say that a value is not written yet when it is
+read, the reader gets NaN (or the largest negative number of a type that has no NaN).
+
+Not seen: a block that is freed while another stream still uses it (``record_stream``), since no
+block is used twice here; and a host that reads a copy before it has ended.
+"""
+
+from typing import Any
+
+import torch
+
+from helpers.vgpu import module_names, tensor
+from helpers.vgpu.clock import Clock, Done, HostTime, StreamTime
+from helpers.vgpu.trace import Race, Timeline
+
+
+class Access:
+    """The last write of a block, and the reads since then, by stream."""
+
+    __slots__ = ("clock", "reads", "write")
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.write: Done | None = None
+        self.reads: dict[StreamTime, Done] = {}
+
+
+class Accesses:
+    """The accesses of one recording."""
+
+    def __init__(self, clock: Clock, timeline: Timeline) -> None:
+        self._clock = clock
+        self._timeline = timeline
+
+    def check(
+        self,
+        name: str,
+        read: list[Any],
+        written: list[Any],
+        stream: StreamTime,
+        host: HostTime,
+        launch_s: float,
+    ) -> list[Any]:
+        """Whether what the next operation of ``stream`` uses is ready.
+
+        In a backward pass the autograd engine makes streams wait. Elsewhere a race is noted.
+        Returns the tensors that are not written yet when the operation starts.
+        """
+        late = []
+        for used in read:
+            write = self._of(used).write
+            if write is None or write.stream is stream:
+                continue
+            if self._races(name, stream, write) and write.end_s > self._clock.ready_s(
+                stream, host, launch_s
+            ):
+                late.append(used)
+        for used in written:
+            access = self._of(used)
+            for before in (access.write, *access.reads.values()):
+                if before is not None and before.stream is not stream:
+                    self._races(name, stream, before)
+        return late
+
+    def _races(self, name: str, stream: StreamTime, before: Done) -> bool:
+        """Whether the stream's next operation may start before ``before`` has ended."""
+        if self._clock.comes_after(stream, before):
+            return False
+        if in_backward():
+            self._clock.wait_for(stream, before)
+            return False
+        race = Race(
+            name,
+            stream.device,
+            stream.number,
+            before.operation,
+            before.stream.number,
+            module_names.current(),
+        )
+        if race not in self._timeline.races:
+            self._timeline.races.append(race)
+        return True
+
+    def note(self, done: Done, read: list[Any], written: list[Any]) -> None:
+        """Remember what an operation has read and written."""
+        stream = done.stream
+        for used in read:
+            self._of(used).reads[stream] = done
+        for used in written:
+            access = self._of(used)
+            access.write = done
+            if access.reads:
+                access.reads.clear()
+
+    def _of(self, used: Any) -> Access:
+        """The record of the block behind a tensor; one of an earlier recording has no meaning."""
+        block = tensor.block_of(used)
+        access = block.access
+        if access is None or access.clock is not self._clock:
+            access = block.access = Access(self._clock)
+        return access
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine runs this."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def poisoned(value: Any) -> Any:
+    """A tensor like ``value`` that holds garbage."""
+    garbage = torch.empty_like(value._inner)
+    _fill(garbage)
+    return tensor.wrap(garbage, value._gpu, "garbage")
+
+
+def replaced(late: list[Any], written: list[Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments with garbage for the ``late`` tensors.
+
+    One that is to be changed in place holds garbage itself from now on, as its memory would.
+    """
+    substitutes = {}
+    for value in late:
+        if any(value is other for other in written):
+            _fill(value._inner)
+        else:
+            substitutes[id(value)] = poisoned(value)
+
+    def swap(value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)([swap(item) for item in value])
+        return substitutes.get(id(value), value)
+
+    return swap(args), {name: swap(value) for name, value in kwargs.items()}
+
+
+def _fill(values: torch.Tensor) -> None:
+    if values.is_floating_point() or values.is_complex():
+        values.fill_(float("nan"))
+    elif values.dtype is not torch.bool:
+        values.fill_(torch.iinfo(values.dtype).min)

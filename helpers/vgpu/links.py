@@ -1,0 +1,51 @@
+"""How fast bytes move between GPUs, and between a GPU and its host, from published standards.
+
+Rates are for one direction, before any protocol's own bytes; both directions work at once. PCIe:
+PCI-SIG base specifications (5, 8, 16, 32 GT/s a lane, 16 lanes, 8b/10b coding in generation 2 and
+128b/130b after it). NVLink: NVIDIA's datasheets and whitepapers of P100, V100, A100 and H100, which
+print both directions together; here is half of that, for all links of one GPU.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction between two GPUs, or between a GPU and its host."""
+
+    name: str
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    source: str
+
+
+def _pcie(generation: int, transfers_per_s: float, coding: float) -> Link:
+    return Link(
+        name=f"PCIe {generation}.0 x16",
+        bandwidth_bytes_per_s=16 * transfers_per_s * coding / 8,
+        latency_s=10e-6,
+        source=f"PCI-SIG, PCI Express base specification {generation}.0",
+    )
+
+
+# A copy's fixed cost of some 10 µs (PCIe) or 5 µs (NVLink) is an order of magnitude that
+# p2pBandwidthLatencyTest of NVIDIA's CUDA samples prints on such machines, not a datasheet's.
+LINKS: dict[str, Link] = {
+    "PCIe 2": _pcie(2, 5e9, 8 / 10),
+    "PCIe 3": _pcie(3, 8e9, 128 / 130),
+    "PCIe 4": _pcie(4, 16e9, 128 / 130),
+    "PCIe 5": _pcie(5, 32e9, 128 / 130),
+    "NVLink 1": Link("NVLink 1 (4 links)", 80e9, 5e-6, "NVIDIA Tesla P100 whitepaper"),
+    "NVLink 2": Link("NVLink 2 (6 links)", 150e9, 5e-6, "NVIDIA Tesla V100 whitepaper"),
+    "NVLink 3": Link("NVLink 3 (12 links)", 300e9, 5e-6, "NVIDIA A100 whitepaper"),
+    "NVLink 4": Link("NVLink 4 (18 links)", 450e9, 5e-6, "NVIDIA H100 whitepaper"),
+}
+
+
+def get_link(link: "str | Link") -> Link:
+    """A preset by name, or the given link itself; ValueError names the presets there are."""
+    if isinstance(link, Link):
+        return link
+    if link not in LINKS:
+        raise ValueError(f"no link preset {link!r}; there are {', '.join(LINKS)}")
+    return LINKS[link]

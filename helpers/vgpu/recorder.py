@@ -1,0 +1,244 @@
+"""``record()``: tells the clock of every operation that is computed on a virtual GPU.
+
+Left out: CPU operations take no virtual time (``spend`` adds some), and the caching allocator,
+which on CUDA may reuse a block too early where ``record_stream`` is forgotten.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from helpers.vgpu import clock as clocks
+from helpers.vgpu import gpus, module_names, operations, signatures, tensor
+from helpers.vgpu.accesses import Accesses, in_backward, poisoned, replaced
+from helpers.vgpu.clock import Clock, Done, HostTime, StreamTime
+from helpers.vgpu.costs import CostModel, Work, work_of
+from helpers.vgpu.gpus import VirtualGPU
+from helpers.vgpu.links import get_link
+from helpers.vgpu.streams import current_stream_number
+from helpers.vgpu.tensor import VirtualTensor
+from helpers.vgpu.trace import Timeline
+from helpers.vgpu.traits import tensors_in, traits_of
+
+active: "Recorder | None" = None
+
+
+@contextmanager
+def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]:
+    """Record the virtual time of what the block computes on virtual GPUs.
+
+    costs: times from this model in place of the enabled GPU's. Any of its fields can be given by
+    name, such as ``share_of_peak=0.3`` or ``link="PCIe 4"``. The timeline is complete when the
+    block ends. RuntimeError inside another recording, or without virtual GPUs.
+    """
+    global active
+    if active is not None:
+        raise RuntimeError("a recording is under way already: end its block before the next one")
+    costs = costs or CostModel(gpus.by_index(0).spec)
+    if "link" in changes:
+        changes["link"] = get_link(changes["link"])
+    costs = replace(costs, **changes)
+    devices = [gpus.by_index(index).device for index in range(gpus.device_count())]
+    timeline = Timeline(costs.spec.name.removeprefix("Virtual "), devices)
+    clock = Clock(costs, current_stream_number)
+    active = Recorder(clock, timeline)
+    clocks.active = clock
+    tensor.set_interceptor(dispatch)
+    try:
+        with module_names.tracked():
+            yield timeline
+    finally:
+        tensor.set_interceptor(None)
+        active = clocks.active = None
+        timeline.host_s, timeline.makespan_s = clock.end()
+        timeline.events = sorted(
+            clock.events, key=lambda e: (e.start_s, str(e.device), e.stream, e.launch_s)
+        )
+
+
+def spend(duration_s: float) -> None:
+    """In a recording, let the host compute for so long: making a batch, say. Else nothing."""
+    if clocks.active is not None:
+        clocks.active.spend(duration_s)
+
+
+def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run one operation as ever, and record it."""
+    if active is None:  # a thread that outlives the recording
+        return tensor.run(func, args, kwargs)
+    return active.run(func, args, kwargs)
+
+
+class Recorder:
+    """One recording: names, streams and races around a clock."""
+
+    def __init__(self, clock: Clock, timeline: Timeline) -> None:
+        self.clock = clock
+        self.timeline = timeline
+        self.accesses = Accesses(clock, timeline)
+        self._module_of_node: dict[int, str] = {}
+        self._stream_of_node: dict[int, int] = {}
+        self._seconds: dict[Work, float] = {}
+        self._work: dict[Any, Work] = {}
+
+    # Real tensors
+
+    def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Compute ``func`` with values, and record it."""
+        traits = traits_of(func)
+        if traits.copies:
+            return self._run_copy(func, args, kwargs)
+        inputs = [
+            t for t in tensors_in((args, tuple(kwargs.values()))) if isinstance(t, VirtualTensor)
+        ]
+        gpu = inputs[0]._gpu if inputs else None
+        if traits.free:
+            self.note_node(gpu)
+            return tensor.run(func, args, kwargs)
+        if gpu is not None:
+            stream, host, launch_s = self.place(gpu)
+            written = traits.written(args, kwargs)
+            late = self.accesses.check(traits.name, inputs, written, stream, host, launch_s)
+            if late:
+                args, kwargs = replaced(late, written, args, kwargs)
+        result = tensor.run(func, args, kwargs)
+        if gpu is None:
+            made = next((t for t in tensors_in(result) if isinstance(t, VirtualTensor)), None)
+            if made is None:
+                return result
+            gpu, written = made._gpu, []
+            stream, host, launch_s = self.place(gpu)
+        work = self._work_of(func, args, kwargs, result)
+        done = self.kernel(traits.name, gpu, stream, host, launch_s, work)
+        outputs = [t for t in tensors_in(result) if isinstance(t, VirtualTensor)]
+        self.accesses.note(done, inputs, [*written, *outputs])
+        if traits.waits:
+            self.clock.host_waits([stream], traits.name, host)
+        return result
+
+    def _work_of(self, func: Any, args: tuple, kwargs: dict, result: Any) -> Work:
+        try:
+            key = signatures.signature(func, args, kwargs)
+        except NotImplementedError:  # sparse
+            return work_of(func, args, kwargs, result)
+        work = self._work.get(key)
+        if work is None:
+            work = self._work[key] = work_of(func, args, kwargs, result)
+        return work
+
+    def _run_copy(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """``_to_copy`` and ``copy_``: the operators that may cross devices."""
+        into = args[0] if len(args) > 1 else None
+        source = args[-1] if into is None else args[1]
+        source_gpu = gpu_of(source)
+        host = self.clock.host()
+        late = []
+        if source_gpu is not None:
+            stream, host, launch_s = self.place(source_gpu)
+            late = self.accesses.check("copy", [source], [], stream, host, launch_s)
+        if late and into is None:
+            args = (poisoned(source), *args[1:])
+        elif late:
+            args = (into, poisoned(source), *args[2:])
+        result = tensor.run(func, args, kwargs)
+        waits = not (kwargs.get("non_blocking") or (into is not None and args[2:3] == (True,)))
+        self.copied(source, result, into is not None, waits)
+        return result
+
+    # What happened; also for tensors that are only shapes
+
+    def copied(self, source: Any, target: Any, in_place: bool, waits: bool) -> None:
+        """Record a copy from tensor to tensor; each may be on a GPU or on the host."""
+        source_gpu, target_gpu = gpu_of(source), gpu_of(target)
+        clock = self.clock
+        if source_gpu is None and target_gpu is None:
+            return
+        size_bytes = source.numel() * source.element_size()
+        if source_gpu is target_gpu:
+            assert source_gpu is not None
+            stream, host, launch_s = self.place(source_gpu)
+            written = [target] if in_place else []
+            self.accesses.check("copy", [], written, stream, host, launch_s)
+            work = Work(0, size_bytes + target.numel() * target.element_size(), False)
+            done = self.kernel("copy", source_gpu, stream, host, launch_s, work)
+            self.accesses.note(done, [source], [target])
+            return
+        there = here = None
+        if target_gpu is not None:
+            there, host, launch_s = self.place(target_gpu)
+            if in_place:
+                self.accesses.check("copy", [], [target], there, host, launch_s)
+        if source_gpu is not None:
+            here, host, launch_s = self.place(source_gpu)
+        pinned = source_gpu is not None or operations.is_cpu_pinned(source)
+        between = here is not None and there is not None
+        blocking = not between and (waits or not pinned)
+        dones = clock.copy(here, there, host, launch_s, size_bytes, blocking)
+        if between and target_gpu is not None and in_backward():
+            # The next node runs in the thread of the target's device.
+            engine = clock.engine(target_gpu)
+            engine.now_s = max(engine.now_s, host.now_s)
+        if source_gpu is not None:
+            self.accesses.note(dones[0], [source], [])
+        if target_gpu is not None:
+            self.accesses.note(dones[-1], [], [target])
+
+    def place(self, gpu: VirtualGPU) -> tuple[StreamTime, HostTime, float]:
+        """The stream that gets the next operation on ``gpu``, the thread that hands it over, and
+        how long the handing over takes. Names the module for the clock as well."""
+        clock = self.clock
+        if not in_backward():
+            number = current_stream_number(gpu.index)
+            self.note_node(gpu)
+            clock.module, clock.backward = module_names.current(), False
+            return clock.stream(gpu, number), clock.host(), clock.model.python_launch_s
+        node = torch._C._current_autograd_node()
+        number = 0
+        clock.module, clock.backward = "", True
+        if node is not None:
+            position = node._sequence_nr()
+            number = self._stream_of_node.get(position, 0)
+            clock.module = self._module_of_node.get(position, "")
+        stream = clock.stream(gpu, number)
+        if number:
+            clock.in_backward(stream)
+        return stream, clock.engine(gpu), clock.model.engine_launch_s
+
+    def note_node(self, gpu: VirtualGPU | None) -> None:
+        """Remember the module and stream of the autograd node that was made last.
+
+        torch makes an operation's node before it computes the operation.
+        """
+        if gpu is None or not torch.is_grad_enabled():
+            return
+        position = torch._C._autograd._get_sequence_nr() - 1
+        if position not in self._module_of_node:
+            self._module_of_node[position] = module_names.current()
+            number = current_stream_number(gpu.index)
+            if number:
+                self._stream_of_node[position] = number
+
+    def kernel(
+        self,
+        name: str,
+        gpu: VirtualGPU,
+        stream: StreamTime,
+        host: HostTime,
+        launch_s: float,
+        work: Work,
+    ) -> Done:
+        duration_s = self._seconds.get(work)
+        if duration_s is None:
+            duration_s = self._seconds[work] = self.clock.model.kernel_time_s(work)
+        return self.clock.kernel(
+            name, gpu, stream, host, launch_s, duration_s, work.flop, work.size_bytes
+        )
+
+
+def gpu_of(value: Any) -> VirtualGPU | None:
+    """The GPU of a tensor; None for one on the host."""
+    gpu = getattr(value, "_gpu", None)
+    return gpu if isinstance(gpu, VirtualGPU) else None

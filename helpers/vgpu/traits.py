@@ -1,0 +1,93 @@
+"""What virtual time must know about an operator, read once from its schema."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+# Operators that launch nothing on a GPU, beside those whose results are views: they hand out or
+# release memory, or ask something about a tensor.
+_FREE = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "is_pinned",
+    "layout",
+    "new_empty",
+    "new_empty_strided",
+    "record_stream",
+    "resize_",
+    "set_",
+}
+
+
+class Traits:
+    """How the calls of one operator are seen in a recording."""
+
+    __slots__ = ("_written", "copies", "free", "name", "view_of", "waits")
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.name = schema.name.partition("::")[2]
+        # Whether it may cross devices.
+        self.copies = self.name in ("_to_copy", "copy_")
+        # For a result that is a view: the position of the argument that it views.
+        self.view_of = _viewed(schema)
+        self.free = (
+            self.view_of is not None
+            or self.name in _FREE
+            or torch.Tag.inplace_view in func.tags
+            or schema.name.startswith("prim::")
+        )
+        # Whether the host must know a value before it can go on.
+        self.waits = (
+            torch.Tag.data_dependent_output in func.tags
+            or torch.Tag.dynamic_output_shape in func.tags
+        )
+        # The arguments that it writes to.
+        self._written = [
+            (position, argument.name)
+            for position, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+
+    def written(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        """The tensors that this call changes in place."""
+        found: list[torch.Tensor] = []
+        for position, name in self._written:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            found.extend(tensors_in(value))
+        return found
+
+
+def _viewed(schema: Any) -> int | None:
+    """The position of the argument that the results view; None where there is none."""
+    for result in schema.returns:
+        info = result.alias_info
+        if info is None or info.is_write:
+            return None
+        for position, argument in enumerate(schema.arguments):
+            other = argument.alias_info
+            if other is not None and other.before_set & info.before_set:
+                return position
+    return None
+
+
+_traits: dict[Any, Traits] = {}
+
+
+def traits_of(func: Any) -> Traits:
+    """The traits of an operator; read at its first call."""
+    traits = _traits.get(func)
+    if traits is None:
+        traits = _traits[func] = Traits(func)
+    return traits
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
