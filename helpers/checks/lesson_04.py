@@ -24,11 +24,11 @@ def replica_sizes(answer: Callable[[int, int], list[int]]) -> None:
             yours = list(yours)
         hint = "A share is rounded up, and the last GPU gets what is left."
         if isinstance(yours, list) and all(isinstance(size, int) for size in yours):
-            if 0 in yours:
-                hint = "Leave out the GPUs that get nothing."
-            elif sum(yours) != batch_size:
+            if sum(yours) != batch_size:
                 hint = f"Your sizes add up to {sum(yours)}, but the batch has {batch_size}."
-            elif max(yours) - min(yours) <= 1 < max(expected) - min(expected):
+            elif 0 in yours:
+                hint = "Leave out the GPUs that get nothing."
+            elif max(yours) - min(yours) <= 1:
                 hint = "DataParallel does not even the shares out: all but the last are equal."
         given = f"a batch of {batch_size} on {gpu_count} GPUs"
         expect_equal(yours, expected, given=given, hint=hint)
