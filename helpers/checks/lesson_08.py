@@ -1,0 +1,259 @@
+"""Checks of lesson 08: where a network is cut, where its labels go, and more than two stages."""
+
+import copy
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from helpers import devices
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+from helpers.memory import peaks_during
+from helpers.units import format_bytes
+
+
+def _layers(widths: Sequence[int]) -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(widths)]
+
+
+def _train_step(
+    layers: Sequence[nn.Module], cut: int, batch: torch.Tensor, gpus: Sequence[torch.device]
+) -> None:
+    """Forward and backward, the first ``cut`` layers on the first GPU and the rest on the second."""
+    first = nn.Sequential(*copy.deepcopy(layers[:cut])).to(gpus[0])
+    second = nn.Sequential(*copy.deepcopy(layers[cut:])).to(gpus[1])
+    second(first(batch.to(gpus[0])).to(gpus[1])).sum().backward()
+
+
+def _fullest(layers: Sequence[nn.Module], batch: torch.Tensor) -> dict[int, int]:
+    """Cut -> the peak of the fuller GPU, in bytes."""
+    gpus, peaks = devices.lab(2), {}
+    for cut in range(1, len(layers)):
+        step = partial(_train_step, layers, cut, batch, gpus)
+        peaks[cut] = max(peaks_during(step, gpus))
+    return peaks
+
+
+def _even(sizes: Sequence[int]) -> int:
+    """The cut of a list of sizes at which the larger side is smallest."""
+    return min(range(1, len(sizes)), key=lambda k: max(sum(sizes[:k]), sum(sizes[k:])))
+
+
+def _rules(widths: Sequence[int]) -> dict[str, int]:
+    """The cuts of some rules that look at one half of the matter."""
+    return {
+        "It has as many layers on each side, but layers differ in size.": (len(widths) - 1) // 2,
+        "It balances the parameters alone: add what forward keeps.": _even(_parameters(widths)),
+        "It balances the activations alone: add parameters and gradients.": _even(widths[1:]),
+    }
+
+
+def _parameters(widths: Sequence[int]) -> list[int]:
+    return [(a + 1) * b for a, b in pairwise(widths)]
+
+
+def _candidate() -> tuple[list[int], int]:
+    """Widths and a batch size for which each rule fails in its own way, by an estimate."""
+    while True:
+        narrow, wide = random.choice((8, 12, 16)), random.choice((96, 128, 160))
+        widths = [narrow, *random.choices((narrow, 2 * narrow, wide, 2 * wide), k=7)]
+        batch_size = random.choice((128, 192, 256))
+        # Weights and gradients, and the output that backward needs.
+        layers = zip(_parameters(widths), widths[1:], strict=True)
+        held = [2 * parameters + batch_size * width for parameters, width in layers]
+        fuller = {k: max(sum(held[:k]), sum(held[k:])) for k in range(1, len(held))}
+        cuts = set(_rules(widths).values())
+        if len(cuts) == 3 and min(fuller[k] for k in cuts) > 1.25 * min(fuller.values()):
+            return widths, batch_size
+
+
+def _network() -> tuple[list[int], list[nn.Module], torch.Tensor, dict[int, int]]:
+    """Widths, layers, a batch and the measured peak of each cut; no rule comes within 10 %."""
+    while True:
+        widths, batch_size = _candidate()
+        layers, batch = _layers(widths), torch.randn(batch_size, widths[0])
+        peaks = _fullest(layers, batch)
+        if min(peaks[k] for k in _rules(widths).values()) > 1.1 * min(peaks.values()):
+            return widths, layers, batch, peaks
+
+
+@exercise("8.1", "Cut where the memory balances")
+def balanced_cut(answer: Callable[..., int]) -> None:
+    gpus = devices.lab(2)
+    for _ in range(3):
+        widths, layers, batch, peaks = _network()
+        given = f"linear layers of widths {widths}, a batch of {len(batch)}"
+        yours = answer(copy.deepcopy(layers), batch.clone(), gpus)
+        lowest = min(peaks.values())
+        if isinstance(yours, bool) or not isinstance(yours, int) or yours not in peaks:
+            raise Wrong(
+                yours=yours,
+                expected=f"a whole number from 1 to {len(layers) - 1}",
+                given=given,
+                hint="Return how many layers go on the first GPU; each GPU gets at least one.",
+            )
+        if peaks[yours] > 1.05 * lowest:
+            fits = [hint for hint, cut in _rules(widths).items() if cut == yours]
+            raise Wrong(
+                yours=f"cut {yours}: {format_bytes(peaks[yours])} on the fuller GPU",
+                expected=f"at most {format_bytes(1.05 * lowest)}",
+                given=given,
+                hint=fits[0] if fits else "Measure every cut and take the lowest.",
+            )
+
+
+@exercise("8.2", "Labels for two losses")
+def two_losses(answer: Callable[..., torch.Tensor]) -> None:
+    gpus = devices.lab(3)
+    for _ in range(4):
+        main_gpu, auxiliary_gpu = random.sample(gpus, 2)
+        labels_at = random.choice([*gpus, torch.device("cpu")])
+        size, classes = random.randint(20, 40), random.randint(200, 400)
+        main, auxiliary = torch.randn(size, classes), torch.randn(size, classes)
+        labels = torch.randint(classes, (size,))
+        expected = F.cross_entropy(main, labels) + 0.3 * F.cross_entropy(auxiliary, labels)
+        given = f"main on {main_gpu}, auxiliary on {auxiliary_gpu}, labels on {labels_at}"
+        outputs = [
+            main.to(main_gpu).requires_grad_(),
+            auxiliary.to(auxiliary_gpu).requires_grad_(),
+        ]
+        there = labels.to(labels_at)
+        made: list[Any] = []
+        peaks = peaks_during(lambda: made.append(answer(*outputs, there)), gpus)  # noqa: B023
+        (yours,) = made
+        if not isinstance(yours, torch.Tensor):
+            hint = "A number has no gradient: return the tensor, without .item()."
+            raise Wrong(yours=yours, expected="a tensor of size []", given=given, hint=hint)
+        hint = "The sum is main + 0.3 * auxiliary, each a cross-entropy with its mean."
+        expect_close(yours.detach().cpu(), expected, given=given, hint=hint)
+        hint = "Move the auxiliary loss to the main loss, not the other way round."
+        expect_equal(yours.device, main_gpu, given=given, hint=hint)
+        _expect_gradients(yours, outputs, given)
+        # log_softmax makes a tensor of the size of its input, on the GPU where it runs.
+        if peaks[auxiliary_gpu.index] < auxiliary.nbytes:
+            raise Wrong(
+                yours="the auxiliary loss was not computed where its outputs are",
+                expected=f"the auxiliary loss on {auxiliary_gpu}",
+                given=given,
+                hint="Move the labels, which are small, and not the outputs.",
+            )
+
+
+def _expect_gradients(loss: torch.Tensor, outputs: Sequence[torch.Tensor], given: str) -> None:
+    if loss.requires_grad:
+        loss.backward()
+    for name, output in zip(("main", "auxiliary"), outputs, strict=True):
+        if output.grad is None:
+            raise Wrong(
+                yours=f"no gradient for the {name} outputs",
+                expected="gradients for both outputs",
+                given=given,
+                hint="item(), detach() and torch.tensor(...) cut the graph; .to() does not.",
+            )
+
+
+@exercise("8.3", "A network of three stages")
+def staged(answer: Callable[..., nn.Module]) -> None:
+    gpus = devices.lab(3)
+    for count in (3, 2, 3):
+        used = random.sample(gpus, count)
+        widths = [random.randint(3, 9) for _ in range(count + 1)]
+        reference = nn.Sequential(*_layers(widths))
+        batch = torch.randn(random.randint(2, 6), widths[0])
+        given = f"{count} stages on {', '.join(map(str, used))}, a batch on the CPU"
+        _judge_stages(answer(list(copy.deepcopy(reference)), used), reference, batch, used, given)
+
+
+def _judge_stages(
+    model: nn.Module,
+    reference: nn.Sequential,
+    batch: torch.Tensor,
+    gpus: Sequence[torch.device],
+    given: str,
+) -> None:
+    expected_parameters = list(reference.parameters())
+    parameters = list(model.parameters())
+    if len(parameters) != len(expected_parameters):
+        raise Wrong(
+            yours=f"{len(parameters)} parameters",
+            expected=f"{len(expected_parameters)} parameters",
+            given=given,
+            hint="A plain list hides its modules from parameters(): use nn.ModuleList.",
+        )
+    output, expected = model(batch), reference(batch)
+    hint = "Stage i belongs on GPU i, and the output stays on the last one."
+    places = [gpu for gpu, stage in zip(gpus, reference, strict=True) for _ in stage.parameters()]
+    expect_equal([p.device for p in model.parameters()], places, given=given, hint=hint)
+    expect_equal(output.device, gpus[-1], given=given, hint=hint)
+    hint = "The output is not that of the same stages on one device."
+    expect_close(output.detach().cpu(), expected.detach(), given=given, hint=hint)
+    expected.sum().backward()
+    if output.requires_grad:
+        output.sum().backward()
+    for mine, theirs in zip(model.parameters(), expected_parameters, strict=True):
+        if mine.grad is None:
+            raise Wrong(
+                yours="a parameter without a gradient",
+                expected="a gradient for every parameter",
+                given=given,
+                hint="Something between the stages cuts the graph: move with .to() alone.",
+            )
+        expect_close(mine.grad.cpu(), theirs.grad, given=given, hint="A gradient is wrong.")
+
+
+@exercise("8.4", "Is it slower?")
+def compare(answer: Callable[[list[float], list[float]], str]) -> None:
+    seen: set[str] = set()
+    while len(seen) < 3:
+        first, second = _times(), _times()
+        for _ in range(8):
+            # Around the border of what can be told, on either side and in both directions.
+            shift_s = random.choice((-1, 1)) * random.uniform(0.4, 3.5) * _error_s(first, second)
+            moved = [t - statistics.mean(second) + statistics.mean(first) + shift_s for t in second]
+            if abs(abs(shift_s) / _error_s(first, moved) - 2) < 0.05:
+                continue
+            expected = _verdict(first, moved)
+            seen.add(expected)
+            yours = answer(list(first), list(moved))
+            given = f"first {_rounded(first)}, second {_rounded(moved)}"
+            expect_equal(yours, expected, given=given, hint=_why(yours, first, moved))
+
+
+def _times() -> list[float]:
+    mean_s, deviation_s = random.uniform(1, 4), random.uniform(0.05, 0.3)
+    return [random.gauss(mean_s, deviation_s) for _ in range(random.randint(4, 9))]
+
+
+def _rounded(times_s: Sequence[float]) -> list[float]:
+    return [round(t, 3) for t in times_s]
+
+
+def _error_s(first: Sequence[float], second: Sequence[float]) -> float:
+    """The standard error of the difference of two means."""
+    variances = (statistics.variance(times) / len(times) for times in (first, second))
+    return float(sum(variances) ** 0.5)
+
+
+def _verdict(first: Sequence[float], second: Sequence[float]) -> str:
+    gap_s = statistics.mean(second) - statistics.mean(first)
+    if abs(gap_s) <= 2 * _error_s(first, second):
+        return "cannot tell"
+    return "slower" if gap_s > 0 else "faster"
+
+
+def _why(yours: object, first: Sequence[float], second: Sequence[float]) -> str:
+    gap_s = statistics.mean(second) - statistics.mean(first)
+    numbers = f"The means differ by {gap_s:.3f} s, the error is {_error_s(first, second):.3f} s."
+    if yours not in ("slower", "faster", "cannot tell"):
+        return 'Return "slower", "faster" or "cannot tell".'
+    if yours == "cannot tell":
+        return f"{numbers} Divide each variance by the number of its repeats."
+    if _verdict(first, second) == "cannot tell":
+        return f"{numbers} That is less than two errors."
+    return f"{numbers} The answer is about the second list."

@@ -1,0 +1,126 @@
+"""Typical mistakes in the exercises of lesson 08, and what the learner must be told."""
+
+_EVEN = """
+def balanced_cut(layers, batch, gpus):
+    sizes, hidden = [], batch
+    for layer in layers:
+        hidden = layer(hidden)
+        sizes.append({size})
+    return min(range(1, len(layers)), key=lambda k: max(sum(sizes[:k]), sum(sizes[k:])))
+"""
+
+_LOSSES = """
+def two_losses(main, auxiliary, labels):
+    main_loss = F.cross_entropy({main}, labels.to({main_labels}))
+    auxiliary_loss = F.cross_entropy({auxiliary}, labels.to({auxiliary_labels}))
+    return {result}
+"""
+
+
+def _losses(
+    main="main",
+    auxiliary="auxiliary",
+    main_labels="main.device",
+    auxiliary_labels="auxiliary.device",
+    result="main_loss + 0.3 * auxiliary_loss.to(main_loss.device)",
+):
+    return _LOSSES.format(
+        main=main,
+        auxiliary=auxiliary,
+        main_labels=main_labels,
+        auxiliary_labels=auxiliary_labels,
+        result=result,
+    )
+
+
+_STAGED = """
+class Staged(nn.Module):
+    def __init__(self, stages, gpus):
+        super().__init__()
+        self.stages, self.gpus = {stages}, gpus
+
+    def forward(self, batch):
+        hidden = batch
+        for stage, gpu in zip(self.stages, self.gpus):
+            hidden = stage({hidden})
+        return hidden
+"""
+_PLACED = "nn.ModuleList(s.to(g) for s, g in zip(stages, gpus))"
+
+_COMPARE = """
+def compare(first, second):
+    gap = statistics.mean(second) - statistics.mean(first)
+    error = {error}
+    if abs(gap) <= 2 * error:
+        return "cannot tell"
+    return {said}
+"""
+_ERROR = (
+    "math.sqrt(statistics.variance(first) / len(first) + statistics.variance(second) / len(second))"
+)
+_SAID = '"slower" if gap > 0 else "faster"'
+
+WRONG = {
+    "8.1": [
+        ("def balanced_cut(layers, batch, gpus):\n    return len(layers) // 2", "layers differ"),
+        (_EVEN.format(size="sum(p.nbytes for p in layer.parameters())"), "parameters alone"),
+        (_EVEN.format(size="hidden.nbytes"), "activations alone"),
+        ("def balanced_cut(layers, batch, gpus):\n    return 0", "at least one"),
+        ("def balanced_cut(layers, batch, gpus):\n    return layers[:3]", "how many layers"),
+    ],
+    "8.2": [
+        (_losses(auxiliary_labels="main.device"), "same device"),
+        (_losses(result="main_loss + 0.3 * auxiliary_loss.item()"), "cut the graph"),
+        (_losses(result="main_loss.item() + 0.3 * auxiliary_loss.item()"), "without .item()"),
+        (
+            _losses(auxiliary="auxiliary.to(main.device)", auxiliary_labels="main.device"),
+            "Move the labels",
+        ),
+        (_losses(result="main_loss + auxiliary_loss.to(main.device)"), "0.3 * auxiliary"),
+        (
+            _losses(result="main_loss.to(auxiliary.device) + 0.3 * auxiliary_loss"),
+            "not the other way",
+        ),
+    ],
+    "8.3": [
+        (
+            _STAGED.format(
+                stages="[s.to(g) for s, g in zip(stages, gpus)]", hidden="hidden.to(gpu)"
+            ),
+            "nn.ModuleList",
+        ),
+        (_STAGED.format(stages=_PLACED, hidden="hidden"), "same device"),
+        (_STAGED.format(stages=_PLACED, hidden="hidden.detach().to(gpu)"), "cuts the graph"),
+        (
+            _STAGED.format(
+                stages="nn.ModuleList(s.to(gpus[0]) for s in stages)",
+                hidden="hidden.to(self.gpus[0])",
+            ),
+            "Stage i belongs on GPU i",
+        ),
+        (
+            "class Staged(nn.Module):\n"
+            "    def __init__(self, stages, gpus):\n"
+            "        super().__init__()\n"
+            "        self.a, self.b, self.c = (s.to(g) for s, g in zip(stages, gpus))\n"
+            "        self.gpus = gpus\n"
+            "    def forward(self, x):\n"
+            "        a, b, c = self.gpus\n"
+            "        return self.c(self.b(self.a(x.to(a)).to(b)).to(c))",
+            "not enough values to unpack",
+        ),
+    ],
+    "8.4": [
+        (_COMPARE.format(error="0", said=_SAID), "less than two errors"),
+        (
+            _COMPARE.format(error="statistics.stdev(first) + statistics.stdev(second)", said=_SAID),
+            "number of its repeats",
+        ),
+        (
+            _COMPARE.format(error=_ERROR, said='"faster" if gap > 0 else "slower"'),
+            "about the second list",
+        ),
+        ("def compare(first, second):\n    return 'cannot tell'", "number of its repeats"),
+        ("def compare(first, second):\n    return min(second) > min(first)", 'Return "slower"'),
+    ],
+}
