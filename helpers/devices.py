@@ -34,13 +34,14 @@ def lab(count: int) -> list[torch.device]:
 def describe(count: int = 8) -> Table:
     """A table: what this machine has, what lessons with up to ``count`` GPUs use, and why."""
     kind, why = _choose(count)
+    threads = torch.get_num_threads()
     used = f"{count} {'virtual' if kind == 'vgpu' else 'real'} GPU{'s' if count > 1 else ''}"
     named = f"{kind}:0" if count == 1 else f"{kind}:0 to {kind}:{count - 1}"
     return Table(
         ("this machine", ""),
         (
             ("PyTorch", torch.__version__),
-            ("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads for PyTorch"),
+            ("CPU", f"{os.cpu_count()} cores, PyTorch's threads: {threads}"),
             ("real GPUs", _real_gpus()),
             ("this course uses", f"{used} ({named})"),
             ("because", why),
