@@ -1,7 +1,7 @@
 """Virtual GPUs: as many accelerators of device type ``vgpu`` as you like, in pure Python."""
 
 from helpers.vgpu.backend import disable, enable, is_enabled
-from helpers.vgpu.costs import CostModel
+from helpers.vgpu.costs import CostModel, fit_share_of_peak
 from helpers.vgpu.links import LINKS, Link
 from helpers.vgpu.memory import record_memory
 from helpers.vgpu.recorder import record, spend
@@ -21,6 +21,7 @@ __all__ = [
     "TraceEvent",
     "disable",
     "enable",
+    "fit_share_of_peak",
     "is_enabled",
     "is_shape",
     "record",

@@ -4,7 +4,7 @@ On CUDA a forgotten wait gives right values on some days and garbage on others. 
 always, whatever the times are; and where the times say that a value is not written yet when it is
 read, the reader gets NaN (or the largest negative number of a type that has no NaN).
 
-Not seen: a block that is freed while another stream still uses it (``record_stream``), since no
+Not seen: reads from before the recording's first use of a stream of one's own; a block that is freed while another stream still uses it (``record_stream``), since no
 block is used twice here; and a host that reads a copy before it has ended.
 """
 
@@ -15,17 +15,6 @@ import torch
 from helpers.vgpu import module_names, tensor
 from helpers.vgpu.clock import Clock, Done, HostTime, StreamTime
 from helpers.vgpu.trace import Race, Timeline
-
-
-class Access:
-    """The last write of a block, and the reads since then, by stream."""
-
-    __slots__ = ("clock", "reads", "write")
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.write: Done | None = None
-        self.reads: dict[StreamTime, Done] = {}
 
 
 class Accesses:
@@ -49,9 +38,11 @@ class Accesses:
         In a backward pass the autograd engine makes streams wait. Elsewhere a race is noted.
         Returns the tensors that are not written yet when the operation starts.
         """
-        late = []
+        late: list[Any] = []
+        if not self._clock.several_streams:
+            return late
         for used in read:
-            write = self._of(used).write
+            write = tensor.block_of(used).last_write
             if write is None or write.stream is stream:
                 continue
             if self._races(name, stream, write) and write.end_s > self._clock.ready_s(
@@ -59,15 +50,15 @@ class Accesses:
             ):
                 late.append(used)
         for used in written:
-            access = self._of(used)
-            for before in (access.write, *access.reads.values()):
+            block = tensor.block_of(used)
+            for before in (block.last_write, *(block.last_reads or {}).values()):
                 if before is not None and before.stream is not stream:
                     self._races(name, stream, before)
         return late
 
     def _races(self, name: str, stream: StreamTime, before: Done) -> bool:
         """Whether the stream's next operation may start before ``before`` has ended."""
-        if self._clock.comes_after(stream, before):
+        if before.stream.clock is not self._clock or self._clock.comes_after(stream, before):
             return False
         if in_backward():
             self._clock.wait_for(stream, before)
@@ -86,22 +77,16 @@ class Accesses:
 
     def note(self, done: Done, read: list[Any], written: list[Any]) -> None:
         """Remember what an operation has read and written."""
-        stream = done.stream
-        for used in read:
-            self._of(used).reads[stream] = done
+        if self._clock.several_streams:
+            for used in read:
+                block = tensor.block_of(used)
+                if block.last_reads is None:
+                    block.last_reads = {}
+                block.last_reads[done.stream] = done
         for used in written:
-            access = self._of(used)
-            access.write = done
-            if access.reads:
-                access.reads.clear()
-
-    def _of(self, used: Any) -> Access:
-        """The record of the block behind a tensor; one of an earlier recording has no meaning."""
-        block = tensor.block_of(used)
-        access = block.access
-        if access is None or access.clock is not self._clock:
-            access = block.access = Access(self._clock)
-        return access
+            block = tensor.block_of(used)
+            block.last_write = done
+            block.last_reads = None
 
 
 def in_backward() -> bool:

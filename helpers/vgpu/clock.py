@@ -38,9 +38,10 @@ class Done(NamedTuple):
 class StreamTime:
     """One stream: when it is free, and which operations are sure to have ended before its next."""
 
-    __slots__ = ("count", "device", "free_s", "known", "number")
+    __slots__ = ("clock", "count", "device", "free_s", "known", "number")
 
-    def __init__(self, device: torch.device, number: int) -> None:
+    def __init__(self, clock: "Clock", device: torch.device, number: int) -> None:
+        self.clock = clock
         self.device = device
         self.number = number
         self.free_s = 0.0
@@ -137,6 +138,7 @@ class Clock:
         self._host_known: dict[StreamTime, int] = {}
         self._marks: dict[int, Mark] = {}
         self._fork: HostTime | None = None
+        self.several_streams = False  # whether a GPU has had more than its default stream
         self._current_stream = current_stream  # its number, for the index of a GPU
         self._backward_streams: set[StreamTime] = set()
 
@@ -208,7 +210,8 @@ class Clock:
         key = (gpu.index, number)
         stream = self._streams.get(key)
         if stream is None:
-            stream = self._streams[key] = StreamTime(gpu.device, number)
+            stream = self._streams[key] = StreamTime(self, gpu.device, number)
+            self.several_streams = self.several_streams or number != 0
         return stream
 
     def record_event(self, event: torch.Event, stream: StreamTime) -> float:

@@ -12,6 +12,7 @@ heat, and neighbours on the same switch.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -83,6 +84,23 @@ class CostModel:
 
     def _over(self, link: Link, size_bytes: int) -> float:
         return link.latency_s + size_bytes / (link.bandwidth_bytes_per_s * self.share_of_peak)
+
+
+def fit_share_of_peak(time_of: Callable[[float], float], measured_s: float) -> float:
+    """The ``share_of_peak`` at which ``time_of(share_of_peak)`` is ``measured_s``, within 1/10,000.
+
+    Raises ValueError where no share up to 1 reaches it, or even a thousandth is too fast.
+    """
+    low, high = 1e-3, 1.0
+    if not time_of(high) <= measured_s <= time_of(low):
+        raise ValueError(
+            f"no share of the datasheet's peaks between {low} and {high} gives {measured_s} s: "
+            f"these are {time_of(low):.3g} s and {time_of(high):.3g} s"
+        )
+    while high / low > 1 + 1e-4:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if time_of(middle) > measured_s else (low, middle)
+    return math.sqrt(low * high)
 
 
 def work_of(func: Any, args: tuple, kwargs: dict, result: Any) -> Work:

@@ -35,6 +35,10 @@ LINKS: dict[str, Link] = {
     "PCIe 3": _pcie(3, 8e9, 128 / 130),
     "PCIe 4": _pcie(4, 16e9, 128 / 130),
     "PCIe 5": _pcie(5, 32e9, 128 / 130),
+    # Without peer access a copy goes to the host's memory first, and from there to the other GPU.
+    "PCIe 3 via host": Link(
+        "PCIe 3.0 x16 via the host", 16 * 8e9 * 128 / 130 / 8 / 2, 20e-6, "as PCIe 3, twice in turn"
+    ),
     "NVLink 1": Link("NVLink 1 (4 links)", 80e9, 5e-6, "NVIDIA Tesla P100 whitepaper"),
     "NVLink 2": Link("NVLink 2 (6 links)", 150e9, 5e-6, "NVIDIA Tesla V100 whitepaper"),
     "NVLink 3": Link("NVLink 3 (12 links)", 300e9, 5e-6, "NVIDIA A100 whitepaper"),

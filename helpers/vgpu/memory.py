@@ -139,13 +139,15 @@ class DeviceMemory:
 class Block:
     """The bytes of one storage; they return to the device when the block is collected."""
 
-    __slots__ = ("access", "memory", "operation", "size_bytes")
+    __slots__ = ("last_reads", "last_write", "memory", "operation", "size_bytes")
 
     def __init__(self, memory: DeviceMemory, size_bytes: int, operation: str) -> None:
         self.memory = memory
         self.size_bytes = size_bytes
         self.operation = operation
-        self.access: Any = None  # who used it, in a recording of virtual time (accesses.py)
+        # Who used it in a recording of virtual time (accesses.py).
+        self.last_write: Any = None
+        self.last_reads: Any = None
 
     def resize(self, request_bytes: int, operation: str) -> None:
         """The storage grew or shrank in place; OutOfMemoryError where the growth does not fit."""

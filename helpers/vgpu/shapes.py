@@ -4,9 +4,8 @@ A tensor made or moved in the block is a :class:`ShapeTensor`: it has a size, st
 device and counted bytes, but no values. Devices, autograd, modules, optimizers, streams, memory
 counters and recordings work as ever; whoever asks for a value gets a :class:`NoValueError`.
 
-An operation's results are found once per signature, by torch's own functions for meta tensors, and
-remembered. A shape on the host (``torch.empty(...)`` in the block) is a ShapeTensor as well; only
-what Python or NumPy already holds (``torch.tensor([1, 2])``) stays real until it moves to a GPU.
+A shape on the host (``torch.empty(...)`` in the block) is a ShapeTensor as well; only what Python
+or NumPy already holds (``torch.tensor([1, 2])``) stays real until it moves to a GPU.
 """
 
 from collections.abc import Iterator
@@ -17,14 +16,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.vgpu import gpus, recorder, signatures, tensor
-from helpers.vgpu.costs import Work, work_of
-from helpers.vgpu.gpus import VirtualGPU
 from helpers.vgpu.rules import rule_for
+from helpers.vgpu.shape_results import Output, Result, learn
 from helpers.vgpu.tensor import VirtualTensor
 from helpers.vgpu.traits import Traits, tensors_in, traits_of
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore
+_KEYS_ON_GPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore
+_KEYS_ON_HOST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # type: ignore
 
 
 class NoValueError(RuntimeError):
@@ -53,18 +52,16 @@ class ShapeTensor(VirtualTensor):
         raise _no_value(self, "data_ptr()")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return (
-            f"shape({list(self.size())}, device='{self.device}', dtype={self.dtype}"
-            f"{', requires_grad=True' if self.requires_grad else ''})"
-        )
+        gradient = ", requires_grad=True" if self.requires_grad else ""
+        return f"shape({list(self.size())}, device='{self.device}', dtype={self.dtype}{gradient})"
 
     def __deepcopy__(self, memo: dict) -> Any:
         if id(self) in memo:
             return memo[id(self)]
-        result = memo[id(self)] = _new(self._inner, self._gpu, "deepcopy")
+        result = memo[id(self)] = _new(Output.of(self._inner), self._gpu, "deepcopy")
         result.requires_grad_(self.requires_grad)
         if hasattr(self, "_is_param"):
-            result._is_param = True  # type: ignore[attr-defined]
+            result._is_param = True
         return result
 
 
@@ -80,6 +77,10 @@ _HOST: Any = _Host()
 
 class _Mode(TorchDispatchMode):
     """Sends everything in the block here, factories on the host included."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and the guard against it takes longer than we do
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -105,78 +106,110 @@ def is_shape(value: Any) -> bool:
     return isinstance(value, ShapeTensor)
 
 
-class _Result:
-    """What calls of one signature give back."""
+class _Operator:
+    """What must be known about an operator, read at its first call."""
 
-    __slots__ = ("form", "metas", "work")
+    __slots__ = ("aliases", "check", "copies", "func", "makes", "traits", "values")
 
-    def __init__(self, form: Any, metas: list[torch.Tensor | None], work: Work) -> None:
-        self.form = form  # None for one tensor; else list or tuple
-        self.metas = metas  # None where the result is None
-        self.work = work
+    def __init__(self, func: Any) -> None:
+        rule = rule_for(func)
+        self.func = func  # also keeps its id from another
+        self.traits = traits_of(func)
+        self.aliases = rule.aliases
+        self.check = rule.check
+        self.makes = rule.makes_on_device
+        self.copies = self.traits.copies
+        self.values = self.traits.waits or self.traits.name == "is_pinned"
 
 
-_results: dict[tuple, _Result] = {}
+# By id: hashing an operator is slow.
+_operators: dict[int, _Operator] = {}
+_results: dict[tuple, Result] = {}
 
 
 def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run one operation on shapes: only look up what comes out."""
-    traits = traits_of(func)
+    operator = _operators.get(id(func))
+    if operator is None:
+        operator = _operators[id(func)] = _Operator(func)
+    key: list[Any] = [id(func)]
     inputs: list[Any] = []
-    _collect(args, inputs)
-    if kwargs:
-        _collect(kwargs.values(), inputs)
-    gpu = _gpu_of(inputs, func, args, kwargs)
-    target = _target(kwargs.get("device"), gpu)
-    if target is None or (not inputs and _stays_real(func, args, kwargs, target)):
-        return func(*args, **kwargs)
-    if traits.copies:
-        return _copy(traits, func, args, kwargs, inputs, target)
-    if traits.waits or traits.name == "is_pinned":
-        return _value(traits, inputs)
-    written = traits.written(args, kwargs)
-    for changed in written:
-        _require_shape(changed, traits)
-    active = recorder.active
-    result = _results.get(key := signatures.signature(func, args, kwargs))
-    if result is None:
-        result = _results[key] = _learn(func, args, kwargs)
-    placed = None
-    if active is not None and isinstance(target, VirtualGPU):
-        if traits.free:
-            active.note_node(target)
-        else:
-            placed = active.place(target)
-            stream, host, launch_s = placed
-            active.accesses.check(traits.name, inputs, written, stream, host, launch_s)
-    outputs = _outputs(traits, func, args, kwargs, result, target)
-    if placed is not None:
-        assert active is not None
-        done = active.kernel(traits.name, target, *placed, result.work)
-        active.accesses.note(done, inputs, [*written, *tensors_in(outputs)])
-    return outputs
-
-
-def _collect(values: Any, found: list[Any]) -> None:
-    for value in values:
-        if isinstance(value, VirtualTensor):
-            found.append(value)
-        elif type(value) is list or type(value) is tuple:
-            _collect(value, found)
-
-
-def _gpu_of(inputs: list[Any], func: Any, args: tuple, kwargs: dict) -> Any:
-    """Where the inputs lie. Scalars on the host go with anything; else the devices must agree."""
+    _read(args, key, inputs, operator.makes)
+    device = None
+    for name, value in kwargs.items():
+        if name == "device":
+            device = value
+        elif name not in signatures.NO_MATTER:
+            key.append(name)
+            _read((value,), key, inputs, operator.makes)
     gpu = None
     for value in inputs:
         if value._gpu is not gpu:
-            if gpu is not None:
-                if not traits_of(func).copies:
-                    rule_for(func).check(func, args, kwargs)
-                gpu = value._gpu if gpu is _HOST else gpu
+            gpu = value._gpu if gpu is None else _of_both(operator, gpu, value._gpu, args, kwargs)
+    if device is not None or gpu is None:
+        gpu = _target(device, gpu)
+        if gpu is None or (not inputs and _stays_real(operator, args, kwargs, gpu)):
+            return func(*args, **kwargs)
+    if operator.copies:
+        return _copy(operator, args, kwargs, key, gpu)
+    if operator.values:
+        return _value(operator.traits, inputs)
+    traits = operator.traits
+    written = traits.written(args, kwargs) if traits.writes else []
+    for changed in written:
+        if type(changed) is not ShapeTensor:
+            raise _has_values(changed, traits)
+    result = _results.get(signature := tuple(key))
+    if result is None:
+        result = _results[signature] = learn(func, args, kwargs)
+    active = recorder.active
+    done = None
+    if active is not None and gpu is not _HOST:
+        if traits.free:
+            active.note_node(gpu)
+        else:
+            stream, host, launch_s = active.place(gpu)
+            active.accesses.check(traits.name, inputs, written, stream, host, launch_s)
+            done = active.kernel(traits.name, gpu, stream, host, launch_s, result.work)
+            active.accesses.note(done, inputs, written)
+    return _outputs(operator, args, kwargs, result, gpu, done)
+
+
+def _read(values: Any, key: list[Any], inputs: list[Any], with_floats: bool) -> None:
+    """Append the values' part of the signature (signatures.py), and the virtual tensors.
+
+    Here once more because reading the arguments is most of what a shape costs.
+    """
+    for value in values:
+        kind = type(value)
+        if kind is ShapeTensor:
+            inputs.append(value)
+            key.append(id(value._inner))
+        elif value is None:
+            key.append(None)
+        elif kind is list or kind is tuple:
+            if value and type(value[0]) is int:
+                key.append(tuple(value))
             else:
-                gpu = value._gpu
-    return gpu
+                key.append(len(value))
+                _read(value, key, inputs, True)
+        elif kind is float and not with_floats:
+            key.append(float)
+        elif isinstance(value, torch.Tensor):
+            if isinstance(value, VirtualTensor):
+                inputs.append(value)
+                value = value._inner
+            key.append(id(signatures.interned(value)))
+        else:
+            key.append(kind)
+            key.append(value)
+
+
+def _of_both(operator: _Operator, gpu: Any, other: Any, args: tuple, kwargs: dict) -> Any:
+    """The GPU of an operation on tensors of two devices; the error of CUDA where it has none."""
+    if not operator.copies:
+        operator.check(operator.func, args, kwargs)
+    return other if gpu is _HOST else gpu
 
 
 def _target(device: Any, gpu: Any) -> Any:
@@ -189,139 +222,92 @@ def _target(device: Any, gpu: Any) -> Any:
     return _HOST if torch.device(device).type == "cpu" else None
 
 
-def _stays_real(func: Any, args: tuple, kwargs: dict, target: Any) -> bool:
+def _stays_real(operator: _Operator, args: tuple, kwargs: dict, target: Any) -> bool:
     """Whether a call without virtual tensors is left alone: it computes with real values."""
     if target is not _HOST:
         return False
     from_values = next(tensors_in((args, tuple(kwargs.values()))), None) is not None
-    return from_values or not rule_for(func).makes_on_device
+    return from_values or not operator.makes
 
 
 def _outputs(
-    traits: Traits, func: Any, args: tuple, kwargs: dict, result: _Result, target: Any
+    operator: _Operator, args: tuple, kwargs: dict, result: Result, gpu: Any, done: Any
 ) -> Any:
-    aliases = rule_for(func).aliases
+    """The tensors that a call gives back; in a recording ``done`` wrote them."""
+    aliases = operator.aliases
     base = None
-    if traits.view_of is not None:
-        base = args[traits.view_of]
+    if operator.traits.view_of is not None:
+        base = args[operator.traits.view_of]
         base = base[0] if isinstance(base, list | tuple) else base
     outputs: list[Any] = []
-    for position, meta in enumerate(result.metas):
+    for position, output in enumerate(result.outputs):
         alias = aliases[position] if aliases is not None and position < len(aliases) else None
-        if meta is None:
+        if output is None:
             outputs.append(None)
         elif alias is not None:
             index, name = alias
             argument = args[index] if index < len(args) else kwargs[name]
-            if argument._inner is not meta:
-                _become(argument, meta, traits.name)
+            if argument._inner is not output.meta:
+                _become(argument, output, operator.traits.name)
             outputs.append(argument)
         else:
-            outputs.append(_new(meta, target, traits.name, base))
+            made = _new(output, gpu, operator.traits.name, base)
+            if done is not None:
+                made._block.last_write = done
+            outputs.append(made)
     if result.form is None:
         return outputs[0] if outputs else None
     return result.form(outputs)
 
 
-def _new(meta: torch.Tensor, gpu: Any, operation: str, base: Any = None) -> ShapeTensor:
-    """A shape on ``gpu``; a view counts no bytes of its own."""
+def _new(output: Output, gpu: Any, operation: str, base: Any = None) -> Any:
+    """A shape on ``gpu``; a view of ``base`` counts no bytes of its own."""
+    meta, size, stride, offset, dtype, storage_bytes = output
     made: Any = _make_wrapper(
         ShapeTensor,
-        meta.size(),
-        strides=meta.stride(),
-        storage_offset=meta.storage_offset(),
-        dtype=meta.dtype,
+        size,
+        strides=stride,
+        storage_offset=offset,
+        dtype=dtype,
         device=gpu.cpp_device,
-        _extra_dispatch_keys=_KEYS_ON_HOST if gpu is _HOST else _AUTOCAST,
+        _extra_dispatch_keys=_KEYS_ON_HOST if gpu is _HOST else _KEYS_ON_GPU,
     )
-    if meta.is_conj():
+    if dtype.is_complex and meta.is_conj():
         torch._C._set_conj(made, True)
     made._inner = meta
     made._gpu = gpu
     if gpu is not _HOST:
-        if base is not None and base._gpu is gpu:
-            made._block = tensor.block_of(base)
+        if base is None:
+            made._block = gpu.memory.allocate(storage_bytes, operation)
         else:
-            made._block = gpu.memory.allocate(meta.untyped_storage().nbytes(), operation)
+            made._block = tensor.block_of(base)
     return made
 
 
-_KEYS_ON_HOST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # type: ignore
-
-
-def _become(argument: Any, meta: torch.Tensor, operation: str) -> None:
+def _become(argument: Any, output: Output, operation: str) -> None:
     """An in-place operation gave the tensor another size or other strides."""
     block = argument._block
     if block is not None:
-        block.resize(meta.untyped_storage().nbytes(), operation)
-    tensor.set_cpp_data(argument, _new(meta, argument._gpu, operation, argument))
-    argument._inner = meta
+        block.resize(output.storage_bytes, operation)
+    tensor.set_cpp_data(argument, _new(output, argument._gpu, operation, argument))
+    argument._inner = output.meta
 
 
-def _learn(func: Any, args: tuple, kwargs: dict) -> _Result:
-    """Run the operation on meta tensors, which torch has for nearly all, and keep what came."""
-    args = _metas(args)
-    kwargs = {name: _metas(value) for name, value in kwargs.items()}
-    if "device" in kwargs or rule_for(func).makes_on_device:
-        kwargs["device"] = torch.device("meta")
-    kwargs.pop("pin_memory", None)
-    if kwargs.get("generator") is not None:
-        kwargs["generator"] = None
-    result = func(*args, **kwargs)
-    work = work_of(func, args, kwargs, result)
-    if result is None or isinstance(result, torch.Tensor):
-        form, items = None, [] if result is None else [result]
-    else:
-        form, items = type(result), list(result)
-    for item in items:
-        if item is not None and not isinstance(item, torch.Tensor):
-            raise NoValueError(f"{func} gives a number, and there are only shapes")
-    metas: list[torch.Tensor | None] = [
-        None if item is None else signatures.interned(item) for item in items
-    ]
-    return _Result(form, metas, work)
-
-
-def _metas(value: Any) -> Any:
-    """Fresh meta tensors in place of tensors: the shared ones must never change."""
-    if isinstance(value, torch.Tensor):
-        inner = value._inner if isinstance(value, VirtualTensor) else value
-        return _fresh(signatures.interned(inner))
-    if type(value) in (list, tuple):
-        return type(value)([_metas(item) for item in value])
-    return value
-
-
-def _fresh(shared: torch.Tensor) -> torch.Tensor:
-    room = torch.empty(
-        shared.untyped_storage().nbytes() // shared.element_size(),
-        dtype=shared.dtype,
-        device="meta",
-    )
-    fresh = room.as_strided(shared.size(), shared.stride(), shared.storage_offset())
-    if shared.is_conj():
-        torch._C._set_conj(fresh, True)
-    return fresh
-
-
-def _copy(
-    traits: Traits, func: Any, args: tuple, kwargs: dict, inputs: list[Any], target: Any
-) -> Any:
+def _copy(operator: _Operator, args: tuple, kwargs: dict, key: list[Any], target: Any) -> Any:
     """``_to_copy`` and ``copy_``, across devices or on one."""
-    in_place = traits.name == "copy_"
-    source = args[1] if in_place else args[0]
+    in_place = operator.traits.name == "copy_"
     if in_place:
-        _require_shape(args[0], traits)
-        made = args[0]
+        made, source = args[:2]
+        if type(made) is not ShapeTensor:
+            raise _has_values(made, operator.traits)
     else:
-        plain = {n: v for n, v in kwargs.items() if n not in ("device", "non_blocking", "layout")}
-        key = signatures.signature(func, args, plain)
-        result = _results.get(key)
+        source = args[0]
+        result = _results.get(signature := tuple(key))
         if result is None:
-            result = _results[key] = _learn(func, args, plain)
-        meta = result.metas[0]
-        assert meta is not None
-        made = _new(meta, target, "copy")
+            plain = {name: v for name, v in kwargs.items() if name not in signatures.NO_MATTER}
+            result = _results[signature] = learn(operator.func, args, plain)
+        assert result.outputs[0] is not None
+        made = _new(result.outputs[0], target, "copy")
     if recorder.active is not None:
         waits = not (kwargs.get("non_blocking") or (in_place and args[2:3] == (True,)))
         recorder.active.copied(source, made, in_place, waits)
@@ -331,24 +317,22 @@ def _copy(
 def _value(traits: Traits, inputs: list[Any]) -> Any:
     if traits.name == "is_pinned":
         return False
-    raise _no_value(inputs[0] if inputs else None, traits.name)
+    raise _no_value(inputs[0], traits.name)
 
 
-def _no_value(asked: Any, operation: str) -> NoValueError:
-    what = "a tensor" if asked is None else f"a tensor of size {list(asked.size())}"
-    where = "" if asked is None else f" on {asked.device}"
-    name = {"_local_scalar_dense": "item()"}.get(operation, operation)
+def _no_value(asked: torch.Tensor, operation: str) -> NoValueError:
+    name = "item()" if operation == "_local_scalar_dense" else operation
     return NoValueError(
-        f"{name} needs the values of {what}{where}, but it is only a shape: it was made or moved "
-        "in a vgpu.shapes_only() block, where nothing is computed. Ask for sizes, bytes and "
-        "virtual time there, or run without shapes_only() to get values."
+        f"{name} needs the values of a tensor of size {list(asked.size())} on {asked.device}, but "
+        "it is only a shape: it was made or moved in a vgpu.shapes_only() block, where nothing is "
+        "computed. Ask for sizes, bytes and virtual time there, or run without shapes_only() to "
+        "get values."
     )
 
 
-def _require_shape(changed: Any, traits: Traits) -> None:
-    if not isinstance(changed, ShapeTensor):
-        raise RuntimeError(
-            f"{traits.name} would change a tensor of size {list(changed.size())} on "
-            f"{changed.device} that has values, and shapes_only() has none to put there: make "
-            "the model, or move it to its GPU, in the block too"
-        )
+def _has_values(changed: torch.Tensor, traits: Traits) -> RuntimeError:
+    return RuntimeError(
+        f"{traits.name} would change a tensor of size {list(changed.size())} on {changed.device} "
+        "that has values, and shapes_only() has none to put there: make the model, or move it to "
+        "its GPU, in the block too"
+    )

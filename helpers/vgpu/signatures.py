@@ -42,18 +42,19 @@ def interned(tensor: torch.Tensor) -> torch.Tensor:
 
 def signature(func: Any, args: Any, kwargs: dict) -> tuple:
     """What decides the results' shapes and the work of a call; hashable."""
-    parts: list[Any] = [func]
+    parts: list[Any] = [id(func)]
     # A fractional number decides a size only where a tensor is made from nothing (arange).
     from_nothing = not args or not isinstance(args[0], torch.Tensor | list)
     _append(parts, args, from_nothing)
     for name, value in kwargs.items():
-        if name not in _NO_MATTER:
+        if name not in NO_MATTER:
             parts.append(name)
             _append(parts, (value,), from_nothing)
     return tuple(parts)
 
 
-_NO_MATTER = {"device", "generator", "pin_memory", "non_blocking"}
+# They decide neither the shapes nor the work of a call.
+NO_MATTER = {"device", "generator", "layout", "non_blocking", "pin_memory"}
 
 
 def _append(parts: list[Any], values: Any, with_floats: bool) -> None:

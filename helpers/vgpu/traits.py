@@ -24,7 +24,7 @@ _FREE = {
 class Traits:
     """How the calls of one operator are seen in a recording."""
 
-    __slots__ = ("_written", "copies", "free", "name", "view_of", "waits")
+    __slots__ = ("_written", "copies", "free", "name", "view_of", "waits", "writes")
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -50,6 +50,7 @@ class Traits:
             for position, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
+        self.writes = bool(self._written)
 
     def written(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
         """The tensors that this call changes in place."""

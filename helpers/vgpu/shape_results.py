@@ -1,0 +1,77 @@
+"""What an operation gives back when its arguments are shapes: found once, by torch's own functions
+for meta tensors, which know the result's size, strides and type without computing it."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from helpers.vgpu import signatures
+from helpers.vgpu.costs import Work, work_of
+from helpers.vgpu.rules import rule_for
+from helpers.vgpu.tensor import VirtualTensor
+
+
+class Output(NamedTuple):
+    """One tensor that an operation makes, but for its device."""
+
+    meta: torch.Tensor  # the interned one
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    storage_bytes: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "Output":
+        meta = signatures.interned(tensor)
+        offset = int(meta.storage_offset())
+        storage_bytes = meta.untyped_storage().nbytes()
+        return Output(meta, meta.size(), meta.stride(), offset, meta.dtype, storage_bytes)
+
+
+class Result(NamedTuple):
+    """What calls of one signature give back."""
+
+    form: Any  # None for one tensor; else list or tuple
+    outputs: list[Output | None]  # None where the result is None
+    work: Work
+
+
+def learn(func: Any, args: tuple, kwargs: dict) -> Result:
+    """Run the operation on meta tensors and keep what came.
+
+    NotImplementedError from torch where it has no function for meta tensors.
+    """
+    args = _metas(args)
+    kwargs = {name: _metas(value) for name, value in kwargs.items()}
+    kwargs.pop("pin_memory", None)
+    kwargs.pop("generator", None)
+    if rule_for(func).makes_on_device:
+        kwargs["device"] = torch.device("meta")
+    result = func(*args, **kwargs)
+    work = work_of(func, args, kwargs, result)
+    if result is None:
+        return Result(None, [], work)
+    if isinstance(result, torch.Tensor):
+        return Result(None, [Output.of(result)], work)
+    outputs = [None if item is None else Output.of(item) for item in result]
+    return Result(type(result), outputs, work)
+
+
+def _metas(value: Any) -> Any:
+    """Fresh meta tensors in place of tensors: the shared ones must never change."""
+    if isinstance(value, torch.Tensor):
+        inner = value._inner if isinstance(value, VirtualTensor) else value
+        return _fresh(signatures.interned(inner))
+    if type(value) in (list, tuple):
+        return type(value)([_metas(item) for item in value])
+    return value
+
+
+def _fresh(shared: torch.Tensor) -> torch.Tensor:
+    elements = shared.untyped_storage().nbytes() // shared.element_size()
+    room = torch.empty(elements, dtype=shared.dtype, device="meta")
+    fresh = room.as_strided(shared.size(), shared.stride(), shared.storage_offset())
+    if shared.is_conj():
+        torch._C._set_conj(fresh, True)
+    return fresh
