@@ -207,7 +207,7 @@ def _judge_stages(
         expect_close(mine.grad.cpu(), theirs.grad, given=given, hint="A gradient is wrong.")
 
 
-@exercise("8.4", "Is it slower?")
+@exercise("8.4", "Slower, or chance")
 def compare(answer: Callable[[list[float], list[float]], str]) -> None:
     seen: set[str] = set()
     while len(seen) < 3:
