@@ -201,7 +201,7 @@ def _install_serialization() -> None:
 def _register_kernels() -> None:
     """Send to ``dispatch`` what reaches the two backends' keys without a virtual tensor."""
     fallbacks = _changes.library("_")
-    for key in ("PrivateUse1", "Lazy"):
+    for key in ("PrivateUse1", "SparsePrivateUse1", "SparseCsrPrivateUse1", "Lazy"):
         fallbacks.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), key)
     fallbacks.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     kernels = _changes.library("aten")
