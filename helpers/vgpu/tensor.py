@@ -265,11 +265,11 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
         gpu = _set_inner_device(inner_kwargs, gpu)
         if gpu is not None:
             _require_room(inner_args, inner_kwargs, gpu)
-    if rule.conjugates and any(_is_complex(value) for value in inner_args):
+    if rule.draws and gpu is not None:
+        result = random.draw(rule, func, inner_args, inner_kwargs, gpu)
+    elif rule.conjugates and any(_is_complex(value) for value in inner_args):
         with _resolving(_CONJUGATE, False), _resolving(_NEGATIVE, False):
             result = func(*inner_args, **inner_kwargs)
-    elif rule.draws and gpu is not None:
-        result = random.draw(rule, func, inner_args, inner_kwargs, gpu)
     else:
         result = func(*inner_args, **inner_kwargs)
     if rule.aliases is not None:
