@@ -2,6 +2,7 @@
 
 from helpers.vgpu.backend import disable, enable, is_enabled
 from helpers.vgpu.costs import CostModel, fit_share_of_peak
+from helpers.vgpu.data_parallel_time import data_parallel_iteration, ddp_iteration
 from helpers.vgpu.links import LINKS, Link
 from helpers.vgpu.memory import record_memory
 from helpers.vgpu.recorder import record, spend
@@ -19,6 +20,8 @@ __all__ = [
     "Race",
     "Timeline",
     "TraceEvent",
+    "data_parallel_iteration",
+    "ddp_iteration",
     "disable",
     "enable",
     "fit_share_of_peak",

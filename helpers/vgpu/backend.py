@@ -25,6 +25,7 @@ from helpers.vgpu import (
     identity,
     operations,
     random,
+    recorder,
     rules,
     serialization,
     streams,
@@ -169,6 +170,10 @@ def _install() -> None:
     for module in (torch._utils, sys.modules["torch.nn.parallel.data_parallel"]):
         _changes.set(module, "_get_available_device_type", lambda: gpus.DEVICE_TYPE)
     _changes.set(torch.nn.parallel._functions, "_get_stream", _copy_stream)
+    _changes.set(torch.nn.parallel, "parallel_apply", _parallel_apply)
+    for name in ("data_parallel", "parallel_apply"):
+        module = sys.modules[f"torch.nn.parallel.{name}"]
+        _changes.set(module, "parallel_apply", _parallel_apply)
     for name, function in _ACCELERATOR.items():
         _changes.set(torch._C, f"_accelerator_{name}", function)
     for name, make in (
@@ -230,6 +235,7 @@ def _nccl_is_available(tensors: Any) -> bool:
     return not virtual and _plain_nccl_is_available(tensors)
 
 
+_parallel_apply = recorder.sharing_the_interpreter(torch.nn.parallel.parallel_apply)
 _plain_as_tensor = torch.as_tensor
 
 

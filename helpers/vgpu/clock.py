@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from helpers.vgpu import gpus
 from helpers.vgpu.costs import CostModel
 from helpers.vgpu.gpus import VirtualGPU
 from helpers.vgpu.trace import HOST, TraceEvent
@@ -73,12 +74,15 @@ class Mark(NamedTuple):
 class HostTime:
     """One thread of the host: its time, and how many threads share its interpreter."""
 
-    __slots__ = ("now_s", "number", "sharers")
+    __slots__ = ("backward", "module", "now_s", "number", "sharers")
 
     def __init__(self, number: int, now_s: float, sharers: int = 1) -> None:
         self.number = number
         self.now_s = now_s
         self.sharers = sharers
+        # What its next operation belongs to; set by whoever knows.
+        self.module = ""
+        self.backward = False
 
 
 class Unit:
@@ -128,12 +132,13 @@ class Clock:
     def __init__(self, model: CostModel, current_stream: Callable[[int], int]) -> None:
         self.model = model
         self.events: list[TraceEvent] = []
-        self.module = ""  # what the next operation belongs to; set by whoever knows
-        self.backward = False
         self._streams: dict[tuple[int, int], StreamTime] = {}
         self._compute: dict[int, Unit] = {}
         self._links: dict[tuple[int, int], Unit] = {}
-        self._hosts: dict[int, HostTime] = {threading.get_ident(): HostTime(0, 0.0)}
+        self.main = HostTime(0, 0.0)
+        self._of_thread = threading.local()
+        self._of_thread.host = self.main
+        self._forked: list[HostTime] = []
         self._engines: dict[int, HostTime] = {}  # the autograd engine's thread of each GPU
         self._host_known: dict[StreamTime, int] = {}
         self._marks: dict[int, Mark] = {}
@@ -148,17 +153,12 @@ class Clock:
         """The calling thread's time. A thread that is new here starts where its parent is."""
         if self._engines and torch._C._current_graph_task_id() == -1:
             self._join_engines()
-        ident = threading.get_ident()
-        host = self._hosts.get(ident)
+        host = getattr(self._of_thread, "host", None)
         if host is None:
-            fork = self._fork
-            main = next(iter(self._hosts.values()))
-            number = len(self._hosts)
-            if fork is None:
-                host = HostTime(number, main.now_s)
-            else:
-                host = HostTime(number, fork.now_s, fork.sharers)
-            self._hosts[ident] = host
+            parent = self._fork or self.main
+            host = HostTime(gpus.current_index() + 1, parent.now_s, parent.sharers)
+            self._of_thread.host = host
+            self._forked.append(host)
         return host
 
     def engine(self, gpu: VirtualGPU) -> HostTime:
@@ -168,7 +168,7 @@ class Clock:
         """
         engine = self._engines.get(gpu.index)
         if engine is None:
-            host = self._hosts.get(threading.get_ident()) or next(iter(self._hosts.values()))
+            host = getattr(self._of_thread, "host", self.main)
             engine = self._engines[gpu.index] = HostTime(host.number, host.now_s)
         return engine
 
@@ -194,9 +194,8 @@ class Clock:
         """The caller goes on when all the threads of ``fork`` have ended."""
         self._fork = None
         host = self.host()
-        mine = threading.get_ident()
-        host.now_s = max(h.now_s for h in self._hosts.values())
-        self._hosts = {mine: host}
+        host.now_s = max([host.now_s, *(forked.now_s for forked in self._forked)])
+        self._forked.clear()
 
     def spend(self, duration_s: float) -> None:
         """The host computes something itself for so long."""
@@ -310,13 +309,40 @@ class Clock:
                 start_s,
                 end_s,
                 host.now_s,
-                self.module,
-                self.backward,
+                host.module,
+                host.backward,
                 flop,
                 size_bytes,
             )
         )
         return Done(stream, stream.count, end_s, name)
+
+    def collective(
+        self,
+        name: str,
+        stream: StreamTime,
+        host: HostTime,
+        launch_s: float,
+        duration_s: float,
+        size_bytes: int,
+    ) -> None:
+        """Hand this GPU's part of a collective over: its stream is busy, its kernels are not."""
+        host.now_s += launch_s
+        start_s = max(host.now_s, stream.free_s)
+        stream.free_s = start_s + duration_s
+        stream.count += 1
+        self.events.append(
+            TraceEvent(
+                name,
+                "collective",
+                stream.device,
+                stream.number,
+                start_s,
+                stream.free_s,
+                host.now_s,
+                size_bytes=size_bytes,
+            )
+        )
 
     def copy(
         self,
@@ -353,8 +379,8 @@ class Clock:
                     start_s,
                     end_s,
                     host.now_s,
-                    self.module,
-                    self.backward,
+                    host.module,
+                    host.backward,
                     0,
                     size_bytes,
                     HOST if source is None else source.device,

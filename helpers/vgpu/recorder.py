@@ -4,7 +4,8 @@ Left out: CPU operations take no virtual time (``spend`` adds some), and the cac
 which on CUDA may reuse a block too early where ``record_stream`` is forgotten.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -65,6 +66,23 @@ def spend(duration_s: float) -> None:
         clocks.active.spend(duration_s)
 
 
+def sharing_the_interpreter(parallel_apply: Callable) -> Callable:
+    """``parallel_apply``, whose threads share one interpreter in a recording as well."""
+
+    @functools.wraps(parallel_apply)
+    def applied(modules: Any, *args: Any, **kwargs: Any) -> Any:
+        clock = clocks.active
+        if clock is None or len(modules) < 2:
+            return parallel_apply(modules, *args, **kwargs)
+        clock.fork(len(modules))
+        try:
+            return parallel_apply(modules, *args, **kwargs)
+        finally:
+            clock.join()
+
+    return applied
+
+
 def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run one operation as ever, and record it."""
     if active is None:  # a thread that outlives the recording
@@ -79,7 +97,9 @@ class Recorder:
         self.clock = clock
         self.timeline = timeline
         self.accesses = Accesses(clock, timeline)
-        self._module_of_node: dict[int, str] = {}
+        # By a node's number. Each thread counts for itself, so DataParallel's are kept apart.
+        self._nodes: dict[int, tuple[str, str]] = {}
+        self._nodes_of_forks: dict[int, tuple[str, str]] = {}
         self._stream_of_node: dict[int, int] = {}
         self._seconds: dict[Work, float] = {}
         self._work: dict[Any, Work] = {}
@@ -96,10 +116,11 @@ class Recorder:
         ]
         gpu = inputs[0]._gpu if inputs else None
         if traits.free:
-            self.note_node(gpu)
+            if gpu is not None:
+                self.note_node(traits.name, gpu, self.clock.host())
             return tensor.run(func, args, kwargs)
         if gpu is not None:
-            stream, host, launch_s = self.place(gpu)
+            stream, host, launch_s = self.place(traits.name, gpu)
             written = traits.written(args, kwargs)
             late = self.accesses.check(traits.name, inputs, written, stream, host, launch_s)
             if late:
@@ -110,7 +131,7 @@ class Recorder:
             if made is None:
                 return result
             gpu, written = made._gpu, []
-            stream, host, launch_s = self.place(gpu)
+            stream, host, launch_s = self.place(traits.name, gpu)
         work = self._work_of(func, args, kwargs, result)
         done = self.kernel(traits.name, gpu, stream, host, launch_s, work)
         outputs = [t for t in tensors_in(result) if isinstance(t, VirtualTensor)]
@@ -137,7 +158,7 @@ class Recorder:
         host = self.clock.host()
         late = []
         if source_gpu is not None:
-            stream, host, launch_s = self.place(source_gpu)
+            stream, host, launch_s = self.place("copy", source_gpu)
             late = self.accesses.check("copy", [source], [], stream, host, launch_s)
         if late and into is None:
             args = (poisoned(source), *args[1:])
@@ -159,7 +180,7 @@ class Recorder:
         size_bytes = source.numel() * source.element_size()
         if source_gpu is target_gpu:
             assert source_gpu is not None
-            stream, host, launch_s = self.place(source_gpu)
+            stream, host, launch_s = self.place("copy", source_gpu)
             written = [target] if in_place else []
             self.accesses.check("copy", [], written, stream, host, launch_s)
             work = Work(0, size_bytes + target.numel() * target.element_size(), False)
@@ -168,11 +189,11 @@ class Recorder:
             return
         there = here = None
         if target_gpu is not None:
-            there, host, launch_s = self.place(target_gpu)
+            there, host, launch_s = self.place("copy", target_gpu)
             if in_place:
                 self.accesses.check("copy", [], [target], there, host, launch_s)
         if source_gpu is not None:
-            here, host, launch_s = self.place(source_gpu)
+            here, host, launch_s = self.place("copy", source_gpu)
         pinned = source_gpu is not None or operations.is_cpu_pinned(source)
         between = here is not None and there is not None
         blocking = not between and (waits or not pinned)
@@ -186,40 +207,59 @@ class Recorder:
         if target_gpu is not None:
             self.accesses.note(dones[-1], [], [target])
 
-    def place(self, gpu: VirtualGPU) -> tuple[StreamTime, HostTime, float]:
+    def place(self, name: str, gpu: VirtualGPU) -> tuple[StreamTime, HostTime, float]:
         """The stream that gets the next operation on ``gpu``, the thread that hands it over, and
-        how long the handing over takes. Names the module for the clock as well."""
+        how long the handing over takes. Tells the thread which module it works for."""
         clock = self.clock
         if not in_backward():
-            number = current_stream_number(gpu.index)
-            self.note_node(gpu)
-            clock.module, clock.backward = module_names.current(), False
-            return clock.stream(gpu, number), clock.host(), clock.model.python_launch_s
+            host = clock.host()
+            self.note_node(name, gpu, host)
+            host.module, host.backward = module_names.current(), False
+            stream = clock.stream(gpu, current_stream_number(gpu.index))
+            return stream, host, clock.model.python_launch_s
+        number, module = 0, ""
         node = torch._C._current_autograd_node()
-        number = 0
-        clock.module, clock.backward = "", True
         if node is not None:
             position = node._sequence_nr()
             number = self._stream_of_node.get(position, 0)
-            clock.module = self._module_of_node.get(position, "")
+            module = self._module_of(node, position)
+        engine = clock.engine(gpu)
+        engine.module, engine.backward = module, True
         stream = clock.stream(gpu, number)
         if number:
             clock.in_backward(stream)
-        return stream, clock.engine(gpu), clock.model.engine_launch_s
+        return stream, engine, clock.model.engine_launch_s
 
-    def note_node(self, gpu: VirtualGPU | None) -> None:
+    def note_node(self, name: str, gpu: VirtualGPU, host: HostTime) -> None:
         """Remember the module and stream of the autograd node that was made last.
 
         torch makes an operation's node before it computes the operation.
         """
-        if gpu is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
         position = torch._C._autograd._get_sequence_nr() - 1
-        if position not in self._module_of_node:
-            self._module_of_node[position] = module_names.current()
+        nodes = self._nodes if host is self.clock.main else self._nodes_of_forks
+        if position not in nodes:
+            nodes[position] = (name, module_names.current())
             number = current_stream_number(gpu.index)
             if number:
                 self._stream_of_node[position] = number
+
+    def _module_of(self, node: Any, position: int) -> str:
+        """The module whose forward made a node."""
+        noted = self._nodes.get(position)
+        if self._nodes_of_forks:
+            # Another thread may have used the same number: the name must fit as well.
+            name = node.name().lower()
+            noted = next(
+                (
+                    pair
+                    for pair in (noted, self._nodes_of_forks.get(position))
+                    if pair and name.startswith(pair[0].replace("_", ""))
+                ),
+                None,
+            )
+        return noted[1] if noted else ""
 
     def kernel(
         self,

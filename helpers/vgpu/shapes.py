@@ -166,9 +166,9 @@ def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     done = None
     if active is not None and gpu is not _HOST:
         if traits.free:
-            active.note_node(gpu)
+            active.note_node(traits.name, gpu, active.clock.host())
         else:
-            stream, host, launch_s = active.place(gpu)
+            stream, host, launch_s = active.place(traits.name, gpu)
             active.accesses.check(traits.name, inputs, written, stream, host, launch_s)
             done = active.kernel(traits.name, gpu, stream, host, launch_s, result.work)
             active.accesses.note(done, inputs, written)

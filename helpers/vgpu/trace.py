@@ -12,10 +12,10 @@ HOST = torch.device("cpu")
 
 
 class TraceEvent(NamedTuple):
-    """One kernel, one side of a copy, or one wait of the host; times since the recording began."""
+    """One kernel, one side of a copy or collective, or one wait of the host; times since the recording began."""
 
     name: str  # the operation, as PyTorch calls it: "convolution", "copy"
-    kind: str  # "kernel", "copy" or "wait"
+    kind: str  # "kernel", "copy", "collective" or "wait"
     device: torch.device  # where it ran; the CPU for a wait
     stream: int  # 0 is the default stream; for a wait, the host's thread
     start_s: float
@@ -74,8 +74,8 @@ class Timeline:
         return covered_s(e for e in self.of(device) if e.kind == "kernel")
 
     def copying_s(self, device: torch.device | str) -> float:
-        """Seconds in which ``device`` sent or received at least one copy."""
-        return covered_s(e for e in self.of(device) if e.kind == "copy")
+        """Seconds in which ``device`` sent or received, in a copy or a collective."""
+        return covered_s(e for e in self.of(device) if e.kind in ("copy", "collective"))
 
     def utilisation(self, device: torch.device | str) -> float:
         """The share of the makespan in which ``device`` computed."""

@@ -69,7 +69,12 @@ def _viewed(schema: Any) -> int | None:
             return None
         for position, argument in enumerate(schema.arguments):
             other = argument.alias_info
-            if other is not None and other.before_set & info.before_set:
+            if other is None or other.is_write:
+                continue
+            # A list of views (split) is marked by what its source becomes part of.
+            if other.before_set & info.before_set or (
+                not info.before_set and other.after_set == {"*"}
+            ):
                 return position
     return None
 

@@ -1,0 +1,92 @@
+"""A timeline of virtual time: one lane a stream, one bar a stretch of work of one kind."""
+
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from helpers.plots.style import COLOURS, figure, title
+from helpers.vgpu import Timeline, TraceEvent
+
+_OF_KIND = {
+    "forward": COLOURS["blue"],
+    "backward": COLOURS["orange"],
+    "copy": COLOURS["vermilion"],
+    "collective": COLOURS["purple"],
+    "wait": COLOURS["grey"],
+}
+# Two bars whose gap is narrower than this share of the axis are drawn as one.
+_INVISIBLE = 1 / 2000
+
+
+def timeline(
+    record: Timeline,
+    message: str = "What each GPU does, and when",
+    *,
+    host: bool = False,
+    axes: Axes | None = None,
+    until_s: float | None = None,
+) -> None:
+    """Draw a recording, one lane for each stream of each GPU, under a title that says ``message``.
+
+    host: a lane for the waits of the host as well. until_s: the end of the axis, so that several
+    recordings can share one scale. Without ``axes`` a figure is made and shown.
+    """
+    lanes = lanes_of(record, host)
+    end_s = until_s or record.makespan_s or 1.0
+    made = None
+    if axes is None:
+        made, axes = figure(width=8.5, height=1.5 + 0.45 * len(lanes))
+    factor, unit = (1.0, "s") if end_s >= 1 else (1e3, "ms") if end_s >= 1e-3 else (1e6, "µs")
+    for row, events in enumerate(lanes.values()):
+        for kind, start_s, stop_s in stretches(events, end_s * _INVISIBLE):
+            bar = [(start_s * factor, (stop_s - start_s) * factor)]
+            axes.broken_barh(bar, (row - 0.36, 0.72), color=_OF_KIND[kind], linewidth=0)
+    axes.set_yticks(range(len(lanes)), list(lanes))
+    axes.set_ylim(len(lanes) - 0.4, -0.6)
+    axes.set_xlim(0, end_s * factor)
+    axes.set_xlabel(unit)
+    axes.grid(axis="y", visible=False)
+    seen = {kind_of(event) for events in lanes.values() for event in events}
+    handles: Any = [Patch(color=colour, label=k) for k, colour in _OF_KIND.items() if k in seen]
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
+    title(axes, message, f"virtual time, {record.gpu}")
+    if made is not None:
+        plt.show()
+        plt.close(made)
+
+
+def lanes_of(record: Timeline, host: bool = False) -> dict[str, list[TraceEvent]]:
+    """The events of each lane, by its name; every GPU has one, also where it did nothing."""
+    lanes: dict[str, list[TraceEvent]] = {}
+    for device in record.devices:
+        for stream in record.streams(device) or [0]:
+            name = f"{device}" if stream == 0 else f"{device}, stream {stream}"
+            lanes[name] = [event for event in record.of(device) if event.stream == stream]
+    if host:
+        lanes["host"] = record.of(torch.device("cpu"))
+    return lanes
+
+
+def kind_of(event: TraceEvent) -> str:
+    """What a bar's colour says: forward, backward, copy, collective or wait."""
+    if event.kind != "kernel":
+        return event.kind
+    return "backward" if event.backward else "forward"
+
+
+def stretches(events: list[TraceEvent], gap_s: float) -> list[tuple[str, float, float]]:
+    """(kind, start, end) of work of one kind without a gap of ``gap_s`` seconds or more.
+
+    Thousands of kernels become a few bars; the drawing stays fast and the file small.
+    """
+    found: list[tuple[str, float, float]] = []
+    for event in events:
+        kind = kind_of(event)
+        if found and found[-1][0] == kind and event.start_s - found[-1][2] < gap_s:
+            found[-1] = (kind, found[-1][1], max(found[-1][2], event.end_s))
+        else:
+            found.append((kind, event.start_s, event.end_s))
+    return found
