@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +16,19 @@ from helpers import devices
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
 from helpers.memory import peaks_during
 from helpers.units import format_bytes
+
+
+class Network(NamedTuple):
+    """Widths, the layers, a batch, and for each cut the measured peak of the fuller GPU."""
+
+    widths: list[int]
+    layers: list[nn.Module]
+    batch: torch.Tensor
+    peaks: dict[int, int]
+
+    def good_cuts(self) -> set[int]:
+        lowest = min(self.peaks.values())
+        return {cut for cut, peak in self.peaks.items() if peak <= 1.05 * lowest}
 
 
 def _layers(widths: Sequence[int]) -> list[nn.Module]:
@@ -58,43 +71,47 @@ def _parameters(widths: Sequence[int]) -> list[int]:
     return [(a + 1) * b for a, b in pairwise(widths)]
 
 
-def _candidate() -> tuple[list[int], int]:
-    """Widths and a batch size for which each rule fails in its own way, by an estimate."""
+def _told_apart(peaks: dict[int, int], cuts: Sequence[int], failing: int) -> bool:
+    """Whether rule number ``failing`` fails, and no rule fails by another's cut, or barely."""
+    lowest = min(peaks.values())
+    wrong = [cut for cut in cuts if peaks[cut] > 1.05 * lowest]
+    clear = all(peaks[cut] > 1.1 * lowest for cut in wrong)
+    return clear and cuts[failing] in wrong and len(set(wrong)) == len(wrong)
+
+
+def _network(failing: int) -> Network:
+    """A network for which rule number ``failing`` fails, first by an estimate, then measured."""
     while True:
         narrow, wide = random.choice((8, 12, 16)), random.choice((96, 128, 160))
-        widths = [narrow, *random.choices((narrow, 2 * narrow, wide, 2 * wide), k=7)]
-        batch_size = random.choice((128, 192, 256))
+        count = random.randint(6, 9)
+        widths = [narrow, *random.choices((narrow, 2 * narrow, wide, 2 * wide), k=count)]
+        batch_size = random.choice((64, 128, 256))
         # Weights and gradients, and the output that backward needs.
         layers = zip(_parameters(widths), widths[1:], strict=True)
         held = [2 * parameters + batch_size * width for parameters, width in layers]
-        fuller = {k: max(sum(held[:k]), sum(held[k:])) for k in range(1, len(held))}
-        cuts = set(_rules(widths).values())
-        if len(cuts) == 3 and min(fuller[k] for k in cuts) > 1.25 * min(fuller.values()):
-            return widths, batch_size
+        fuller = {k: max(sum(held[:k]), sum(held[k:])) for k in range(1, count)}
+        cuts = list(_rules(widths).values())
+        if not _told_apart(fuller, cuts, failing):
+            continue
+        made, batch = _layers(widths), torch.randn(batch_size, narrow)
+        peaks = _fullest(made, batch)
+        if _told_apart(peaks, cuts, failing):
+            return Network(widths, made, batch, peaks)
 
 
-def _network() -> tuple[list[int], list[nn.Module], torch.Tensor, dict[int, int]]:
-    """Widths, layers, a batch and the measured peak of each cut; no rule comes within 10 %."""
+def _networks() -> list[Network]:
+    """One network for each rule; no cut is good enough for all of them, so a constant fails."""
     while True:
-        widths, batch_size = _candidate()
-        layers, batch = _layers(widths), torch.randn(batch_size, widths[0])
-        peaks = _fullest(layers, batch)
-        if min(peaks[k] for k in _rules(widths).values()) > 1.1 * min(peaks.values()):
-            return widths, layers, batch, peaks
-
-
-def _networks() -> list[tuple[list[int], list[nn.Module], torch.Tensor, dict[int, int]]]:
-    """Three networks; no cut is good enough for all of them, so that a constant fails."""
-    while True:
-        made = [_network() for _ in range(3)]
-        good = [{k for k in p if p[k] <= 1.05 * min(p.values())} for *_, p in made]
-        if not set.intersection(*good):
+        made = [_network(failing) for failing in range(3)]
+        if not set.intersection(*(network.good_cuts() for network in made)):
             return made
 
 
 @exercise("8.1", "Cut where the memory balances")
 def balanced_cut(answer: Callable[..., int]) -> None:
     gpus = devices.lab(2)
+    # An untouched stub says so here, before anything is measured.
+    answer(_layers([4, 4, 4]), torch.randn(2, 4), gpus)
     for widths, layers, batch, peaks in _networks():
         given = f"linear layers of widths {widths}, a batch of {len(batch)}"
         yours = answer(copy.deepcopy(layers), batch.clone(), gpus)
