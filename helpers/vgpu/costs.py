@@ -107,13 +107,10 @@ def work_of(func: Any, args: tuple, kwargs: dict, result: Any) -> Work:
     """FLOPs and bytes of one call that has happened: the tensors may have no values."""
     count = flop_registry.get(func._overloadpacket)
     flop = int(count(*args, **kwargs, out_val=result)) if count else 0
-    read = {id(tensor): tensor for tensor in tensors_in((args, tuple(kwargs.values())))}
-    written = [t for t in tensors_in(result) if id(t) not in read]
-    # A tensor that is changed in place is read and written.
-    both = [t for t in tensors_in(result) if id(t) in read]
-    touched = [*read.values(), *written, *both]
+    # Each argument is read once, each result is written once; one changed in place is both.
+    touched = [*tensors_in((args, tuple(kwargs.values()))), *tensors_in(result)]
     size_bytes = sum(touched_bytes(tensor) for tensor in touched)
-    half = bool(touched) and any(tensor.dtype in _TENSOR_CORE_TYPES for tensor in touched)
+    half = any(tensor.dtype in _TENSOR_CORE_TYPES for tensor in touched)
     return Work(flop, size_bytes, half)
 
 

@@ -20,7 +20,7 @@ def _get_data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _set_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    if isinstance(tensor, VirtualTensor) != isinstance(source, VirtualTensor):
+    if _of_other_kind(tensor, source):
         become(tensor, source)
         return
     _plain_data.__set__(tensor, source)  # type: ignore[attr-defined]
@@ -39,16 +39,25 @@ def has_compatible_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
 
     The parameters are named as torch's own are: torch.compile compares the signatures.
     """
-    if isinstance(input, VirtualTensor) != isinstance(from_, VirtualTensor):
+    if _of_other_kind(input, from_):
         return input.layout is torch.strided and from_.layout is torch.strided
     return _plain_has_compatible_type(input, from_)
+
+
+def _of_other_kind(tensor: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether C++ takes the two for tensors of different types."""
+    if isinstance(tensor, VirtualTensor) and isinstance(source, VirtualTensor):
+        # A shape on the host (shapes.py) is virtual as well.
+        return tensor._gpu.cpp_device.type != source._gpu.cpp_device.type
+    return isinstance(tensor, VirtualTensor) != isinstance(source, VirtualTensor)
 
 
 def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
     """Make ``tensor`` a tensor of the kind and contents of ``source``; it stays the same object.
 
-    One of the two is virtual, the other not. ``requires_grad`` and other attributes stay; a
-    gradient follows to the device. RuntimeError for a tensor that autograd computed.
+    The two are of different kinds: one is virtual and the other not, or one is a shape on the
+    host. ``requires_grad`` and other attributes stay; a gradient follows to the device.
+    RuntimeError for a tensor that autograd computed.
     """
     if not tensor.is_leaf:
         raise RuntimeError(

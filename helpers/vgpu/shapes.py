@@ -106,6 +106,10 @@ def is_shape(value: Any) -> bool:
     return isinstance(value, ShapeTensor)
 
 
+# What shapes answer to questions that need no values.
+_ANSWERS = {"_has_compatible_shallow_copy_type": True, "is_pinned": False}
+
+
 class _Operator:
     """What must be known about an operator, read at its first call."""
 
@@ -119,7 +123,7 @@ class _Operator:
         self.check = rule.check
         self.makes = rule.makes_on_device
         self.copies = self.traits.copies
-        self.values = self.traits.waits or self.traits.name == "is_pinned"
+        self.values = self.traits.waits or self.traits.name in _ANSWERS
 
 
 # By id: hashing an operator is slow.
@@ -315,8 +319,8 @@ def _copy(operator: _Operator, args: tuple, kwargs: dict, key: list[Any], target
 
 
 def _value(traits: Traits, inputs: list[Any]) -> Any:
-    if traits.name == "is_pinned":
-        return False
+    if traits.name in _ANSWERS:
+        return _ANSWERS[traits.name]
     raise _no_value(inputs[0], traits.name)
 
 
