@@ -26,7 +26,9 @@ def lab(count: int) -> list[torch.device]:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"devices.lab(count) takes a whole number of GPUs from 1, got {count!r}")
     kind, _ = _choose(count)
-    if kind == "vgpu" and not (vgpu.is_enabled() and torch.get_device_module("vgpu").device_count() >= count):
+    if kind == "vgpu" and not (
+        vgpu.is_enabled() and torch.get_device_module("vgpu").device_count() >= count
+    ):
         vgpu.enable(count=count)
     return [torch.device(kind, index) for index in range(count)]
 
