@@ -1,0 +1,53 @@
+"""The figure of a timeline: lanes, colours, and few bars for many kernels."""
+
+import itertools
+
+import matplotlib
+import pytest
+import torch
+from torch import nn
+
+from helpers import vgpu
+from helpers.plots.style import figure
+from helpers.plots.timeline import kind_of, lanes_of, stretches, timeline
+
+matplotlib.use("Agg")
+
+
+@pytest.fixture
+def recorded():
+    with vgpu.enable(3, gpu="K80"), vgpu.shapes_only():
+        first, second = nn.Linear(64, 64).to("vgpu:0"), nn.Linear(64, 64).to("vgpu:1")
+        x = torch.randn(4096, 64)
+        with vgpu.record() as found:
+            second(first(x.to("vgpu:0")).relu().to("vgpu:1")).sum().backward()
+            torch.vgpu.synchronize("vgpu:0")
+        return found
+
+
+def test_every_gpu_has_a_lane_and_every_event_a_kind(recorded):
+    lanes = lanes_of(recorded, host=True)
+    assert list(lanes) == ["vgpu:0", "vgpu:1", "vgpu:2", "host"]
+    assert lanes["vgpu:2"] == []
+    assert {kind_of(e) for e in lanes["vgpu:0"]} == {"copy", "forward", "backward"}
+    assert {kind_of(e) for e in lanes["host"]} == {"wait"}
+
+
+def test_neighbours_of_one_kind_become_one_bar(recorded):
+    events = lanes_of(recorded)["vgpu:0"]
+    bars = stretches(events, gap_s=1.0)
+    kinds = [kind for kind, _, _ in bars]
+    assert all(kind != following for kind, following in itertools.pairwise(kinds))
+    assert bars[0][1] == events[0].start_s and bars[-1][2] == events[-1].end_s
+    assert len(stretches(events, gap_s=0.0)) >= len(bars)
+
+
+def test_the_figure_says_what_was_drawn(recorded):
+    made, axes = figure()
+    timeline(recorded, "Two stages", axes=axes, host=True)
+    words = [text.get_text() for text in axes.texts]
+    assert "virtual time, Tesla K80" in words
+    assert axes.get_title(loc="left").strip() == "Two stages"
+    assert axes.get_xlabel() == "µs" and axes.get_xlim()[1] == 1e6 * recorded.makespan_s
+    assert [label.get_text() for label in axes.get_yticklabels()][-1] == "host"
+    matplotlib.pyplot.close(made)
