@@ -30,6 +30,7 @@ ORDER = [
     "helpers.data",
     "helpers.models",
     "helpers.schedules",
+    "helpers.schedule_time",
     "helpers.plots",
     "helpers.widgets",
     "helpers.checks",

@@ -5,6 +5,7 @@ from helpers.plots.collectives import before_and_after, busiest_rank
 from helpers.plots.ddp import bytes_sent, hands, interrupted
 from helpers.plots.iteration import iteration, one_step, peaks_before_and_after
 from helpers.plots.model_parallel import repeated_times, stages_over_time
+from helpers.plots.schedules import schedule, schedules
 from helpers.plots.shares import replica_sizes, share_bars, shares
 from helpers.plots.style import COLOURS, figure
 from helpers.plots.training import digit_grid, learning_curves, resumed_curves
@@ -28,6 +29,8 @@ __all__ = [
     "repeated_times",
     "replica_sizes",
     "resumed_curves",
+    "schedule",
+    "schedules",
     "share_bars",
     "shares",
     "stages_over_time",

@@ -1,0 +1,126 @@
+"""A pipeline schedule in time: one row a device, one numbered box an action."""
+
+from collections.abc import Mapping
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Patch
+
+from helpers.plots.style import COLOURS, figure, title
+from helpers.schedule_time import Play
+from helpers.schedules import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
+
+_LOOKS = {
+    FORWARD: ("forward", COLOURS["blue"]),
+    BACKWARD: ("backward", COLOURS["orange"]),
+    INPUT_GRADIENT: ("backward: input", COLOURS["orange"]),
+    WEIGHT_GRADIENT: ("backward: weights", COLOURS["green"]),
+}
+# A number is written where its box has this much room, in inches a digit; beyond this many
+# numbers a figure is slow to draw and nobody reads them.
+_DIGIT_INCHES = 0.085
+_MOST_NUMBERS = 400
+
+
+def schedule(
+    played: Play,
+    message: str | None = None,
+    *,
+    how: str = "counted in units of time",
+    unit: str = "time units",
+    factor: float = 1,
+    until: float | None = None,
+    axes: Axes | None = None,
+) -> None:
+    """Draw a schedule; the number in a box is its micro-batch, a paler box is a later chunk.
+
+    The title says ``message``, by default the schedule's name and its bubble. Times are multiplied
+    by ``factor`` and called ``unit``. until: the end of the axis, in the unit of ``played``, so
+    that several schedules share one scale. Without ``axes`` a figure is made and shown.
+    """
+    plan = played.schedule
+    made = None
+    if axes is None:
+        made, axes = figure(width=9, height=1.35 + 0.36 * plan.devices)
+    end = (until or played.makespan) * factor
+    for row, boxes in enumerate(played.boxes):
+        spans = [(box.start * factor, (box.end - box.start) * factor) for box in boxes]
+        colours = [_colour(box.action.kind, box.action.stage // plan.devices) for box in boxes]
+        axes.broken_barh(
+            spans, (row - 0.42, 0.84), facecolors=colours, edgecolor="white", linewidth=0.7
+        )
+    axes.set_xlim(0, end)
+    axes.set_yticks(range(plan.devices), [f"device {d}" for d in range(plan.devices)])
+    axes.set_ylim(plan.devices - 0.5, -0.5)
+    axes.set_xlabel(unit)
+    axes.grid(visible=False)
+    axes.set_facecolor("#EEEEEE")  # what is not covered by a box is the bubble
+    _numbers(axes, played, factor, end)
+    _legend(axes, played)
+    told = message or f"{plan.name}: {played.bubble:.0%} bubble"
+    title(axes, told, how)
+    if made is not None:
+        plt.show()
+        plt.close(made)
+
+
+def schedules(plays: Mapping[str, Play]) -> None:
+    """Several schedules under each other, on one scale of time; titles from the names given."""
+    rows = [played.schedule.devices for played in plays.values()]
+    made, axes = figure(
+        len(plays),
+        width=9,
+        height=sum(1.2 + 0.3 * count for count in rows),
+        gridspec_kw={"height_ratios": [1.2 + 0.3 * count for count in rows]},
+        squeeze=False,
+    )
+    until = max(played.makespan for played in plays.values())
+    for panel, (name, played) in zip(axes.flat, plays.items(), strict=True):
+        told = f"{name}: {played.bubble:.0%} bubble"
+        schedule(played, told, until=until, axes=panel)
+    plt.show()
+    plt.close(made)
+
+
+def _colour(kind: str, chunk: int) -> tuple[float, float, float]:
+    """The colour of a kind, paler for each further chunk."""
+    red, green, blue = to_rgb(_LOOKS[kind][1])
+    pale = 1 - 0.62**chunk
+    return red + (1 - red) * pale, green + (1 - green) * pale, blue + (1 - blue) * pale
+
+
+def _ink(colour: tuple[float, float, float]) -> str:
+    """Black or white, whichever is easier to read on ``colour`` (WCAG 2: relative luminance)."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "black" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "white"
+
+
+def _numbers(axes: Axes, played: Play, factor: float, end: float) -> None:
+    boxes = [(row, box) for row, boxes in enumerate(played.boxes) for box in boxes]
+    if len(boxes) > _MOST_NUMBERS:
+        return
+    inches = axes.get_figure(root=True).get_figwidth() * 0.75 / end  # type: ignore[union-attr]
+    devices = played.schedule.devices
+    for row, box in boxes:
+        text = str(box.action.micro_batch)
+        if (box.end - box.start) * factor * inches < _DIGIT_INCHES * len(text):
+            continue
+        ink = _ink(_colour(box.action.kind, box.action.stage // devices))
+        middle = (box.start + box.end) / 2 * factor
+        axes.text(middle, row, text, ha="center", va="center", fontsize=8, color=ink)
+
+
+def _legend(axes: Axes, played: Play) -> None:
+    kinds = {action.kind for action in played.schedule.actions}
+    devices, chunks = played.schedule.devices, played.schedule.chunks
+    handles = []
+    for kind, (label, _) in _LOOKS.items():
+        if kind in kinds:
+            for chunk in range(chunks):
+                which = f", chunk {chunk}" if chunks > 1 else ""
+                handles.append(Patch(color=_colour(kind, chunk), label=label + which))
+    handles.append(Patch(facecolor="#EEEEEE", edgecolor="#999999", label="bubble"))
+    columns = 1 if len(handles) <= 2 * devices else 2
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, ncols=columns)
