@@ -1,11 +1,24 @@
-"""Where the bytes of each GPU are, by cause, at one moment or over the steps of an iteration."""
+"""Where the bytes of each GPU are, by cause: at one moment, or after every operation of a step."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from helpers import vgpu
 
 OTHER = "activations and other"
+ACTIVATIONS, TEMPORARY = "activations", "temporary"
+
+# The smallest block of CUDA's caching allocator, and of the virtual GPUs.
+_ROUNDING_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -54,3 +67,192 @@ def peaks_during(step: Callable[[], object], gpus: Sequence[torch.device]) -> li
     step()
     peaks = [module.max_memory_allocated(gpu) for gpu in gpus]
     return [peak - start for peak, start in zip(peaks, before, strict=True)]
+
+
+@contextmanager
+def capacity(gpu: torch.device, size_bytes: int) -> Iterator[None]:
+    """Let ``gpu`` hold at most ``size_bytes`` inside the block, then as much as before.
+
+    A real GPU keeps to it through PyTorch's caching allocator, which also counts what it holds in
+    reserve; a virtual one counts what is allocated. Beyond it, torch.OutOfMemoryError.
+    """
+    if gpu.type == "cuda":
+        torch.cuda.empty_cache()
+        whole = torch.cuda.get_device_properties(gpu).total_memory
+        torch.cuda.set_per_process_memory_fraction(size_bytes / whole, gpu)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, gpu)
+    else:
+        count = torch.get_device_module(gpu).device_count()
+        with vgpu.enable(count, memory_bytes=size_bytes):
+            yield
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Right after one operation of a step: what is allocated, by cause and by module."""
+
+    phase: str
+    operation: str  # its name in torch.ops.aten
+    module: str  # whose forward ran it, "" outside of any
+    by_cause: dict[str, int]
+    activations_by_module: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.by_cause.values())
+
+
+class StepRecord(TorchDispatchMode):
+    """The bytes on one GPU after every operation of a training step, by cause.
+
+    A context round the step; inside it, ``phase(name)`` says what comes next. The causes, in
+    order: parameters, optimizer state, inputs, gradients (the ``.grad`` of parameters),
+    activations (made in the phase "forward", and inside a module's forward whenever it runs
+    again), and temporary: the rest, such as gradients that flow back, and what the optimizer needs
+    while it steps. What else was on the GPU before is left out. Sizes are rounded up to 512
+    bytes, as allocators do. Memory that an operation takes and returns while it runs is not seen.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        inputs: Sequence[torch.Tensor] = (),
+    ) -> None:
+        super().__init__()
+        self.moments: list[Moment] = []
+        self._model, self._optimizer, self._inputs = model, optimizer, inputs
+        self._parameters, self._buffers = list(model.parameters()), list(model.buffers())
+        self._gpu = self._parameters[0].device
+        self._phase = "forward"
+        self._running: list[str] = []
+        # Storages that forward operations made: place → (whether it lives, bytes, module).
+        self._made: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        # Looked up after every operation, so remembered: id → (the tensor, place, bytes).
+        self._measured: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
+        self._hooks: list[Any] = []
+        self._before_bytes = 0
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with the most bytes, the first of them if there are several."""
+        return max(self.moments, key=lambda moment: moment.total_bytes)
+
+    def phase(self, name: str) -> None:
+        """What follows belongs to the phase ``name``, such as "backward"."""
+        self._phase = name
+
+    def most(self, cause: str) -> int:
+        """The most bytes that ``cause`` had at any moment."""
+        return max(moment.by_cause[cause] for moment in self.moments)
+
+    def __enter__(self) -> Self:
+        self._before_bytes = self._allocated() - sum(self._known()[0].values())
+        for name, module in self._model.named_modules():
+            enter = module.register_forward_pre_hook(lambda *_, name=name: self._enter(name))
+            # Also when checkpointing ends a recomputation early, by an exception.
+            leave = module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+            self._hooks += [enter, leave]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        for hook in self._hooks:
+            hook.remove()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True would import the whole compiler at the first call, which takes seconds.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._phase == "forward" or self._running:
+            self._note_made(result, (args, kwargs))
+        if func.namespace == "aten":  # not the profiler's own marks
+            self.moments.append(self._moment(func.overloadpacket.__name__))
+        return result
+
+    def _enter(self, module: str) -> None:
+        self._running.append(module)
+
+    def _leave(self) -> None:
+        self._running.pop()
+
+    def _allocated(self) -> int:
+        return torch.get_device_module(self._gpu).memory_allocated(self._gpu)
+
+    def _note_made(self, result: Any, given: Any) -> None:
+        """Remember the storages that an operation has made: not those that it was given."""
+        old = {_place(tensor) for tensor in self._own(given)}
+        for tensor in self._own(result):
+            if _place(tensor) not in old:
+                module = self._running[-1] if self._running else ""
+                ref = StorageWeakRef(tensor.untyped_storage())
+                self._made[_place(tensor)] = (ref, _size_bytes(tensor), module)
+
+    def _own(self, values: Any) -> list[torch.Tensor]:
+        return [
+            value
+            for value in tree_leaves(values)
+            if isinstance(value, torch.Tensor) and value.device == self._gpu
+        ]
+
+    def _known(self) -> tuple[dict[str, int], set[int]]:
+        """Bytes of all causes that have names for their tensors, and where those tensors are."""
+        state = self._optimizer.state if self._optimizer else {}
+        # Asked for thousands of times: without the detour over a tensor subclass's own attributes.
+        with torch._C.DisableTorchFunctionSubclass():
+            gradients = [parameter.grad for parameter in self._parameters]
+        causes = {
+            "parameters": [*self._parameters, *self._buffers],
+            "optimizer state": [kept for entry in state.values() for kept in entry.values()],
+            "inputs": self._inputs,
+            "gradients": gradients,
+        }
+        by_cause: dict[str, int] = {}
+        seen: set[int] = set()
+        for cause, tensors in causes.items():
+            by_cause[cause] = 0
+            for tensor in tensors:
+                place, size_bytes = self._measure(tensor)
+                if place not in seen:
+                    seen.add(place)
+                    by_cause[cause] += size_bytes
+        return by_cause, seen
+
+    def _measure(self, value: Any) -> tuple[int, int]:
+        """Where a tensor's storage is and its bytes; (0, 0) for what is not on the GPU."""
+        known = self._measured.get(id(value))
+        if known is None or known[0]() is not value:
+            if not isinstance(value, torch.Tensor) or value.device != self._gpu:
+                return 0, 0
+            known = weakref.ref(value), _place(value), _size_bytes(value)
+            self._measured[id(value)] = known
+        return known[1:]
+
+    def _moment(self, operation: str) -> Moment:
+        by_cause, places = self._known()
+        self._made = {place: made for place, made in self._made.items() if not made[0].expired()}
+        by_module: dict[str, int] = {}
+        for place, (_, size_bytes, module) in self._made.items():
+            if place not in places:
+                by_module[module] = by_module.get(module, 0) + size_bytes
+        by_cause[ACTIVATIONS] = sum(by_module.values())
+        rest = self._allocated() - self._before_bytes - sum(by_cause.values())
+        by_cause[TEMPORARY] = rest
+        module = self._running[-1] if self._running else ""
+        return Moment(self._phase, operation, module, by_cause, by_module)
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _size_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor's storage as an allocator counts them."""
+    return -(-tensor.untyped_storage().nbytes() // _ROUNDING_BYTES) * _ROUNDING_BYTES

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from helpers import devices, memory, vgpu
 
@@ -37,3 +39,85 @@ def test_peaks_are_those_of_the_step_alone(gpus):
 
     assert memory.peaks_during(step, gpus) == [4096, 2048]
     assert kept.sum().item() == 10_000
+
+
+@pytest.fixture
+def step():
+    """A small model on one GPU, with what a step of it needs."""
+    (gpu,) = devices.lab(1)
+    layers = nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()
+    model = nn.Sequential(*layers).to(gpu)
+    yield gpu, model, torch.randn(256, 64, device=gpu)
+    vgpu.disable()
+
+
+def record_of(model, x, optimizer=None):
+    with memory.StepRecord(model, optimizer, [x]) as record:
+        loss = model(x).sum()
+        record.phase("backward")
+        loss.backward()
+        if optimizer:
+            record.phase("update")
+            optimizer.step()
+    return record
+
+
+def test_a_record_adds_up_to_the_counter_and_its_peak(step):
+    gpu, model, x = step
+    elsewhere = torch.ones(5000, device=gpu)
+    module = torch.get_device_module(gpu)
+    module.reset_peak_memory_stats(gpu)
+    record = record_of(model, x)
+    others = 20_480  # 20,000 bytes of floats, rounded up to 512
+    assert record.peak.total_bytes + others == module.max_memory_allocated(gpu)
+    assert elsewhere.numel() == 5000
+
+
+def test_causes_of_a_record_are_those_of_a_hand_calculation(step):
+    _, model, x = step
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    without_state = record_of(model, x, optimizer).moments[0].by_cause["optimizer state"]
+    model.zero_grad()
+    record = record_of(model, x, optimizer)
+    sizes = sum(parameter.nbytes for parameter in model.parameters())
+    last = record.moments[-1].by_cause
+    assert last["parameters"] == last["gradients"] == last["optimizer state"] == sizes
+    assert without_state == 0 and record.moments[0].by_cause["gradients"] == 0
+    assert all(moment.by_cause["inputs"] == x.nbytes for moment in record.moments)
+    at_loss = [moment for moment in record.moments if moment.phase == "forward"][-1]
+    # What each ReLU has made, and the loss itself.
+    output = 256 * 128 * 4
+    assert at_loss.activations_by_module == {"1": output, "3": output, "": 512}
+    assert [record.moments[-1].by_cause[c] for c in ("activations", "temporary")] == [512, 0]
+    assert {moment.phase for moment in record.moments} == {"forward", "backward", "update"}
+
+
+def test_what_a_checkpoint_brings_back_is_activations_of_its_modules(step):
+    _, model, x = step
+    with memory.StepRecord(model, inputs=[x]) as record:
+        loss = checkpoint(model, x, use_reentrant=False).sum()
+        loss = loss * 1  # an operation after which the output of the model is gone
+        record.phase("backward")
+        loss.backward()
+    forward = [moment for moment in record.moments if moment.phase == "forward"]
+    again = [moment for moment in record.moments if moment.phase == "backward"]
+    assert forward[-1].activations_by_module == {"": 1024}
+    assert {moment.module for moment in again} == {"", "0", "1", "2", "3"}
+    assert max(moment.activations_by_module.get("1", 0) for moment in again) == 256 * 128 * 4
+
+
+def test_hooks_of_a_record_are_gone_after_it(step):
+    _, model, x = step
+    record = record_of(model, x)
+    count = len(record.moments)
+    model(x)
+    assert len(record.moments) == count
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_capacity_holds_inside_its_block_only(step):
+    gpu, _, _ = step
+    wanted = pytest.raises(torch.OutOfMemoryError, match=r"total capacity of 1\.00 MiB")
+    with memory.capacity(gpu, 2**20), wanted:
+        torch.empty(2**20, device=gpu)
+    assert torch.empty(2**20, device=gpu).nbytes == 2**22

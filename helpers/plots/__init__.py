@@ -4,19 +4,32 @@ from helpers.plots.autograd import gradients, graph_before_and_after, kept_per_s
 from helpers.plots.collectives import before_and_after, busiest_rank
 from helpers.plots.ddp import bytes_sent, hands, interrupted
 from helpers.plots.iteration import iteration, one_step, peaks_before_and_after
+from helpers.plots.memory import (
+    against_k,
+    against_segments,
+    fitting,
+    peaks_by_cause,
+    step_by_cause,
+    step_by_module,
+    steps_by_cause,
+)
 from helpers.plots.model_parallel import repeated_times, stages_over_time
 from helpers.plots.schedules import schedule, schedules
 from helpers.plots.shares import replica_sizes, share_bars, shares
 from helpers.plots.style import COLOURS, figure
+from helpers.plots.timeline import timeline
 from helpers.plots.training import digit_grid, learning_curves, resumed_curves
 
 __all__ = [
     "COLOURS",
+    "against_k",
+    "against_segments",
     "before_and_after",
     "busiest_rank",
     "bytes_sent",
     "digit_grid",
     "figure",
+    "fitting",
     "gradients",
     "graph_before_and_after",
     "hands",
@@ -26,6 +39,7 @@ __all__ = [
     "learning_curves",
     "one_step",
     "peaks_before_and_after",
+    "peaks_by_cause",
     "repeated_times",
     "replica_sizes",
     "resumed_curves",
@@ -34,4 +48,8 @@ __all__ = [
     "share_bars",
     "shares",
     "stages_over_time",
+    "step_by_cause",
+    "step_by_module",
+    "steps_by_cause",
+    "timeline",
 ]

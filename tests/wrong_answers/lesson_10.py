@@ -1,0 +1,125 @@
+"""Typical mistakes in the exercises of lesson 10, and what the learner must be told."""
+
+_PEAK = (
+    "def peak_bytes(sizes, batch_size, optimizer):\n"
+    "    weights = [i * o + o for i, o in zip(sizes, sizes[1:])]\n"
+    "    states = 2 if optimizer == 'adam' else 0\n"
+    "    always = sum(weights) * (1 + states) + batch_size * (sizes[0] + 2)\n"
+    "    hidden = sum(sizes[1:-1]) * batch_size\n"
+    "    return {}"
+)
+_ACCUMULATE = (
+    "def accumulate(parallel, micro_batches):\n"
+    "    total = torch.tensor(sum(len(x) for x, _ in micro_batches))\n"
+    "    {before}\n"
+    "    for index, (x, y) in enumerate(micro_batches):\n"
+    "        last = index == len(micro_batches) - 1\n"
+    "        with nullcontext() if last else parallel.no_sync():\n"
+    "            ({loss}).backward()"
+)
+_TOTAL = "dist.all_reduce(total)"
+_SUM = "F.mse_loss(parallel(x), y, reduction='sum')"
+_RIGHT = f"{_SUM} * dist.get_world_size() / total.item()"
+
+WRONG = {
+    "10.1": [
+        (_PEAK.format("4 * (always + sum(weights) + hidden)"), "sum of all causes"),
+        (_PEAK.format("4 * (always + hidden)"), "one comes in, one goes out"),
+        (
+            # Right for backward, and the update is forgotten.
+            _PEAK.format(
+                "4 * (always + max(batch_size * (sum(sizes[1 : i + 2]) + 2 * sizes[i + 1])"
+                " + sum(weights[i + 1 :]) for i in range(len(weights))))"
+            ),
+            "in the update",
+        ),
+        (
+            _PEAK.format("4 * (always + hidden + 2 * batch_size * max(sizes) + sum(weights))"),
+            "Not all of this is there",
+        ),
+        (_PEAK.format("always * 4 * 10"), "Not all of this is there"),
+        (_PEAK.format("0"), "is missing"),
+        ("def peak_bytes(sizes, batch_size, optimizer):\n    return '1 MiB'", "a number of bytes"),
+    ],
+    "10.2": [
+        (_ACCUMULATE.format(before="pass", loss="F.mse_loss(parallel(x), y)"), "of means"),
+        (
+            _ACCUMULATE.format(before="pass", loss=f"{_SUM} / total.item()"),
+            "Not every sample has the same weight",
+        ),
+        (
+            _ACCUMULATE.format(before=_TOTAL, loss=f"{_SUM} / total.item()"),
+            "DDP divides by the number of ranks",
+        ),
+        (_ACCUMULATE.format(before=_TOTAL, loss=_SUM), "divide by all samples"),
+        (
+            _ACCUMULATE.format(before=f"{_TOTAL}; dist.barrier()", loss=_RIGHT).replace(
+                "dist.barrier()", "dist.all_reduce(torch.ones(3))"
+            ),
+            "One number per rank",
+        ),
+        (
+            _ACCUMULATE.format(before=_TOTAL, loss=_RIGHT).replace(
+                "nullcontext() if last else parallel.no_sync()", "nullcontext()"
+            ),
+            "inside no_sync",
+        ),
+        (
+            # Every micro-batch alone and past DDP, then sent by hand.
+            "def accumulate(parallel, micro_batches):\n"
+            "    total = torch.tensor(sum(len(x) for x, _ in micro_batches))\n"
+            "    dist.all_reduce(total)\n"
+            "    for x, y in micro_batches:\n"
+            "        (F.mse_loss(parallel.module(x), y, reduction='sum') / total).backward()\n"
+            "    dist.all_reduce(parallel.module.weight.grad)",
+            "DDP sends them once",
+        ),
+        (
+            "def accumulate(parallel, micro_batches):\n"
+            "    total = torch.tensor(sum(len(x) for x, _ in micro_batches))\n"
+            "    dist.all_reduce(total)\n"
+            "    x, y = (torch.cat(part) for part in zip(*micro_batches))\n"
+            f"    ({_RIGHT}).backward()",
+            "Joined micro-batches",
+        ),
+        ("def accumulate(parallel, micro_batches):\n    pass", "left no gradient"),
+    ],
+    "10.3": [
+        ("def choose(layers, unit_bytes, budget_bytes):\n    return []", "Over the budget"),
+        (
+            "def choose(layers, unit_bytes, budget_bytes):\n    return range(len(layers))",
+            "computes less",
+        ),
+        ("def choose(layers, unit_bytes, budget_bytes):\n    return None", "a choice that fits"),
+        ("def choose(layers, unit_bytes, budget_bytes):\n    return [99]", "indices from 0"),
+        (
+            # A sum over all stages, as if nothing were freed on the way.
+            "def choose(layers, unit_bytes, budget_bytes):\n"
+            "    best = None\n"
+            "    for size in range(len(layers) + 1):\n"
+            "        for c in combinations(range(len(layers)), size):\n"
+            "            held = sum(1 if i in c else n for i, n in enumerate(layers))\n"
+            "            again = max([layers[i] for i in c], default=0)\n"
+            "            fits = (held + again + 2) * unit_bytes <= budget_bytes\n"
+            "            cost = sum(layers[i] for i in c)\n"
+            "            if fits and (best is None or cost < best[0]):\n"
+            "                best = cost, c\n"
+            "    return best[1] if best else None",
+            "a choice that fits",
+        ),
+        (
+            # What forward leaves, without what comes back.
+            "def choose(layers, unit_bytes, budget_bytes):\n"
+            "    best = None\n"
+            "    for size in range(len(layers) + 1):\n"
+            "        for c in combinations(range(len(layers)), size):\n"
+            "            held = sum(1 if i in c else n for i, n in enumerate(layers))\n"
+            "            cost = sum(layers[i] for i in c)\n"
+            "            fits = (held + 2) * unit_bytes <= budget_bytes\n"
+            "            if fits and (best is None or cost < best[0]):\n"
+            "                best = cost, c\n"
+            "    return best[1] if best else None",
+            "No choice fits",
+        ),
+    ],
+}
