@@ -141,3 +141,47 @@ def test_default_streams_alone_need_no_waits():
         for piece in torch.randn(12, 8).to("vgpu:0").split(3):
             second(first(piece).to("vgpu:1")).sum().backward()
     assert timeline.races == []
+
+
+def test_the_gradient_of_a_copy_goes_back_on_the_stream_of_its_target():
+    out, into = torch.vgpu.Stream("vgpu:0"), torch.vgpu.Stream("vgpu:1")
+    x = torch.ones(4, device="vgpu:0", requires_grad=True)
+    with vgpu.record() as timeline:
+        with out, into:
+            moved = x.to("vgpu:1")
+        torch.vgpu.current_stream("vgpu:1").wait_stream(into)
+        moved.square().sum().backward()
+    streams = {
+        (str(e.device), e.stream) for e in timeline.events if e.kind == "copy" and e.backward
+    }
+    # The engine makes the stream of the copy's result current; on vgpu:0 the default one is.
+    assert streams == {("vgpu:1", into.stream_id), ("vgpu:0", 0)}
+    assert timeline.races == []
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_copy_of_a_shape_is_checked_as_one_of_values(waits):
+    side = torch.vgpu.Stream("vgpu:0")
+    with vgpu.shapes_only():
+        x = torch.ones(2**20, device="vgpu:0")
+        with vgpu.record() as timeline:
+            y = x + x
+            if waits:
+                side.wait_stream(torch.vgpu.current_stream("vgpu:0"))
+            with side:
+                y.to("vgpu:1")
+    assert [race.operation for race in timeline.races] == ([] if waits else ["copy"])
+
+
+def test_the_backward_copy_of_a_shape_waits_for_its_gradient():
+    into = torch.vgpu.Stream("vgpu:1")
+    with vgpu.shapes_only():
+        x = torch.ones(2**20, device="vgpu:0", requires_grad=True)
+        with vgpu.record() as timeline:
+            with into:
+                moved = x.to("vgpu:1")
+            torch.vgpu.current_stream("vgpu:1").wait_stream(into)
+            moved.square().sum().backward()
+    back = [e for e in timeline.of("vgpu:1") if e.backward]
+    copy = next(e for e in back if e.kind == "copy")
+    assert copy.start_s >= max(e.end_s for e in back if e.kind == "kernel")

@@ -100,7 +100,8 @@ class Recorder:
         # By a node's number. Each thread counts for itself, so DataParallel's are kept apart.
         self._nodes: dict[int, tuple[str, str]] = {}
         self._nodes_of_forks: dict[int, tuple[str, str]] = {}
-        self._stream_of_node: dict[int, int] = {}
+        # A GPU and the number of its stream.
+        self._stream_of_node: dict[int, tuple[int, int]] = {}
         self._seconds: dict[Work, float] = {}
         self._work: dict[Any, Work] = {}
 
@@ -154,12 +155,7 @@ class Recorder:
         """``_to_copy`` and ``copy_``: the operators that may cross devices."""
         into = args[0] if len(args) > 1 else None
         source = args[-1] if into is None else args[1]
-        source_gpu = gpu_of(source)
-        host = self.clock.host()
-        late = []
-        if source_gpu is not None:
-            stream, host, launch_s = self.place("copy", source_gpu)
-            late = self.accesses.check("copy", [source], [], stream, host, launch_s)
+        late = self.check_source(source)
         if late and into is None:
             args = (poisoned(source), *args[1:])
         elif late:
@@ -170,6 +166,14 @@ class Recorder:
         return result
 
     # What happened; also for tensors that are only shapes
+
+    def check_source(self, source: Any) -> list[Any]:
+        """Before a copy: ``source`` in a list where it is not written yet; a race is noted."""
+        gpu = gpu_of(source)
+        if gpu is None:
+            return []
+        stream, host, launch_s = self.place("copy", gpu, note=False)
+        return self.accesses.check("copy", [source], [], stream, host, launch_s)
 
     def copied(self, source: Any, target: Any, in_place: bool, waits: bool) -> None:
         """Record a copy from tensor to tensor; each may be on a GPU or on the host."""
@@ -207,13 +211,19 @@ class Recorder:
         if target_gpu is not None:
             self.accesses.note(dones[-1], [], [target])
 
-    def place(self, name: str, gpu: VirtualGPU) -> tuple[StreamTime, HostTime, float]:
+    def place(
+        self, name: str, gpu: VirtualGPU, note: bool = True
+    ) -> tuple[StreamTime, HostTime, float]:
         """The stream that gets the next operation on ``gpu``, the thread that hands it over, and
-        how long the handing over takes. Tells the thread which module it works for."""
+        how long the handing over takes. Tells the thread which module it works for.
+
+        note: False for the source of a copy, whose backward runs on the target's stream.
+        """
         clock = self.clock
         if not in_backward():
             host = clock.host()
-            self.note_node(name, gpu, host)
+            if note:
+                self.note_node(name, gpu, host)
             host.module, host.backward = module_names.current(), False
             stream = clock.stream(gpu, current_stream_number(gpu.index))
             return stream, host, clock.model.python_launch_s
@@ -221,7 +231,9 @@ class Recorder:
         node = torch._C._current_autograd_node()
         if node is not None:
             position = node._sequence_nr()
-            number = self._stream_of_node.get(position, 0)
+            # The engine makes one stream current; on other GPUs the default ones stay so.
+            index, forward_number = self._stream_of_node.get(position, (gpu.index, 0))
+            number = forward_number if index == gpu.index else 0
             module = self._module_of(node, position)
         engine = clock.engine(gpu)
         engine.module, engine.backward = module, True
@@ -243,7 +255,7 @@ class Recorder:
             nodes[position] = (name, module_names.current())
             number = current_stream_number(gpu.index)
             if number:
-                self._stream_of_node[position] = number
+                self._stream_of_node[position] = (gpu.index, number)
 
     def _module_of(self, node: Any, position: int) -> str:
         """The module whose forward made a node."""

@@ -107,7 +107,11 @@ def is_shape(value: Any) -> bool:
 
 
 # What shapes answer to questions that need no values.
-_ANSWERS = {"_has_compatible_shallow_copy_type": True, "is_pinned": False}
+_ANSWERS = {
+    "_has_compatible_shallow_copy_type": True,
+    "is_pinned": False,
+    "record_stream": None,  # a block is never reused while an operation still needs it
+}
 
 
 class _Operator:
@@ -314,6 +318,7 @@ def _copy(operator: _Operator, args: tuple, kwargs: dict, key: list[Any], target
         made = _new(result.outputs[0], target, "copy")
     if recorder.active is not None:
         waits = not (kwargs.get("non_blocking") or (in_place and args[2:3] == (True,)))
+        recorder.active.check_source(source)
         recorder.active.copied(source, made, in_place, waits)
     return made
 
