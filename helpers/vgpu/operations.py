@@ -45,8 +45,30 @@ def to_copy(func: Any, args: tuple, kwargs: dict) -> Any:
 @special("aten::copy_")
 def copy_(func: Any, args: tuple, kwargs: dict) -> Any:
     target, source, *rest = args
-    values_of(target).copy_(values_of(source), *rest, **kwargs)
+    if not _are_same_values(target, source):
+        values_of(target).copy_(values_of(source), *rest, **kwargs)
     return target
+
+
+def _are_same_values(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a copy would only write each value to where it is read.
+
+    torch's C++ (matmul with ``out=``) spares the copy where it sees that two tensors share storage,
+    which it cannot see of virtual ones; the CPU refuses to copy between them.
+    """
+    if type(target) is not VirtualTensor or type(source) is not VirtualTensor:
+        return False
+    to, of = target._inner, source._inner
+    return (
+        to.layout is of.layout is torch.strided
+        and to.data_ptr() == of.data_ptr()
+        and to.dtype is of.dtype
+        and to.numel() == of.numel() > 0
+        and to.is_contiguous()
+        and of.is_contiguous()
+        and to.is_conj() == of.is_conj()
+        and to.is_neg() == of.is_neg()
+    )
 
 
 @special("aten::_foreach_copy_")

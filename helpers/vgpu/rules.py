@@ -9,7 +9,7 @@ from helpers.vgpu.same_device import check_for
 
 # In-place operators that may change the size, the strides or the storage of their argument,
 # beside those that carry torch's own tag for it and those that write to ``out=``.
-_RESIZING = {"resize_", "resize_as_", "set_", "resize", "swap_tensors"}
+_RESIZING = {"resize_", "resize_as_", "set_", "resize", "swap_tensors", "addbmm_"}
 
 Handler = Callable[[Any, tuple, dict], Any]
 

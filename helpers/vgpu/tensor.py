@@ -51,7 +51,7 @@ class VirtualTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        return dispatch(func, args, kwargs or {})
+        return (_interceptor or run)(func, args, kwargs or {})
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -361,7 +361,8 @@ def _return_arguments(
 def refresh(tensor: VirtualTensor, operation: str) -> None:
     """Show the size, strides and bytes that the values have after an in-place operation."""
     values = tensor._inner
-    storage: Any = values.untyped_storage()
-    count_bytes(values, tensor._gpu, operation)
-    storage._vgpu_block.resize(storage.nbytes(), operation)
+    for part in (values,) if values.layout is torch.strided else sparse_parts(values):
+        storage: Any = part.untyped_storage()
+        count_bytes(part, tensor._gpu, operation)
+        storage._vgpu_block.resize(storage.nbytes(), operation)
     set_cpp_data(tensor, wrap(values, tensor._gpu, operation))

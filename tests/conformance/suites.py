@@ -1,0 +1,73 @@
+"""The suites that ship inside torch, and how much of them a run takes.
+
+``CONFORMANCE=full`` in the environment takes every sample of every entry (minutes); without it
+each entry gives its first few, which is what fits into ``make test``.
+"""
+
+import itertools
+import os
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+with warnings.catch_warnings():
+    # hypothesis is missed there, and needed only for tests that are not used here.
+    warnings.simplefilter("ignore", ImportWarning)
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, module_db
+    from torch.testing._internal.common_optimizers import OptimizerInfo, OptimizerInput, optim_db
+    from torch.testing._internal.common_optimizers import (
+        _get_optim_inputs_including_global_cliquey_kwargs as optimizer_inputs,
+    )
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+# torch's test utilities forbid torch.backends.cudnn.benchmark = ... for the rest of the process;
+# the tests that share it may do so.
+torch.backends.__allow_nonbracketed_mutation_flag = True
+
+__all__ = [
+    "ModuleInfo",
+    "ModuleInput",
+    "OpInfo",
+    "OptimizerInfo",
+    "OptimizerInput",
+    "SampleInput",
+    "check_share",
+    "first",
+    "marked",
+    "module_db",
+    "op_db",
+    "optim_db",
+    "optimizer_inputs",
+]
+
+ALL_SAMPLES = os.environ.get("CONFORMANCE") == "full"
+
+
+def first(count: int, samples: Iterable) -> Iterable:
+    """The first ``count`` samples, or all in a full run."""
+    return samples if ALL_SAMPLES else itertools.islice(samples, count)
+
+
+def marked(entries: dict[str, Any], exceptions: dict[str, str]) -> list:
+    """Parameters for pytest: an exception must still disagree, and its reason is shown."""
+    return [
+        pytest.param(
+            entry,
+            id=name,
+            marks=[pytest.mark.xfail(strict=True, reason=exceptions[name])]
+            if name in exceptions
+            else [],
+        )
+        for name, entry in entries.items()
+    ]
+
+
+def check_share(entries: dict[str, Any], exceptions: dict[str, str]) -> None:
+    """At least 99 of 100 entries agree; each exception is one of them, and has its reason."""
+    assert exceptions.keys() <= entries.keys()
+    assert len(exceptions) <= len(entries) / 100, f"{len(exceptions)} of {len(entries)} disagree"
+    assert all(len(reason) > 20 for reason in exceptions.values())

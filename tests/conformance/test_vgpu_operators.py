@@ -1,0 +1,228 @@
+"""torch's own operator samples (op_db), forward and backward, on a virtual GPU and the CPU."""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from conformance import exceptions
+from conformance.comparison import (
+    DEVICE,
+    check_same_outcome,
+    gradients,
+    run_seeded,
+    tensors_of,
+    to_gpu,
+    without_bases,
+)
+from conformance.suites import OpInfo, SampleInput, check_share, first, marked, op_db
+
+# Of float32, of one integer type (bool where there is none) and of complex64: what the CPU has.
+INTEGERS = (torch.int64, torch.int32, torch.uint8, torch.bool)
+LAYOUTS = (
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
+# torch warns of what its samples use on purpose: deprecated, experimental and beta operators.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+# An operator's first samples differ most from each other (sizes, then options). They come from the
+# OpInfo's own function: OpInfo.sample_inputs looks for the running test in the stack, which takes
+# longer than the test.
+SAMPLES = 3
+
+
+def _short(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _dtypes(op: OpInfo) -> list[torch.dtype]:
+    supported = op.supported_dtypes("cpu")
+    wanted = [torch.float32, *[dtype for dtype in INTEGERS if dtype in supported][:1]]
+    return [dtype for dtype in (*wanted, torch.complex64) if dtype in supported]
+
+
+# The jiterator compiles CUDA code; it is no operator of the CPU's.
+CPU_OPERATORS = [op for op in op_db if not op.name.startswith("jiterator_")]
+
+
+def _entries() -> dict[str, tuple[OpInfo, torch.dtype]]:
+    return {
+        f"{op.formatted_name}-{_short(dtype)}": (op, dtype)
+        for op in CPU_OPERATORS
+        for dtype in _dtypes(op)
+    }
+
+
+def _sparse_entries() -> dict[str, tuple[OpInfo, torch.layout]]:
+    return {
+        f"{op.formatted_name}-{_short(layout)}": (op, layout)
+        for op in CPU_OPERATORS
+        for layout in LAYOUTS
+        if torch.float32 in op.supported_dtypes("cpu") and _has_samples(op, layout)
+    }
+
+
+def _sparse_samples(op: OpInfo, layout: torch.layout) -> Callable:
+    return getattr(op, f"sample_inputs_{_short(layout)}_func")
+
+
+def _has_samples(op: OpInfo, layout: torch.layout) -> bool:
+    """Some operators say that they take a layout, but have no samples of it."""
+    samples = _sparse_samples(op, layout)
+    if not op.supports_sparse_layout(layout) or samples.__name__ == "_sample_inputs_unspecified":
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # as pytestmark does for the tests
+        return any(True for _ in samples(op, "cpu", torch.float32, False))
+
+
+def _variants() -> dict[str, OpInfo]:
+    return {
+        op.formatted_name: op
+        for op in CPU_OPERATORS
+        if torch.float32 in op.supported_dtypes("cpu")
+        and (op.inplace_variant is not None or op.method_variant is not None or op.supports_out)
+    }
+
+
+ENTRIES, SPARSE_ENTRIES, VARIANTS = _entries(), _sparse_entries(), _variants()
+
+
+def _differentiable(op: OpInfo, dtype: torch.dtype) -> bool:
+    return op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+
+
+def _gpu_inputs(op: OpInfo, inputs: tuple) -> tuple:
+    moved = {}
+    if op.name in exceptions.CPU_ARGUMENTS:
+        moved = {id(tensor): tensor for tensor in tensors_of(inputs[1])}
+    return to_gpu(inputs, moved)
+
+
+def _call(op: Callable, inputs: tuple) -> object:
+    sample_input, args, kwargs = inputs
+    return run_seeded(op, sample_input, *args, **kwargs)
+
+
+def _call_on_gpu(op: Callable, inputs: tuple) -> object:
+    """Where no input says where to compute, the default device does."""
+    if tensors_of(inputs):
+        return _call(op, inputs)
+    with torch.device(DEVICE):
+        return _call(op, inputs)
+
+
+def _compare(op: OpInfo, sample: SampleInput) -> bool:
+    """Results, then gradients; False where torch refuses the sample on the CPU."""
+    inputs = without_bases((sample.input, sample.args, sample.kwargs))
+    gpu_inputs = _gpu_inputs(op, inputs)
+    options = {
+        "values": op.name not in exceptions.UNINITIALISED,
+        "tolerance": exceptions.TOLERANCES.get(op.name),
+    }
+    found, expected = check_same_outcome(
+        lambda: _call(op, inputs), lambda: _call_on_gpu(op, gpu_inputs), "result", **options
+    )
+    check_same_outcome(
+        lambda: gradients(sample.output_process_fn_grad(expected), inputs),
+        lambda: gradients(sample.output_process_fn_grad(found), gpu_inputs),
+        "gradient",
+        strides=False,
+        **options,
+    )
+    return expected is not None
+
+
+def _compare_first(op: OpInfo, samples: Iterable[SampleInput]) -> None:
+    assert any([_compare(op, sample) for sample in first(SAMPLES, samples)]), "nothing compared"
+
+
+@pytest.mark.parametrize("entry", marked(ENTRIES, exceptions.OPERATORS))
+def test_operator(entry):
+    op, dtype = entry
+    _compare_first(op, op.sample_inputs_func(op, "cpu", dtype, _differentiable(op, dtype)))
+
+
+@pytest.mark.parametrize("entry", marked(SPARSE_ENTRIES, exceptions.SPARSE_OPERATORS))
+def test_operator_of_sparse_tensors(entry):
+    op, layout = entry
+    samples = _sparse_samples(op, layout)
+    differentiable = _differentiable(op, torch.float32)
+    _compare_first(op, samples(op, "cpu", torch.float32, differentiable))
+
+
+@pytest.mark.parametrize("entry", marked(VARIANTS, exceptions.VARIANTS))
+def test_method_in_place_and_out(entry):
+    """The other ways to call an operator; what is written to is the very tensor that was given."""
+    op = entry
+    for sample in first(1, op.sample_inputs_func(op, "cpu", torch.float32, False)):
+        inputs = (sample.input, sample.args, sample.kwargs)
+        _compare_method(op, inputs)
+        _compare_out(op, inputs)
+        _compare_in_place(op, inputs)
+
+
+def _compare_method(op: OpInfo, inputs: tuple) -> None:
+    if op.method_variant is None:
+        return
+    gpu_inputs = _gpu_inputs(op, inputs)
+    check_same_outcome(
+        lambda: _call(op.method_variant, inputs),
+        lambda: _call(op.method_variant, gpu_inputs),
+        "method",
+        values=op.name not in exceptions.UNINITIALISED,
+    )
+
+
+def _compare_in_place(op: OpInfo, inputs: tuple) -> None:
+    if op.inplace_variant is None:
+        return
+    gpu_inputs = _gpu_inputs(op, inputs)
+    found, _ = check_same_outcome(
+        lambda: _call(op.inplace_variant, inputs),
+        lambda: _call(op.inplace_variant, gpu_inputs),
+        "in place",
+    )
+    if isinstance(gpu_inputs[0], torch.Tensor):
+        assert found is None or found is gpu_inputs[0]
+
+
+def _compare_out(op: OpInfo, inputs: tuple) -> None:
+    # out= says where; exceptions.py tells what happens to device= beside it.
+    sample_input, args, kwargs = inputs
+    inputs = (sample_input, args, {name: kwargs[name] for name in kwargs if name != "device"})
+    result = _call(op, inputs) if op.supports_out else None
+    if not isinstance(result, torch.Tensor):
+        return
+    gpu_inputs = _gpu_inputs(op, inputs)
+    out = torch.zeros_like(result)
+    gpu_out = to_gpu(out, {})
+    found, _ = check_same_outcome(
+        lambda: _call(functools.partial(op, out=out), inputs),
+        lambda: _call(functools.partial(op, out=gpu_out), gpu_inputs),
+        "out",
+        values=op.name not in exceptions.UNINITIALISED,
+    )
+    assert found is None or found is gpu_out
+
+
+@pytest.mark.xfail(strict=True, reason=exceptions.DEVICE_BESIDE_OUT)
+def test_device_beside_out():
+    out = torch.empty(3, device=DEVICE)
+    assert torch.zeros(3, out=out, device=DEVICE) is out
+
+
+@pytest.mark.parametrize(
+    ("entries", "table"),
+    [
+        (ENTRIES, exceptions.OPERATORS),
+        (SPARSE_ENTRIES, exceptions.SPARSE_OPERATORS),
+        (VARIANTS, exceptions.VARIANTS),
+    ],
+)
+def test_at_least_99_percent_agree(entries, table):
+    check_share(entries, table)
