@@ -187,3 +187,9 @@ def test_it_needs_virtual_gpus():
     vgpu.disable()
     with pytest.raises(RuntimeError, match=r"vgpu.enable"), vgpu.shapes_only():
         pass
+
+
+def test_record_stream_needs_no_values():
+    with vgpu.shapes_only():
+        x = torch.randn(4, device="vgpu:0")
+        assert x.record_stream(torch.Stream("vgpu:0")) is None

@@ -109,7 +109,8 @@ def _numbers(axes: Axes, played: Play, factor: float, end: float) -> None:
             continue
         ink = _ink(_colour(box.action.kind, box.action.stage // devices))
         middle = (box.start + box.end) / 2 * factor
-        axes.text(middle, row, text, ha="center", va="center", fontsize=8, color=ink)
+        written = axes.text(middle, row, text, ha="center", va="center", fontsize=8, color=ink)
+        written.set_in_layout(False)  # it stands inside its box: no room to be found
 
 
 def _legend(axes: Axes, played: Play) -> None:

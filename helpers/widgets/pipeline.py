@@ -1,0 +1,194 @@
+"""Stages, micro-batches and a schedule to a timeline, its bubble and each device's memory.
+
+Times are units, or virtual time on a GPU of one's choice: then the network is a transformer, one
+layer of it is recorded as a shape on one GPU, and the schedule is played with that.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import ipywidgets
+import torch
+from IPython.display import display
+from torch import nn
+
+from helpers import plots, vgpu
+from helpers.schedule_time import Play, Times, peaks_in_flight, play
+from helpers.schedules import KINDS
+from helpers.tables import Table
+from helpers.units import format_bytes, format_seconds
+
+# The network and the batch of the times that are not units: float16, 1.6 billion parameters.
+LAYERS, WIDTH, HEADS, TOKENS, BATCH = 32, 2048, 16, 512, 64
+
+# Mixed precision with Adam: weight and gradient in float16; weight, momentum and variance in
+# float32 (Rajbhandari et al., 2020, "ZeRO", 3.1).
+BYTES_PER_PARAMETER = 2 + 2 + 4 + 4 + 4
+
+_UNITS = "units of time"
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer of the transformer, for one micro-batch, on one GPU: virtual time and bytes.
+
+    forward_s and backward_s contain the host's launches: each GPU has a process of its own.
+    activation_bytes: what forward leaves for backward. output_bytes: what goes to the next stage.
+    """
+
+    forward_s: float
+    backward_s: float
+    transfer_s: float
+    activation_bytes: int
+    output_bytes: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a choice of stages, micro-batches, schedule and GPU comes to, for each device."""
+
+    played: Play
+    in_flight: list[int]
+    cost: LayerCost | None
+    gpu: str | None
+
+    @property
+    def layers(self) -> int:
+        """Layers of each device."""
+        return LAYERS // self.played.schedule.devices
+
+    @property
+    def alone(self) -> float:
+        """The time of one device that does all the work itself, as one after the other."""
+        row = self.played.boxes[0]
+        return self.played.schedule.devices * sum(box.end - box.start for box in row)
+
+    def peak_bytes(self) -> list[int]:
+        """Parameters with their gradients and optimizer state, and the activations in flight."""
+        assert self.cost is not None
+        held = self.layers * self.cost.parameters * BYTES_PER_PARAMETER
+        chunk = self.layers * self.cost.activation_bytes // self.played.schedule.chunks
+        return [held + count * chunk for count in self.in_flight]
+
+
+def answer(kind: str, devices: int, micro_batches: int, gpu: str | None = None) -> Answer:
+    """Play the schedule ``kind`` of ``schedules.KINDS``; in units of time, or on GPUs by name.
+
+    In units, forward takes 1 on each device and backward 2. Raises ValueError for a schedule that
+    does not exist for these counts.
+    """
+    schedule = KINDS[kind](devices, micro_batches)
+    if gpu is None:
+        return Answer(play(schedule), peaks_in_flight(schedule), None, None)
+    if BATCH % micro_batches or LAYERS % schedule.stages:
+        raise ValueError(
+            f"{BATCH} sequences in {micro_batches} micro-batches, {LAYERS} layers in "
+            f"{schedule.stages} stages: that does not come out even"
+        )
+    cost = layer_cost(gpu, BATCH // micro_batches)
+    layers = LAYERS // devices
+    half_s = layers * cost.backward_s / 2
+    times = Times(layers * cost.forward_s, half_s, half_s, cost.transfer_s)
+    return Answer(play(schedule, times), peaks_in_flight(schedule), cost, gpu)
+
+
+@cache
+def layer_cost(gpu: str, sequences: int) -> LayerCost:
+    """One transformer layer, forward and backward, in virtual time on one GPU of that name."""
+    # Measured one layer at a time, so room for a whole network is no matter here.
+    with vgpu.enable(1, gpu=gpu, memory_bytes=2**50) as lab, vgpu.shapes_only():
+        (device,) = lab.devices
+        here = {"device": device, "dtype": torch.float16}
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True, **here
+        )
+        x = torch.randn(sequences, TOKENS, WIDTH, **here).requires_grad_()  # (B, T, D)
+        memory_allocated = torch.get_device_module(device).memory_allocated
+        before_bytes = memory_allocated(device)
+        with vgpu.record() as forward:
+            output = layer(x)
+        kept_bytes = memory_allocated(device) - before_bytes
+        gradient = torch.empty_like(output)
+        with vgpu.record() as backward:
+            torch.autograd.backward(output, gradient)
+        costs = vgpu.CostModel(vgpu.PRESETS[gpu])
+        return LayerCost(
+            forward.makespan_s,
+            backward.makespan_s,
+            costs.copy_time_s(output.nbytes),
+            kept_bytes,
+            output.nbytes,
+            sum(parameter.numel() for parameter in layer.parameters()),
+        )
+
+
+def answer_table(found: Answer) -> Table:
+    """Time, speed-up, bubble and memory in words."""
+    played = found.played
+    count = played.schedule.devices
+    speed_up = f"{found.alone / played.makespan:.2f} times one device"
+    bubble = ("bubble", f"{played.bubble:.1%}", "of all devices' time")
+    if found.cost is None or found.gpu is None:
+        chunks = played.schedule.chunks
+        unit = "micro-batches" if chunks == 1 else f"micro-batches, each in 1 of {chunks} chunks"
+        most = ", ".join(map(str, found.in_flight))
+        return Table(
+            (played.schedule.name, "", ""),
+            [
+                ("one step", f"{played.makespan:g} units", speed_up),
+                bubble,
+                ("activations in flight", most, f"{unit}, device by device"),
+            ],
+        )
+    peaks, room = found.peak_bytes(), vgpu.PRESETS[found.gpu].memory_bytes
+    fits = sum(peak <= room for peak in peaks)
+    room_told = f"of {format_bytes(room)}; fits on {fits} of {count}"
+    return Table(
+        (f"{played.schedule.name} on {count} × {found.gpu}", "", ""),
+        [
+            ("one step", format_seconds(played.makespan), f"virtual time; {speed_up}"),
+            bubble,
+            ("fullest device", format_bytes(max(peaks)), room_told),
+            ("emptiest device", format_bytes(min(peaks)), "counted"),
+        ],
+    )
+
+
+def show_answer(kind: str, devices: int, micro_batches: int, gpu: str | None = None) -> None:
+    """Draw the schedule and tell what it costs; say why where there is none."""
+    try:
+        found = answer(kind, devices, micro_batches, gpu)
+    except ValueError as problem:
+        print(f"No such schedule: {problem}.")
+        return
+    if gpu is None:
+        plots.schedule(found.played)
+    else:
+        how = f"virtual time of one layer on one {gpu}, the schedule counted"
+        plots.schedule(found.played, how=how, unit="ms", factor=1e3)
+    display(answer_table(found))
+
+
+def pipeline_explorer() -> ipywidgets.Widget:
+    """Stages, micro-batches, schedule and GPU around ``show_answer``."""
+    controls = {
+        "kind": ipywidgets.Dropdown(options=list(KINDS), value="1F1B", description="schedule"),
+        "gpu": ipywidgets.Dropdown(
+            options=[(_UNITS, None), *((name, name) for name in vgpu.PRESETS)], description="GPU"
+        ),
+        "devices": ipywidgets.SelectionSlider(
+            options=[1, 2, 4, 8], value=4, description="stages", continuous_update=False
+        ),
+        "micro_batches": ipywidgets.SelectionSlider(
+            options=[1, 2, 4, 8, 16, 32, 64],
+            value=8,
+            description="micro-batches",
+            continuous_update=False,
+            style={"description_width": "initial"},
+        ),
+    }
+    drawn = ipywidgets.interactive_output(show_answer, controls)
+    kind, gpu, devices, micro_batches = controls.values()
+    rows = [ipywidgets.HBox([kind, gpu]), ipywidgets.HBox([devices, micro_batches])]
+    return ipywidgets.VBox([*rows, drawn])
