@@ -1,22 +1,28 @@
 """A small table that shows itself in a notebook and reads well as text."""
 
 import html
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+_STYLE = "text-align:left;vertical-align:top"
 
 
 @dataclass(frozen=True)
 class Table:
     """Rows of cells under a header; cells are turned into text, True and False into yes and no.
 
-    ``links`` maps the text of a cell to the address it leads to in a notebook. Raises ValueError
-    for a row that has not as many cells as the header.
+    A notebook shows what stands between `backticks` as code.
+    ``links`` maps the text of a cell to the address it leads to in a notebook, ``widths`` a column
+    to its width in CSS; the others take what they need. Raises ValueError for a row that has not
+    as many cells as the header.
     """
 
     header: Sequence[str]
     rows: Sequence[Sequence[object]]
     caption: str = ""
     links: dict[str, str] | None = None
+    widths: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -42,8 +48,8 @@ class Table:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        style = "style='text-align:left;vertical-align:top'"
-        head = "".join(f"<th {style}>{html.escape(str(name))}</th>" for name in self.header)
+        style = f"style='{_STYLE}'"
+        head = "".join(f"{self._column(str(name))}</th>" for name in self.header)
         body = "".join(
             "<tr>" + "".join(f"<td {style}>{self._cell(text)}</td>" for text in row) + "</tr>"
             for row in self._texts()
@@ -52,7 +58,12 @@ class Table:
         caption = f"<p>{html.escape(self.caption)}</p>" if self.caption else ""
         return f"{caption}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
+    def _column(self, name: str) -> str:
+        width = (self.widths or {}).get(name)
+        return f"<th style='{_STYLE}{f';width:{width}' if width else ''}'>{html.escape(name)}"
+
     def _cell(self, text: str) -> str:
         address = (self.links or {}).get(text)
-        shown = html.escape(text)
+        code = r"<code style='white-space:normal;overflow-wrap:anywhere'>\1</code>"
+        shown = re.sub(r"`([^`]+)`", code, html.escape(text))
         return f"<a href='{html.escape(address, quote=True)}'>{shown}</a>" if address else shown

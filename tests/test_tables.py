@@ -17,6 +17,14 @@ def test_html_is_escaped_and_linked():
     assert "<a href='a&#x27;b.ipynb'>home</a>" in shown
 
 
+def test_backticks_are_code_and_widths_are_kept():
+    table = Table(("x", "y"), [("`a < b` holds", "")], widths={"x": "20%"})
+    shown = table._repr_html_()
+    assert ">a &lt; b</code> holds" in shown and "`" not in shown
+    assert shown.count("width:20%") == 1
+    assert "`a < b` holds" in str(table)
+
+
 def test_a_row_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="a row of 1 cells under 2 names"):
         Table(("a", "b"), [("only",)])

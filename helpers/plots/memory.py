@@ -194,9 +194,16 @@ def _phases(axes: Any, record: StepRecord) -> None:
     starts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(phases)) if a != b), len(phases)]
     for start, end in pairwise(starts):
         axes.axvline(start, color="black", linewidth=0.6, linestyle=":")
-        place = ((start + end) / 2, 0.98)
+        narrow = end - start < 0.15 * len(phases)
         axes.text(
-            *place, phases[start], transform=axes.get_xaxis_transform(), ha="center", va="top"
+            (start + end) / 2,
+            0.98,
+            phases[start],
+            transform=axes.get_xaxis_transform(),
+            ha="center",
+            va="top",
+            fontsize=9,
+            rotation="vertical" if narrow else "horizontal",
         )
 
 

@@ -1,0 +1,144 @@
+"""The ledger of claims: read, searched, counted, and each led back to the cell that proves it."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from helpers.tables import Table
+
+ANY = "any"
+PENDING = "pending"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The cell that settles a claim: where it is, the heading above it, and its code."""
+
+    notebook: str  # a file name
+    cell_id: str
+    heading: str
+    source: str
+
+    @property
+    def address(self) -> str:
+        """A link that opens the notebook in JupyterLab at this cell."""
+        return f"{self.notebook}#cell-id={self.cell_id}"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One sentence of the ledger, and what running it showed.
+
+    ``holds`` is what is right instead, or the answer, or where a true claim ends; ``believed``
+    why people say it. ``proof`` is None while the claim is pending.
+    """
+
+    id: str
+    claim: str
+    verdict: str
+    lesson: str
+    holds: str = ""
+    believed: str = ""
+    pending: str = ""
+    proof: Proof | None = None
+
+    @property
+    def status(self) -> str:
+        """The verdict: true, dated, false or open; "pending" where no cell has settled it yet."""
+        return PENDING if self.pending else self.verdict
+
+
+def read(folder: Path | str = ".") -> list[Claim]:
+    """All claims of ``folder``/claims.yml, each with its proof from the notebooks beside it.
+
+    Of several proving cells the first in the claim's own lesson counts. Raises FileNotFoundError
+    for a folder without a ledger.
+    """
+    path = Path(folder) / "claims.yml"
+    if not path.exists():
+        raise FileNotFoundError(f"no claims.yml in {path.parent.resolve()}: run this in notebooks/")
+    proofs: dict[tuple[str, str], Proof] = {}
+    for notebook in sorted(Path(folder).glob("[0-9][0-9]_*.ipynb")):
+        for claim_id, proof in _proofs(notebook):
+            proofs.setdefault((notebook.name[:2], claim_id), proof)
+    entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return [Claim(**entry, proof=proofs.get((entry["lesson"], entry["id"]))) for entry in entries]
+
+
+def search(
+    claims: Iterable[Claim], words: str = "", verdict: str = ANY, lesson: str = ANY
+) -> list[Claim]:
+    """The claims that have all of ``words`` in their text, this verdict, and this lesson.
+
+    ``words`` are found in any order, in upper and lower case, also inside longer words: in a
+    claim's id, its sentence, what holds and why it is believed. ``ANY`` leaves a filter open.
+    """
+    wanted = words.lower().split()
+    return [
+        claim
+        for claim in claims
+        if verdict in (ANY, claim.status)
+        and lesson in (ANY, claim.lesson)
+        and all(word in _text(claim) for word in wanted)
+    ]
+
+
+def counts(claims: Iterable[Claim]) -> Table:
+    """How many claims of each lesson have which verdict; the last row counts them all."""
+    claims = list(claims)
+    statuses = [s for s in ("true", "dated", "false", "open", PENDING) if search(claims, verdict=s)]
+    rows: list[list[object]] = []
+    for lesson in [*sorted({claim.lesson for claim in claims}), ANY]:
+        found = Counter(claim.status for claim in search(claims, lesson=lesson))
+        name = "all" if lesson == ANY else lesson
+        rows.append([name, *(found[status] or "" for status in statuses), found.total()])
+    return Table(("lesson", *statuses, "claims"), rows)
+
+
+def listing(claims: Sequence[Claim]) -> Table:
+    """The claims as a table; each id is a link to the cell that proves it."""
+    rows = [(c.id, c.status, c.claim, c.holds, _place(c)) for c in claims]
+    header = ("claim", "verdict", "what is said", "what holds", "proved in")
+    named = "1 claim" if len(claims) == 1 else f"{len(claims)} claims"
+    widths = {"what is said": "33%", "what holds": "35%", "proved in": "20%"}
+    return Table(header, rows, caption=named, links=_links(claims), widths=widths)
+
+
+def answers(claims: Sequence[Claim]) -> Table:
+    """What is said, what holds instead, and why people believe the other, with links as above."""
+    rows = [(c.id, c.claim, c.holds, c.believed) for c in claims]
+    header = ("claim", "what is said", "what holds", "why people believe it")
+    widths = dict.fromkeys(header[1:], "31%")
+    return Table(header, rows, links=_links(claims), widths=widths)
+
+
+def _links(claims: Sequence[Claim]) -> dict[str, str]:
+    return {claim.id: claim.proof.address for claim in claims if claim.proof}
+
+
+def _place(claim: Claim) -> str:
+    heading = claim.proof.heading if claim.proof else claim.pending
+    return f"{claim.lesson} · {heading}"
+
+
+def _text(claim: Claim) -> str:
+    return " ".join((claim.id, claim.claim, claim.holds, claim.believed)).lower()
+
+
+def _proofs(path: Path) -> Iterator[tuple[str, Proof]]:
+    """Claim ids and their proving cells, in the order of the notebook."""
+    heading = ""
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            bare = re.sub(r"```.*?```", "", source, flags=re.DOTALL)
+            heading = (re.findall(r"^#+ (.*)$", bare, re.MULTILINE) or [heading])[-1]
+        for tag in cell["metadata"].get("tags", ()):
+            if tag.startswith("claim-"):
+                proof = Proof(path.name, cell["id"], heading, source)
+                yield tag.removeprefix("claim-"), proof
