@@ -126,6 +126,15 @@ def test_the_context_gives_back_what_was_before():
     assert not vgpu.is_enabled()
 
 
+def test_contexts_one_after_the_other_give_back_what_was_before_both():
+    with vgpu.enable(3, gpu="A100"):
+        for _ in range(2):
+            with vgpu.enable(1, gpu="K80"):
+                assert torch.vgpu.device_count() == 1
+            assert torch.vgpu.device_count() == 3
+            assert "A100" in torch.vgpu.get_device_name(2)
+
+
 def test_tensors_outlive_a_smaller_count():
     with vgpu.enable(3):
         kept = torch.ones(1000, device="vgpu:2")

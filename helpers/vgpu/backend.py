@@ -74,10 +74,12 @@ class Lab(contextlib.AbstractContextManager):
 
     def __exit__(self, *exc_info: object) -> None:
         """Back to what was before ``enable``: other virtual GPUs, or none."""
+        global _settings
         if self._before is None:
             disable()
         else:
-            gpus.set_count(*self._before)
+            _settings = self._before
+            gpus.set_count(*_settings)
 
     def __repr__(self) -> str:
         name = gpus.by_index(0).spec.name if gpus.device_count() else "disabled"
