@@ -6,13 +6,22 @@ BIN := .venv/bin
 CELL_SECONDS := 120
 LESSON_SECONDS := 300
 
-.PHONY: help venv lab test check format bench clean
+OUT ?=
+CLASS ?=
+
+.PHONY: help venv lab test test-browser check format bench student solved class slides book clean
 help:
 	@echo "make lab      set up and open JupyterLab at lesson 00 (ARGS=\"--no-browser --port 9999\")"
 	@echo "make test     set up and run every test and every lesson"
+	@echo "make test-browser   open and run every lesson in JupyterLab, in Chromium"
 	@echo "make check    the quick checks: style, types, structure"
 	@echo "make format   format the code and empty the notebooks of outputs"
 	@echo "make bench    measure, and write benchmarks/RESULTS.md"
+	@echo "make student  an edition without solutions, to hand out (OUT=folder or file.zip)"
+	@echo "make solved   the same, solved"
+	@echo "make class CLASS=folder   check the exercises that a class handed in"
+	@echo "make slides   slides of each lesson in build/slides"
+	@echo "make book     the course as a site to read, in build/book"
 	@echo "make clean    remove .venv and caches"
 	@echo "CPU=1         with any of them, on Linux: PyTorch without CUDA, a smaller download"
 
@@ -26,6 +35,10 @@ test: venv
 	$(BIN)/pytest
 	$(BIN)/pytest --nbmake --nbmake-timeout=$(CELL_SECONDS) --timeout=$(LESSON_SECONDS) \
 	  --durations=0 --durations-min=0.5 notebooks
+
+test-browser: venv
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --editable ".[browser]"
+	$(BIN)/pytest tests/browser --timeout=900
 
 check: venv
 	$(BIN)/ruff check
@@ -41,6 +54,23 @@ format: venv
 
 bench: venv
 	$(BIN)/python -m benchmarks
+
+student: venv
+	$(BIN)/python -m teaching.editions student $(or $(OUT),build/student.zip)
+
+solved: venv
+	$(BIN)/python -m teaching.editions solved $(or $(OUT),build/solved.zip)
+
+class: venv
+	$(BIN)/python -m teaching.class_check $(CLASS) $(ARGS)
+
+slides: venv
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --editable ".[slides]"
+	$(BIN)/python -m teaching.slides $(or $(OUT),build/slides)
+
+book: venv
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --editable ".[book]"
+	$(BIN)/python -m teaching.book $(or $(OUT),build/book)
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist

@@ -5,7 +5,7 @@ import tempfile
 
 import yaml
 
-import lessons
+from teaching import lessons
 
 # Set before any kernel or worker starts: they inherit it.
 _progress = tempfile.TemporaryDirectory(prefix="course-progress-")

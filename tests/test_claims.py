@@ -5,7 +5,7 @@ import ast
 import pytest
 import yaml
 
-import lessons
+from teaching import lessons
 
 LEDGER = yaml.safe_load((lessons.ROOT / "notebooks" / "claims.yml").read_text(encoding="utf-8"))
 PROVED = [claim for claim in LEDGER if "pending" not in claim]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-import lessons
 from helpers import claims
+from teaching import lessons
 
 NOTEBOOKS = lessons.ROOT / "notebooks"
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-import lessons
 from helpers import course
 from helpers.checks import check, reset
+from teaching import lessons
 
 
 def test_every_lesson_is_listed_with_its_link_and_minutes():

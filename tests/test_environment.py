@@ -4,7 +4,7 @@ import tomllib
 
 import yaml
 
-from lessons import ROOT
+from teaching.lessons import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CONDA = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))

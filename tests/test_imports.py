@@ -4,7 +4,7 @@ import ast
 
 import helpers.checks
 import helpers.plots
-from lessons import ROOT
+from teaching.lessons import ROOT
 
 PACKAGE = ROOT / "helpers"
 

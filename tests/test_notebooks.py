@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-import lessons
+from teaching import lessons
 
 CELL_ID = re.compile(r"^[a-z0-9][a-z0-9-]*$")
 EXERCISE_PARTS = ("exercise", "stub", "check", "hint", "solution")

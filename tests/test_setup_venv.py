@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import setup_venv
-from lessons import ROOT
+from teaching.lessons import ROOT
 
 
 @pytest.fixture

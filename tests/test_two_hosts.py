@@ -21,8 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import lessons
 from helpers.data import Digits
+from teaching import lessons
 
 LESSON = next(path for path in lessons.NOTEBOOKS if lessons.number(path) == "07")
 EPOCHS, LOST_IN_EPOCH = 8, 3

@@ -1,4 +1,4 @@
-"""The notebooks as the tests see them: cells, tags, and the parts of an exercise."""
+"""The notebooks as files: cells, tags, and the parts of an exercise."""
 
 import json
 import re
@@ -52,6 +52,18 @@ def tagged(path: Path, tag: str) -> list[Cell]:
     return [cell for cell in cells(path) if tag in cell.tags]
 
 
+def heading_above(path: Path, cell_id: str) -> str:
+    """The text of the last heading before a cell, or in it."""
+    found = ""
+    for cell in cells(path):
+        if not cell.is_code:
+            bare = re.sub(r"```.*?```", "", cell.source, flags=re.DOTALL)
+            found = (re.findall(r"^#+ (.*)$", bare, re.MULTILINE) or [found])[-1]
+        if cell.id == cell_id:
+            return found
+    raise ValueError(f"{path.name} has no cell {cell_id!r}")
+
+
 def exercise_ids(path: Path) -> list[str]:
     return [
         tag.removeprefix("exercise-")
@@ -64,5 +76,18 @@ def exercise_ids(path: Path) -> list[str]:
 def solution(path: Path, exercise_id: str) -> str:
     """The Python code inside the folded solution of an exercise."""
     (cell,) = tagged(path, f"solution-{exercise_id}")
-    blocks = re.findall(r"```python\n(.*?)```", cell.source, flags=re.DOTALL)
-    return "\n".join(blocks)
+    return python_in(cell.source)
+
+
+def python_in(markdown: str) -> str:
+    """The Python code in the fenced blocks of a markdown text."""
+    return "\n".join(re.findall(r"```python\n(.*?)```", markdown, flags=re.DOTALL))
+
+
+def answer_expression(path: Path, exercise_id: str) -> str:
+    """What an exercise's check cell hands over: the second argument of its ``check(...)``."""
+    (cell,) = tagged(path, f"check-{exercise_id}")
+    pattern = rf'check\("{re.escape(exercise_id)}",\s*(.*)\)\s*$'
+    found = re.search(pattern, cell.source, re.DOTALL)
+    assert found, f"{path.name}: the cell check-{exercise_id} calls no check"
+    return found[1]

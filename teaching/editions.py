@@ -1,0 +1,123 @@
+"""Two editions to hand out: without solutions, and solved; from the same notebooks.
+
+    python -m teaching.editions student build/student.zip
+    python -m teaching.editions solved build/solved
+
+Each is a whole course: lessons, package and set-up, so ``make lab`` works in it. Tests and the
+teacher's tools stay behind. The exercises' checks travel along and know the answers: an edition
+without solutions keeps honest people honest.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from teaching import lessons
+
+PARTS = (
+    *("notebooks", "helpers", "docs", "README.md", "LICENSE"),
+    *("Makefile", "setup_venv.py", "pyproject.toml", "environment.yml"),
+)
+EDITIONS = ("student", "solved")
+KEPT_BACK = (
+    "<details>\n<summary>Solution</summary>\n\nNot in this edition: your teacher has it.\n\n"
+    "</details>"
+)
+START = """# {title}
+
+Python 3.11 or newer is all that is needed. In this folder:
+
+- Linux and macOS: `make lab`
+- Windows: `py setup_venv.py`, then `.venv\\Scripts\\jupyter lab notebooks\\00_start_here.ipynb`
+
+The first call downloads the packages. Later ones start at once.
+
+{note}
+"""
+NOTES = {
+    "student": "Write your answers into the cells that say so, save, and hand in the folder "
+    "`notebooks`. The solutions and the tests stay with the teacher.",
+    "solved": "Each exercise's cell holds its solution. The tests stay with the teacher.",
+}
+
+
+def edition(notebook: dict[str, Any], kind: str) -> dict[str, Any]:
+    """A lesson's notebook (nbformat 4 as a dictionary) in one of ``EDITIONS``; a new dictionary.
+
+    In the student's, a solution is replaced by a word that the teacher has it; in the solved one,
+    an exercise's cell holds the solution. Cells keep their ids and tags.
+    """
+    made = json.loads(json.dumps(notebook))
+    for cell in made["cells"]:
+        for tag in cell["metadata"].get("tags", ()):
+            part, _, exercise_id = tag.partition("-")
+            if kind == "student" and part == "solution":
+                cell["source"] = KEPT_BACK.splitlines(keepends=True)
+            if kind == "solved" and part == "stub":
+                solution = _solution(notebook, exercise_id)
+                cell["source"] = solution.strip().splitlines(keepends=True)
+    return made
+
+
+def _solution(notebook: dict[str, Any], exercise_id: str) -> str:
+    for cell in notebook["cells"]:
+        if f"solution-{exercise_id}" in cell["metadata"].get("tags", ()):
+            return lessons.python_in("".join(cell["source"]))
+    raise ValueError(f"exercise {exercise_id} has a stub and no solution")
+
+
+def write(kind: str, target: Path) -> int:
+    """Write an edition into a new folder, or into a zip file where ``target`` ends in .zip.
+
+    Returns the number of exercises in it. Raises FileExistsError where the target exists, so that
+    nobody's answers are overwritten.
+    """
+    if target.exists():
+        raise FileExistsError(f"{target} exists already: name another one, or remove it first")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "multi-gpu-pytorch"
+        folder.mkdir()
+        for part in PARTS:
+            source = lessons.ROOT / part
+            if source.is_dir():
+                unwanted = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+                shutil.copytree(source, folder / part, ignore=unwanted)
+            else:
+                shutil.copy2(source, folder / part)
+        count = 0
+        for path in sorted((folder / "notebooks").glob("*.ipynb")):
+            notebook = edition(json.loads(path.read_text(encoding="utf-8")), kind)
+            text = json.dumps(notebook, indent=1, ensure_ascii=False)
+            path.write_text(text + "\n", encoding="utf-8")
+            count += len(lessons.exercise_ids(path))
+        title = "Multi-GPU PyTorch, hands on" + (", solved" if kind == "solved" else "")
+        start = START.format(title=title, note=NOTES[kind])
+        (folder / "START.md").write_text(start, encoding="utf-8")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.suffix == ".zip":
+            shutil.make_archive(str(target.with_suffix("")), "zip", scratch)
+        else:
+            shutil.move(folder, target)
+    return count
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="teaching.editions", description=__doc__.split("\n")[0])
+    parser.add_argument("kind", choices=EDITIONS, help="without solutions, or solved")
+    parser.add_argument("target", type=Path, help="a new folder, or a file that ends in .zip")
+    options = parser.parse_args(arguments)
+    try:
+        count = write(options.kind, options.target)
+    except FileExistsError as error:
+        sys.exit(f"editions: {error}")
+    print(
+        f"{options.target}: {len(lessons.NOTEBOOKS)} notebooks, {count} exercises, {options.kind}"
+    )
+
+
+if __name__ == "__main__":
+    main()

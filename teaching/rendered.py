@@ -1,0 +1,60 @@
+"""Lessons with their outputs, run here and now, for the book and the slides."""
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+from teaching import lessons
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+CELL_SECONDS = 300
+LIVE_ONLY = "*This explorer has sliders: it lives in JupyterLab.*"
+
+
+def run(path: Path, cache: Path) -> nbformat.NotebookNode:
+    """A lesson, executed top to bottom in a fresh kernel; kept in ``cache`` until it changes.
+
+    Widgets are replaced by a sentence that they are live only. Raises
+    nbclient.exceptions.CellExecutionError where a cell fails.
+    """
+    kept = cache / f"{path.stem}-{_digest(path)}.ipynb"
+    if not kept.exists():
+        notebook = nbformat.read(path, as_version=4)
+        with tempfile.TemporaryDirectory() as progress:
+            environment = os.environ | {"COURSE_PROGRESS_DIR": progress}
+            client = NotebookClient(
+                notebook,
+                timeout=CELL_SECONDS,
+                resources={"metadata": {"path": str(path.parent)}},
+                # A kernel warns on the terminal that it listens on this machine.
+                extra_arguments=["--log-level=ERROR"],
+            )
+            client.execute(env=environment)
+        _settle(notebook)
+        cache.mkdir(parents=True, exist_ok=True)
+        nbformat.write(notebook, kept)
+    return nbformat.read(kept, as_version=4)
+
+
+def _digest(path: Path) -> str:
+    """Changes with the lesson and with the package behind it."""
+    digest = hashlib.sha256(path.read_bytes())
+    for source in sorted((lessons.ROOT / "helpers").rglob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _settle(notebook: nbformat.NotebookNode) -> None:
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        live = [output for output in cell.outputs if WIDGET in output.get("data", {})]
+        cell.outputs = [output for output in cell.outputs if output not in live]
+        if live and not cell.outputs:
+            data = {"text/markdown": LIVE_ONLY, "text/plain": LIVE_ONLY.strip("*")}
+            cell.outputs = [nbformat.v4.new_output("display_data", data=data)]
+    notebook.metadata.pop("widgets", None)

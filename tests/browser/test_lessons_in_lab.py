@@ -1,0 +1,80 @@
+"""Every lesson in JupyterLab, in a browser: opened, run, and its explorer moved."""
+
+import re
+import time
+
+import pytest
+
+from teaching import lessons
+
+EXPLORER = re.compile(r"^\w*explorer\(.*\)$", re.MULTILINE)
+names = [path.name[:2] for path in lessons.NOTEBOOKS]
+
+
+@pytest.fixture(scope="module", params=names)
+def opened(request, open_lesson):
+    """A lesson as it is before anything was run."""
+    return request.param, open_lesson(request.param)
+
+
+@pytest.fixture(scope="module")
+def ran(opened):
+    """The same lesson after Run All Cells."""
+    name, lesson = opened
+    lesson.run_all()
+    return name, lesson
+
+
+def test_hints_and_solutions_are_folded_when_a_lesson_opens(opened):
+    _, lesson = opened
+    folded = [n for n, cell in enumerate(lesson.cells()) if "<details>" in cell["source"]]
+    for index in folded:
+        details = lesson.show(index).locator("details")
+        details.first.wait_for(timeout=30_000)
+        assert not details.evaluate_all("all => all.some(each => each.open)")
+
+
+@pytest.mark.timeout(600)
+def test_every_cell_runs_without_error_or_red(ran):
+    _, lesson = ran
+    for cell in lesson.cells():
+        for output in cell["outputs"]:
+            assert output["output_type"] != "error", f"{cell['id']}: {output}"
+            assert output.get("name") != "stderr", f"{cell['id']}: {output['text']}"
+
+
+def test_the_explorer_answers_to_its_slider(ran, request):
+    name, lesson = ran
+    found = [n for n, cell in enumerate(lesson.cells()) if EXPLORER.search(cell["source"])]
+    if not found:
+        assert name not in ("02", "04", "05", "06", "09", "10"), "the explorer is gone"
+        pytest.skip("the lesson has no explorer")
+    for index in found:
+        area = lesson.show(index).locator(".jp-OutputArea").first
+        picture = area.locator("img").first
+        picture.wait_for(timeout=60_000)
+        took = request.config.seconds_to_answer.setdefault(name, [])
+        for before in range(3):
+            shown = picture.get_attribute("src")
+            move(area, before)
+            started = time.monotonic()
+            lesson.page.wait_for_function(
+                "([area, shown]) => { const now = area.querySelector('img');"
+                " return now && now.src !== shown; }",
+                arg=[area.element_handle(), shown],
+                timeout=60_000,
+                polling=20,
+            )
+            took.append(time.monotonic() - started)
+
+
+def move(area, turn):
+    """Move the first slider with the keyboard; with no slider, choose the next option."""
+    handles = area.locator(".noUi-handle")
+    if handles.count():
+        handles.first.focus()
+        handles.first.press("ArrowLeft" if turn == 1 else "ArrowRight")
+    else:
+        choice = area.locator("select").first
+        count = choice.locator("option").count()
+        choice.select_option(index=(turn + 1) % count)
