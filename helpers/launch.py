@@ -21,7 +21,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from helpers import rank_faults, rank_hangs, rank_places, worker
+from helpers import machine, rank_faults, rank_hangs, rank_places, worker
 from helpers.errors import LaunchError, RankDied, RankRaised, RanksHung
 from helpers.rank_output import Output
 from helpers.rank_team import Member, Team
@@ -91,7 +91,7 @@ def _check(function: object, nprocs: object, timeout_s: object, output: object) 
     if not isinstance(nprocs, int) or isinstance(nprocs, bool):
         kind = type(nprocs).__name__
         raise TypeError(f"the number of ranks must be an int; found {nprocs!r} ({kind}).")
-    cores = _cores()
+    cores = machine.cores()
     most = RANKS_PER_CORE * cores
     if nprocs < 1:
         raise ValueError(f"launch.run needs at least 1 rank; found {nprocs}.")
@@ -104,12 +104,6 @@ def _check(function: object, nprocs: object, timeout_s: object, output: object) 
         raise ValueError(f"timeout_s must be a positive number of seconds; found {timeout_s!r}.")
     if output not in ("live", "by rank"):
         raise ValueError(f'output must be "live" or "by rank"; found {output!r}.')
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _pack(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -139,7 +133,7 @@ def _unpicklable_part(function: Callable[..., Any], args: tuple[Any, ...]) -> st
 
 
 def _jobs(world_size: int) -> list[worker.Job]:
-    threads = max(1, _cores() // world_size)
+    threads = machine.threads_per_rank(world_size)
     own_gpus = dist.is_nccl_available() and torch.cuda.device_count() >= world_size
     shared = {
         # A figure drawn in a rank is shown by the notebook, not by the rank.
@@ -153,10 +147,8 @@ def _jobs(world_size: int) -> list[worker.Job]:
         "GROUP_WORLD_SIZE": "1",
     }
     defaults = dict(rank_places.RECORDER)
-    loopback = [name for _, name in _interfaces() if name in ("lo", "lo0")]
-    if loopback:
-        # All ranks are on this machine; without this gloo looks the machine's own name up.
-        defaults["GLOO_SOCKET_IFNAME"] = loopback[0]
+    if loopback := machine.loopback():
+        defaults["GLOO_SOCKET_IFNAME"] = loopback  # all ranks are on this machine
     # A cell's source stands in linecache only, and has no time of change there.
     sources = {n: e for n, e in linecache.cache.items() if len(e) == 4 and e[1] is None}
     return [
@@ -176,10 +168,6 @@ def _jobs(world_size: int) -> list[worker.Job]:
         )
         for rank in range(world_size)
     ]
-
-
-def _interfaces() -> list[tuple[int, str]]:
-    return socket.if_nameindex() if hasattr(socket, "if_nameindex") else []
 
 
 def _free_port() -> int:

@@ -32,6 +32,7 @@ ORDER = [
     "helpers.data",
     "helpers.models",
     "helpers.checkpoints",
+    "helpers.meeting",
     "helpers.training",
     "helpers.train",
     "helpers.schedules",

@@ -1,0 +1,26 @@
+"""What this machine has for its ranks: cores to share out, and a network that stays inside."""
+
+import os
+import socket
+
+
+def cores() -> int:
+    """Cores that this process may use, which a scheduler or a container can make fewer."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads_per_rank(ranks: int) -> int:
+    """Each rank's share of the cores, at least 1, for ``torch.set_num_threads``."""
+    return max(1, cores() // ranks)
+
+
+def loopback() -> str | None:
+    """The network interface on which this machine talks to itself; None where it has no name.
+
+    Ranks of one machine take it (GLOO_SOCKET_IFNAME); else gloo looks up the machine's own name,
+    which some machines do not know.
+    """
+    named = socket.if_nameindex() if hasattr(socket, "if_nameindex") else []
+    return next((name for _, name in named if name in ("lo", "lo0")), None)
