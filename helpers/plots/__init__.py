@@ -14,6 +14,7 @@ from helpers.plots.memory import (
     steps_by_cause,
 )
 from helpers.plots.model_parallel import repeated_times, stages_over_time
+from helpers.plots.pipeline import data_parallel_against_ddp, parts_of_time, split_sizes
 from helpers.plots.schedules import schedule, schedules
 from helpers.plots.shares import replica_sizes, share_bars, shares
 from helpers.plots.style import COLOURS, figure
@@ -27,6 +28,7 @@ __all__ = [
     "before_and_after",
     "busiest_rank",
     "bytes_sent",
+    "data_parallel_against_ddp",
     "digit_grid",
     "figure",
     "fitting",
@@ -38,6 +40,7 @@ __all__ = [
     "kept_per_step",
     "learning_curves",
     "one_step",
+    "parts_of_time",
     "peaks_before_and_after",
     "peaks_by_cause",
     "repeated_times",
@@ -47,6 +50,7 @@ __all__ = [
     "schedules",
     "share_bars",
     "shares",
+    "split_sizes",
     "stages_over_time",
     "step_by_cause",
     "step_by_module",

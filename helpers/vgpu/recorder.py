@@ -5,6 +5,7 @@ which on CUDA may reuse a block too early where ``record_stream`` is forgotten.
 """
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,10 +49,14 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
     active = Recorder(clock, timeline)
     clocks.active = clock
     tensor.set_interceptor(dispatch)
+    # Events are many and stay: to look through them for cycles again and again would be in vain.
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, *thresholds[1:])
     try:
         with module_names.tracked():
             yield timeline
     finally:
+        gc.set_threshold(*thresholds)
         tensor.set_interceptor(None)
         active = clocks.active = None
         timeline.host_s, timeline.makespan_s = clock.end()
