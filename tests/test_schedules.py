@@ -5,8 +5,10 @@ from itertools import pairwise
 
 import matplotlib.pyplot as plt
 import pytest
+from matplotlib.collections import PathCollection
 
 from helpers import plots, schedules
+from helpers.plots.schedules import number_path
 from helpers.schedule_time import DeadlockError, Times, in_flight, needs, peaks_in_flight, play
 from helpers.schedules import Action, Schedule, from_text
 
@@ -192,27 +194,35 @@ def test_a_schedule_reads_back_from_its_text(make):
 
 
 @pytest.fixture
-def texts(monkeypatch):
-    """The texts of each figure that would have been shown, by panel."""
-    figures = []
+def numbers(monkeypatch):
+    """The numbers on each panel that would have been shown: their outlines and places."""
+    found = []
 
     def keep():
-        panels = plt.gcf().axes
-        figures.append([[text.get_text() for text in axes.texts] for axes in panels])
+        for axes in plt.gcf().axes:
+            written = [each for each in axes.collections if isinstance(each, PathCollection)]
+            found.append([(e.get_paths(), e.get_offsets().tolist()) for e in written])
 
     monkeypatch.setattr(plt, "show", keep)
-    return figures
+    return found
 
 
-def test_the_figure_numbers_every_box_with_its_micro_batch(texts):
+def test_the_figure_numbers_every_box_with_its_micro_batch(numbers):
     played = play(schedules.one_forward_one_backward(2, 3))
-    plots.schedule(played)
-    ((numbers,),) = texts
-    expected = [str(box.action.micro_batch) for row in played.boxes for box in row]
-    assert [text for text in numbers if text.isdecimal()] == expected
+    plots.schedule(played, factor=10)
+    (((outlines, places),),) = numbers
+    boxes = [(row, box) for row, boxes in enumerate(played.boxes) for box in boxes]
+    assert outlines == [number_path(str(box.action.micro_batch)) for _, box in boxes]
+    assert places == [[5 * (box.start + box.end), row] for row, box in boxes]
+    assert number_path("1") is not number_path("2")
 
 
-def test_several_schedules_share_one_scale(texts, monkeypatch):
+def test_boxes_without_room_have_no_number(numbers):
+    plots.schedule(play(schedules.interleaved(8, 64)))
+    assert numbers == [[]]
+
+
+def test_several_schedules_share_one_scale(monkeypatch):
     limits = []
     monkeypatch.setattr(plt, "show", lambda: limits.extend(a.get_xlim() for a in plt.gcf().axes))
     plots.schedules({name: play(make(4, 4)) for name, make in schedules.KINDS.items()})
