@@ -1,6 +1,7 @@
 """PyTorch's own DataParallel on virtual GPUs: who sees which shape, and one device's gradients."""
 
 import copy
+import gc
 import threading
 
 import pytest
@@ -115,6 +116,7 @@ def test_scalar_outputs_become_a_vector_with_a_warning():
 
 
 def test_eight_replicas_many_times_leave_no_byte_and_no_thread():
+    gc.collect()  # of what came before
     with vgpu.enable(8):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))

@@ -142,15 +142,90 @@ def test_a_shuffling_loader_under_a_default_device_fails_as_on_cuda():
         torch.set_default_device(None)
 
 
-def test_forward_mode_says_that_it_is_not_supported():
-    x = on(0, 2)
-    with pytest.raises(NotImplementedError, match="not supported on virtual GPUs"):
-        torch.func.jvp(lambda v: v * 2, (x,), (x,))
+DEVICE = "vgpu:1"
+PARTS = [torch.ones(2), torch.ones(3)]
+QUANTIZED = "quantized tensors are not supported on virtual GPUs"
+NESTED = "nested tensors are not supported on virtual GPUs"
+STORAGE = "a storage alone cannot be made on or moved to a virtual GPU"
+REFUSED = {
+    "storage": (lambda: torch.UntypedStorage(8, device=DEVICE), STORAGE),
+    "typed storage": (lambda: torch.TypedStorage(8, dtype=torch.int8, device=DEVICE), STORAGE),
+    "storage moved": (lambda: torch.UntypedStorage(8).to(device=torch.device(DEVICE)), STORAGE),
+    "quantize": (lambda: torch.quantize_per_tensor(on(1, 2), 0.1, 0, torch.qint8), QUANTIZED),
+    "quantize channels": (
+        lambda: torch.quantize_per_channel(on(1, 2, 2), on(1, 2), on(1, 2), 0, torch.qint8),
+        QUANTIZED,
+    ),
+    "quantize dynamic": (lambda: torch.quantize_per_tensor_dynamic(on(1, 2), torch.qint8, False), QUANTIZED),
+    "quantized moved": (
+        lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8).to(DEVICE),
+        QUANTIZED,
+    ),
+    "nested": (lambda: torch.nested.nested_tensor(PARTS, device=DEVICE), NESTED),
+    "nested of virtual": (lambda: torch.nested.as_nested_tensor([on(1, 2), on(1, 3)]), NESTED),
+    "nested moved": (lambda: torch.nested.nested_tensor(PARTS).to(DEVICE), NESTED),
+    "jagged": (lambda: torch.nested.nested_tensor(PARTS, layout=torch.jagged, device=DEVICE), NESTED),
+    "jagged of virtual": (
+        lambda: torch.nested.as_nested_tensor([on(1, 2), on(1, 3)], layout=torch.jagged),
+        NESTED,
+    ),
+    "jagged moved": (
+        lambda: torch.nested.nested_tensor(PARTS, layout=torch.jagged).to(DEVICE),
+        NESTED,
+    ),
+}  # fmt: skip
 
 
-def test_compiling_a_virtual_model_is_refused_clearly():
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+def test_what_virtual_gpus_do_not_have_is_refused_clearly(name):
+    call, message = REFUSED[name]
+    with pytest.raises(NotImplementedError, match=message):
+        call()
+    assert torch.UntypedStorage(8, device="cpu").nbytes() == 8
+    assert on(1, 3).sum().item() == 3
+
+
+def with_dual(use):
+    with torch.autograd.forward_ad.dual_level():
+        use(torch.autograd.forward_ad.make_dual(torch.ones(()), torch.ones(())))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: torch.func.jvp(lambda v: v * 2, (on(0, 2),), (on(0, 2),)),
+        lambda: torch.func.jvp(lambda v: v.to("vgpu:0") * 2, (torch.ones(2),), (torch.ones(2),)),
+        lambda: torch.func.jacfwd(lambda v: v * 2)(on(0, 2)),
+        lambda: with_dual(lambda dual: dual.to("vgpu:0")),
+        lambda: with_dual(lambda dual: dual * on(0, 2)),
+        lambda: with_dual(lambda dual: on(0, 2).copy_(dual)),
+        lambda: with_dual(lambda dual: torch.autograd.forward_ad.make_dual(dual, on(0, 1)[0])),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+def test_forward_mode_says_that_it_is_not_supported(call):
+    with pytest.raises(NotImplementedError, match=r"forward-mode .* not supported on virtual GPUs"):
+        call()
+    with torch.autograd.forward_ad.dual_level():
+        assert torch.ones(2).to("vgpu:0").sum().item() == 2
+
+
+# Older versions import what they call deprecated.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_compiling_what_is_virtual_is_refused_clearly():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1).to("vgpu:1"))
     for compile_it in (lambda: torch.compile(model), lambda: model.compile()):
         with pytest.raises(NotImplementedError, match=r"1\.weight is on vgpu:1: run the model as"):
             compile_it()
     assert callable(torch.compile(torch.nn.Linear(3, 2)))
+
+    @torch.compile(backend="eager")
+    def double(x):
+        return 2 * x
+
+    with pytest.raises(NotImplementedError, match="argument is on vgpu:1: call the function"):
+        double(on(1, 2))

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ from helpers.vgpu import (
     gpus,
     identity,
     operations,
+    processes,
     random,
     recorder,
+    refusals,
     rules,
     serialization,
     streams,
@@ -50,6 +53,15 @@ class _Changes(contextlib.ExitStack):
             self.callback(delattr, owner, name)
         else:
             self.callback(setattr, owner, name, before)
+
+    def item(self, table: dict, key: Any, value: Any) -> None:
+        """Replace an entry of a dict, or add it."""
+        before = table.get(key, _MISSING)
+        table[key] = value
+        if before is _MISSING:
+            self.callback(table.pop, key)
+        else:
+            self.callback(table.__setitem__, key, before)
 
     def library(self, namespace: str) -> torch.library.Library:
         """A library whose registrations go when the changes are undone."""
@@ -187,12 +199,19 @@ def _install() -> None:
     _changes.set(torch, "as_tensor", _as_tensor)
     _changes.set(torch, "_has_compatible_shallow_copy_type", identity.has_compatible_type)
     _changes.set(torch.Tensor, "data", identity.data)
-    _changes.set(torch.autograd.forward_ad, "make_dual", wordings.make_dual)
-    _changes.set(torch, "compile", wordings.refusing_virtual_models(torch.compile))
+    _changes.set(
+        torch.Tensor, "_make_wrapper_subclass", staticmethod(refusals.make_wrapper_subclass)
+    )
+    _changes.set(torch.nested, "nested_tensor", refusals.nested_tensor)
+    _changes.set(torch.UntypedStorage, "__new__", refusals.new_untyped_storage)
+    _changes.set(torch.autograd.forward_ad, "make_dual", refusals.make_dual)
+    _changes.set(torch, "compile", refusals.refusing_virtual(torch.compile))
     for owner, name in _CHECK_IN_CPP:
         _changes.set(owner, name, wordings.naming_devices(getattr(owner, name)))
     _install_serialization()
-    rules.use_handlers(operations.HANDLERS)
+    for kind, reduce in processes.REDUCERS.items():
+        _changes.item(ForkingPickler._extra_reducers, kind, reduce)  # type: ignore[attr-defined]
+    rules.use_handlers({**operations.HANDLERS, **refusals.HANDLERS})
     _register_kernels()
 
 
@@ -210,6 +229,8 @@ def _register_kernels() -> None:
     fallbacks = _changes.library("_")
     for key in ("PrivateUse1", "SparsePrivateUse1", "SparseCsrPrivateUse1", "Lazy"):
         fallbacks.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), key)
+    for key, refuse in refusals.FALLBACKS.items():
+        fallbacks.fallback(refuse, key)
     fallbacks.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     kernels = _changes.library("aten")
     # torch.tensor() and list indices copy with Python dispatch switched off. Then fallbacks are not
@@ -261,6 +282,8 @@ _CHECK_IN_CPP = (
     (torch._VF, "rnn_relu"),
     (torch, "grid_sampler"),
     (torch, "tensor_split"),
+    (torch, "to_dlpack"),
+    (torch.utils.dlpack, "to_dlpack"),
     (torch.nn.functional, "scaled_dot_product_attention"),
     (torch.autograd, "_engine_run_backward"),
 )

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from helpers.vgpu import gpus
+from helpers.vgpu.refusals import refuse_tangents
 from helpers.vgpu.rules import Handler
 from helpers.vgpu.same_device import check_for
 from helpers.vgpu.tensor import VirtualTensor, unwrap, wrap, wrap_result
@@ -32,6 +33,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 def to_copy(func: Any, args: tuple, kwargs: dict) -> Any:
     """``Tensor.to`` where something changes: the only way from one device to another."""
     (source,) = args
+    refuse_tangents(args)
     options = {key: value for key, value in kwargs.items() if value is not None}
     device = options.pop("device", None)
     options.pop("pin_memory", None)
@@ -45,6 +47,7 @@ def to_copy(func: Any, args: tuple, kwargs: dict) -> Any:
 @special("aten::copy_")
 def copy_(func: Any, args: tuple, kwargs: dict) -> Any:
     target, source, *rest = args
+    refuse_tangents(args)
     if not _are_same_values(target, source):
         values_of(target).copy_(values_of(source), *rest, **kwargs)
     return target
@@ -74,6 +77,7 @@ def _are_same_values(target: torch.Tensor, source: torch.Tensor) -> bool:
 @special("aten::_foreach_copy_")
 def foreach_copy_(func: Any, args: tuple, kwargs: dict) -> Any:
     targets, sources, *rest = args
+    refuse_tangents(args)
     func([values_of(t) for t in targets], [values_of(s) for s in sources], *rest, **kwargs)
 
 

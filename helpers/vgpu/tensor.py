@@ -17,6 +17,7 @@ import torch
 from helpers.vgpu import gpus, random
 from helpers.vgpu.gpus import VirtualGPU
 from helpers.vgpu.memory import Block
+from helpers.vgpu.refusals import refuse_tangents
 from helpers.vgpu.rules import Rule, rule_for
 from helpers.vgpu.wordings import naming_devices
 
@@ -260,6 +261,7 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
         values, gpu, mixed = unwrap(kwargs.values(), gpu, mixed)
         inner_kwargs = dict(zip(kwargs, values, strict=True))
     if mixed:
+        refuse_tangents((args, *kwargs.values()))
         rule.check(func, args, kwargs)
     if rule.makes_on_device:
         gpu = _set_inner_device(inner_kwargs, gpu)
