@@ -1,0 +1,206 @@
+"""The course as a site to read without running: the executed lessons, searchable, light and dark.
+
+    python -m teaching.book build/book
+
+Sphinx with MyST-NB makes it. Nothing is downloaded, neither while it is made nor by its pages.
+"""
+
+import argparse
+import html.parser
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import nbformat
+
+from helpers import claims, course
+from teaching import lessons, rendered
+
+PAGES = Path(__file__).parent / "pages"
+CONFIGURATION = {
+    "project": "Multi-GPU PyTorch, hands on",
+    "html_title": "Multi-GPU PyTorch, hands on",
+    "extensions": ["myst_nb"],
+    "html_theme": "sphinx_book_theme",
+    "html_theme_options": {
+        "use_download_button": False,
+        "show_toc_level": 2,
+        "navbar_persistent": [],
+    },
+    "html_static_path": ["_static"],
+    "html_show_sourcelink": False,
+    "html_copy_source": False,
+    "nb_execution_mode": "off",
+    "nb_ipywidgets_js": {},
+    "nb_merge_streams": True,
+    "nb_output_stderr": "show",
+    "myst_heading_anchors": 4,
+    "language": "en",
+}
+
+
+def build(target: Path, cache: Path) -> None:
+    """Make the site in a folder, which must be new or a site of an earlier call.
+
+    Raises RuntimeError where Sphinx warns or a link leads nowhere, FileExistsError where the folder
+    holds something else.
+    """
+    from sphinx.application import Sphinx
+
+    if target.exists() and any(target.iterdir()) and not (target / "searchindex.js").exists():
+        raise FileExistsError(f"{target} holds something else: name another folder")
+    shutil.rmtree(target, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "source"
+        write_sources(source, cache)
+        site = Sphinx(
+            str(source),
+            None,
+            str(target),
+            str(Path(scratch) / "doctrees"),
+            "html",
+            confoverrides=CONFIGURATION,
+            status=None,
+            warning=sys.stderr,
+            warningiserror=False,
+        )
+        site.build(force_all=True)
+        warned = site._warncount
+    if warned:
+        raise RuntimeError(f"Sphinx warned {warned} times, see above")
+    broken = list(broken_links(target))
+    if broken:
+        raise RuntimeError("links that lead nowhere:\n" + "\n".join(broken))
+
+
+def write_sources(source: Path, cache: Path) -> None:
+    """The pages as Sphinx reads them: executed lessons, the first page, the table of claims."""
+    (source / "_static").mkdir(parents=True)
+    for path in lessons.NOTEBOOKS:
+        print(f"running {path.stem}", flush=True)
+        notebook = rendered.run(path, cache)
+        for output in (o for cell in notebook.cells for o in cell.get("outputs", ())):
+            if "text/html" in output.get("data", {}):
+                output.data["text/html"] = _as_pages(output.data["text/html"])
+        nbformat.write(notebook, source / path.name)
+    ledger = claims.read(lessons.ROOT / "notebooks")
+    verdicts = [claim.verdict for claim in ledger]
+    overview = course.overview(lessons.ROOT / "notebooks")
+    links = overview.links or {}
+    rows = ["| lesson | minutes |", "|---|---|"]
+    rows += [f"| [{row[0]}]({links[str(row[0])]}) | {row[1]} |" for row in overview.rows]
+    text = (PAGES / "index.md").read_text(encoding="utf-8")
+    for name, value in {
+        "lessons": "\n".join(rows),
+        "count": str(len(ledger)),
+        "dated": str(verdicts.count("dated")),
+        "false": str(verdicts.count("false")),
+        "pages": "\n".join(path.stem for path in lessons.NOTEBOOKS),
+    }.items():
+        text = text.replace("{" + name + "}", value)
+    (source / "index.md").write_text(text, encoding="utf-8")
+    (source / "claims.md").write_text(claims_page(ledger), encoding="utf-8")
+    shutil.copy(PAGES / "claims.js", source / "_static")
+
+
+def _as_pages(text: str) -> str:
+    """HTML whose links to notebooks and their cells lead to the site's pages and sections."""
+
+    def page(link: re.Match[str]) -> str:
+        path = lessons.ROOT / "notebooks" / link[1]
+        section = f"#{_slug(lessons.heading_above(path, link[2]))}" if link[2] else ""
+        return f"{path.stem}.html{section}"
+
+    return re.sub(r"\b([0-9a-z_]+\.ipynb)(?:#cell-id=([a-z0-9-]+))?", page, text)
+
+
+def claims_page(ledger: list[claims.Claim]) -> str:
+    """The ledger as a page: one row a claim, with a link to the section that settles it."""
+    rows = ["| id | claim | verdict | what holds | lesson |", "|---|---|---|---|---|"]
+    for claim in ledger:
+        where = f"lesson {claim.lesson}"
+        if claim.proof:
+            slug = _slug(claim.proof.heading)
+            where = f"[{claim.lesson} · {claim.proof.heading}]({claim.proof.notebook}#{slug})"
+        cells = (claim.id, claim.claim, claim.status, claim.holds, where)
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(
+        [
+            "# The claims",
+            "",
+            "What is said about several GPUs and PyTorch, and what running it today showed. "
+            "Each claim was settled by a cell of the lesson named, which asserts it.",
+            "",
+            *rows,
+            "",
+            '<script src="_static/claims.js"></script>',
+            "",
+        ]
+    )
+
+
+def _slug(heading: str) -> str:
+    """A heading's anchor as MyST makes it, after GitHub; the build warns where it is not there."""
+    return re.sub(r"[^\w-]", "", heading.lower().replace("`", "").replace(" ", "-"))
+
+
+class _Page(html.parser.HTMLParser):
+    """Ids, links and loaded resources of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        self.ids.update(found[name] for name in ("id", "name") if name in found)
+        if tag == "a" and "href" in found:
+            self.links.append(found["href"])
+        if "src" in found:
+            self.loads.append(found["src"])
+        if tag == "link" and found.get("rel") in ("stylesheet", "icon", "preload"):
+            self.loads.append(found.get("href", ""))
+
+
+def broken_links(site: Path) -> Iterator[str]:
+    """Links within a site that lead nowhere, and whatever its pages would fetch from elsewhere."""
+    pages = {}
+    for path in site.rglob("*.html"):
+        pages[path.resolve()] = page = _Page()
+        page.feed(path.read_text(encoding="utf-8"))
+    for path, page in pages.items():
+        name = path.relative_to(site.resolve())
+        for address in (*page.links, *page.loads):
+            parts = urlsplit(address)
+            if parts.scheme == "data" or parts.scheme == "mailto":
+                continue
+            if parts.scheme or parts.netloc:
+                if address in page.loads:
+                    yield f"{name}: loads {address}"
+                continue
+            aim = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            if not aim.exists():
+                yield f"{name}: {address}"
+            elif parts.fragment and aim in pages and unquote(parts.fragment) not in pages[aim].ids:
+                yield f"{name}: {address} (no such place on that page)"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="teaching.book", description=__doc__.split("\n")[0])
+    parser.add_argument("target", type=Path, help="the site's folder")
+    options = parser.parse_args(arguments)
+    try:
+        build(options.target, lessons.ROOT / "build" / "executed")
+    except (FileExistsError, RuntimeError) as error:
+        sys.exit(f"book: {error}")
+    print(f"{options.target / 'index.html'}: open it in a browser")
+
+
+if __name__ == "__main__":
+    main()

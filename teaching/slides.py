@@ -1,0 +1,138 @@
+"""Slides of each lesson, from its cells: what was said, run and drawn, with reveal.js.
+
+    python -m teaching.slides build/slides
+
+Tags and headings decide what begins a slide; ``slide_type`` in a cell's metadata, as JupyterLab's
+property inspector sets it, decides otherwise. Setup, checks, hints and solutions are left out.
+reveal.js is the copy that sphinx-revealjs carries, so the slides open without a network.
+"""
+
+import argparse
+import importlib.util
+import re
+import shutil
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import nbformat
+from nbconvert import SlidesExporter
+
+from teaching import lessons, rendered
+
+TEMPLATES = Path(__file__).parent / "templates"
+LEFT_OUT = ("setup", "check", "hint", "solution", "given")
+# What a slide of 1200 x 800 holds in lines of code, found by looking at them.
+LINES_A_SLIDE = 28
+FIGURE_LINES = 13
+
+
+def split_at_headings(notebook: nbformat.NotebookNode) -> None:
+    """Cut markdown cells before each "## ", so that an answer does not share the next one's slide."""
+    cells = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cells.append(cell)
+            continue
+        parts = [part for part in re.split(r"^(?=## )", cell.source, flags=re.MULTILINE) if part]
+        cells += [
+            nbformat.v4.new_markdown_cell(part, metadata=deepcopy(cell.metadata)) for part in parts
+        ]
+    notebook.cells = cells
+
+
+def slide_types(notebook: nbformat.NotebookNode) -> list[str]:
+    """For each cell: "slide", "subslide" (below the slide before), "-" (goes on), or "skip".
+
+    Prose and the code after it stay together, on a new subslide where they would not fit. What
+    follows a "Predict:" waits on a slide of its own, so that a room can guess first.
+    """
+    types: list[str] = []
+    room, predict = 0, False
+    for index, cell in enumerate(notebook.cells):
+        words = cell.cell_type == "markdown"
+        lines = _lines(cell)
+        # A markdown cell is measured with the code that follows it.
+        block = lines + (_following(notebook.cells, index) if words else 0)
+        if chosen := cell.metadata.get("slideshow", {}).get("slide_type"):
+            kind = chosen
+        elif any(tag.split("-")[0] in LEFT_OUT for tag in cell.metadata.get("tags", ())):
+            kind = "skip"
+        elif words and cell.source.startswith(("# ", "## ")):
+            kind = "slide"
+        elif predict or (block if words else lines) > room:
+            kind = "subslide"
+        else:
+            kind = "-"
+        if kind in ("slide", "subslide"):
+            room = LINES_A_SLIDE
+        if kind != "skip":
+            room -= lines
+            predict = words and "**Predict:**" in cell.source
+        types.append(kind)
+    return types
+
+
+def _following(cells: list[nbformat.NotebookNode], index: int) -> int:
+    """Lines of the one code cell after a markdown cell, as far as a slide could hold them."""
+    after = cells[index + 1] if index + 1 < len(cells) else None
+    return min(_lines(after), LINES_A_SLIDE) if after and after.cell_type == "code" else 0
+
+
+def _lines(cell: nbformat.NotebookNode) -> int:
+    """About how many lines of a slide a cell takes, its outputs included."""
+    if cell.cell_type == "markdown":
+        return sum(1 + len(line) // 90 for line in cell.source.splitlines() if line.strip()) + 1
+    lines = len(cell.source.splitlines()) + 1
+    for output in cell.outputs:
+        data = output.get("data", {})
+        text = output.get("text") or data.get("text/plain", "")
+        lines += FIGURE_LINES if "image/png" in data else len(text.splitlines())
+    return lines
+
+
+def write(target: Path, cache: Path) -> list[Path]:
+    """Slides of every lesson as HTML files in ``target``, beside a copy of reveal.js.
+
+    Returns the files. Raises RuntimeError where sphinx-revealjs is not installed.
+    """
+    found = importlib.util.find_spec("sphinx_revealjs")
+    if not found or not found.origin:
+        raise RuntimeError("sphinx-revealjs is not installed: make slides installs it")
+    target.mkdir(parents=True, exist_ok=True)
+    carried = Path(found.origin).parent / "_static" / "revealjs"
+    shutil.copytree(carried, target / "reveal.js", dirs_exist_ok=True)
+    exporter = SlidesExporter(
+        template_name="slides",
+        extra_template_basedirs=[str(TEMPLATES)],
+        reveal_url_prefix="reveal.js",
+        reveal_theme="white",
+    )
+    written = []
+    for path in lessons.NOTEBOOKS:
+        print(f"running {path.stem}", flush=True)
+        notebook = rendered.run(path, cache)
+        split_at_headings(notebook)
+        for cell, kind in zip(notebook.cells, slide_types(notebook), strict=True):
+            cell.metadata["slideshow"] = {"slide_type": kind}
+        text, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": path.stem}})
+        written.append(target / f"{path.stem}.slides.html")
+        written[-1].write_text(text, encoding="utf-8")
+    return written
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="teaching.slides", description=__doc__.split("\n")[0])
+    parser.add_argument("target", type=Path, help="the slides' folder")
+    options = parser.parse_args(arguments)
+    try:
+        written = write(options.target, lessons.ROOT / "build" / "executed")
+    except RuntimeError as error:
+        sys.exit(f"slides: {error}")
+    print(
+        f"{options.target}: {len(written)} lessons; open one in a browser, Escape for an overview"
+    )
+
+
+if __name__ == "__main__":
+    main()

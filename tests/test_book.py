@@ -1,0 +1,40 @@
+"""The site's own pages, and the check of its links."""
+
+import pytest
+
+from helpers import claims
+from teaching import book, lessons
+
+SHELL = "<html><body>{}</body></html>"
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ('<a href="b.html#here">there</a>', None),
+        ('<a href="https://pytorch.org">elsewhere</a>', None),
+        ('<a href="c.html">gone</a>', "c.html"),
+        ('<a href="b.html#gone">gone</a>', "no such place"),
+        ('<img src="gone.png">', "gone.png"),
+        ('<script src="https://example.org/x.js"></script>', "loads https://example.org/x.js"),
+        ('<link rel="stylesheet" href="https://example.org/x.css">', "loads https://example.org"),
+    ],
+)
+def test_links_that_lead_nowhere_and_loads_from_elsewhere_are_found(tmp_path, body, told):
+    (tmp_path / "a.html").write_text(SHELL.format(body))
+    (tmp_path / "b.html").write_text(SHELL.format('<p id="here">'))
+    found = list(book.broken_links(tmp_path))
+    assert len(found) == (told is not None)
+    if told:
+        assert found[0].startswith("a.html: ") and told in found[0]
+
+
+def test_the_claims_page_has_a_row_for_each_claim_with_its_section():
+    ledger = claims.read(lessons.ROOT / "notebooks")
+    rows = [line for line in book.claims_page(ledger).splitlines() if line.startswith("| ")]
+    assert len(rows) == len(ledger) + 1
+    for claim, row in zip(ledger, rows[1:], strict=True):
+        assert row.startswith(f"| {claim.id} |")
+        assert row.replace("\\|", "").count("|") == 6, "a bar in a claim splits the row"
+        if claim.proof:
+            assert f"]({claim.proof.notebook}#" in row
