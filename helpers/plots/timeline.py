@@ -1,5 +1,6 @@
 """A timeline of virtual time: one lane a stream, one bar a stretch of work of one kind."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -13,12 +14,15 @@ from helpers.vgpu import Timeline, TraceEvent
 _OF_KIND = {
     "forward": COLOURS["blue"],
     "backward": COLOURS["orange"],
+    "other kernels": COLOURS["green"],
     "copy": COLOURS["vermilion"],
     "collective": COLOURS["purple"],
     "wait": COLOURS["grey"],
 }
 # Two bars whose gap is narrower than this share of the axis are drawn as one.
 _INVISIBLE = 1 / 2000
+# Inches over and under the lanes.
+_TOP, _BOTTOM = 0.65, 0.55
 
 
 def timeline(
@@ -28,17 +32,23 @@ def timeline(
     host: bool = False,
     axes: Axes | None = None,
     until_s: float | None = None,
+    devices: Sequence[torch.device] | None = None,
 ) -> None:
     """Draw a recording, one lane for each stream of each GPU, under a title that says ``message``.
 
     host: a lane for the waits of the host as well. until_s: the end of the axis, so that several
-    recordings can share one scale. Without ``axes`` a figure is made and shown.
+    recordings can share one scale. devices: the GPUs to draw; all, unless given. Without ``axes`` a
+    figure is made and shown.
     """
-    lanes = lanes_of(record, host)
+    lanes = lanes_of(record, host, devices)
     end_s = until_s or record.makespan_s or 1.0
     made = None
     if axes is None:
-        made, axes = figure(width=8.5, height=1.5 + 0.45 * len(lanes))
+        height = _TOP + 0.45 * len(lanes) + _BOTTOM
+        made, axes = figure(width=8.5, height=height)
+        # At the same place in each figure, so that two of them compare.
+        made.set_layout_engine("none")
+        axes.set_position((0.15, _BOTTOM / height, 0.67, 1 - (_TOP + _BOTTOM) / height))
     factor, unit = (1.0, "s") if end_s >= 1 else (1e3, "ms") if end_s >= 1e-3 else (1e6, "µs")
     for row, events in enumerate(lanes.values()):
         for kind, start_s, stop_s in stretches(events, end_s * _INVISIBLE):
@@ -58,10 +68,12 @@ def timeline(
         plt.close(made)
 
 
-def lanes_of(record: Timeline, host: bool = False) -> dict[str, list[TraceEvent]]:
+def lanes_of(
+    record: Timeline, host: bool = False, devices: Sequence[torch.device] | None = None
+) -> dict[str, list[TraceEvent]]:
     """The events of each lane, by its name; every GPU has one, also where it did nothing."""
     lanes: dict[str, list[TraceEvent]] = {}
-    for device in record.devices:
+    for device in record.devices if devices is None else devices:
         for stream in record.streams(device) or [0]:
             name = f"{device}" if stream == 0 else f"{device}, stream {stream}"
             lanes[name] = [event for event in record.of(device) if event.stream == stream]
@@ -71,10 +83,12 @@ def lanes_of(record: Timeline, host: bool = False) -> dict[str, list[TraceEvent]
 
 
 def kind_of(event: TraceEvent) -> str:
-    """What a bar's colour says: forward, backward, copy, collective or wait."""
+    """What a bar's colour says: forward (of a module), backward, other kernels, copy and so on."""
     if event.kind != "kernel":
         return event.kind
-    return "backward" if event.backward else "forward"
+    if event.backward:
+        return "backward"
+    return "forward" if event.module else "other kernels"
 
 
 def stretches(events: list[TraceEvent], gap_s: float) -> list[tuple[str, float, float]]:
