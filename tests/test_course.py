@@ -1,9 +1,12 @@
 """The overview of lesson 00 is read from the lessons themselves."""
 
+import itertools
+
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 from helpers import course
-from helpers.checks import check, reset
+from helpers.checks import check, exercises, minutes, reset, solved
 from teaching import lessons
 
 
@@ -14,15 +17,57 @@ def test_every_lesson_is_listed_with_its_link_and_minutes():
         assert row[0].startswith(f"{lessons.number(path) or 'Appendix'} · ")
         assert int(row[1]) > 0
         own = lessons.exercise_ids(path)
-        assert row[3].endswith(f"of {len(own)}") if own else row[3] == ""
+        assert row[-1].endswith(f"of {len(own)}") if own else row[-1] == ""
 
 
 def test_progress_is_counted(tmp_path, monkeypatch):
     monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path))
     check("0.1", lambda batch_size, gpu_count: -(-batch_size // gpu_count))
-    assert course.overview(lessons.ROOT / "notebooks").rows[0][3] == "1 of 1"
+    assert course.overview(lessons.ROOT / "notebooks").rows[0][-1] == "1 of 1"
     reset()
-    assert course.overview(lessons.ROOT / "notebooks").rows[0][3] == "0 of 1"
+    assert course.overview(lessons.ROOT / "notebooks").rows[0][-1] == "0 of 1"
+
+
+def test_where_to_go_on_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path))
+    order = [item.id for item in exercises()]
+    assert f"exercise {order[0]} " in course.go_on()
+    solved.record(order[4])
+    assert f"exercise {order[5]} " in course.go_on()
+    assert course.overview(lessons.ROOT / "notebooks").caption == course.go_on()
+    solved.record(order[-1])
+    assert course.go_on().startswith(f"Still open: {order[0]}, ")
+    for name in order:
+        solved.record(name)
+    assert course.go_on() == "Every exercise is solved."
+
+
+def test_own_minutes_are_counted_between_cells_without_breaks(tmp_path, monkeypatch):
+    monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path))
+    monkeypatch.setenv("JPY_SESSION_NAME", "/home/someone/notebooks/04_dataparallel_shapes.ipynb")
+    shell = InteractiveShell()
+    monkeypatch.setattr(minutes, "get_ipython", lambda: shell)
+    clock = itertools.accumulate([0.0, 60.0, 90.0, minutes.LONGEST_S + 1, 30.0])
+    monkeypatch.setattr(minutes.time, "monotonic", lambda: next(clock))
+    assert minutes.follow() and minutes.follow(), "twice in a kernel counts once"
+    for _ in range(4):
+        shell.events.trigger("post_run_cell", None)
+    assert minutes.spent() == {"04": 3.0}
+    rows = course.overview(lessons.ROOT / "notebooks").rows
+    assert [row[2] for row in rows if row[0].startswith("04")] == ["3"]
+    with (tmp_path / "04.minutes").open("a") as file:
+        file.write("12")
+    assert minutes.spent() == {"04": 3.0}, "a line that was not finished does not count"
+    reset()
+    assert minutes.spent() == {}
+
+
+@pytest.mark.parametrize("name", [None, "scratch.ipynb"])
+def test_outside_of_a_lesson_nothing_is_counted(monkeypatch, name):
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    if name:
+        monkeypatch.setenv("JPY_SESSION_NAME", name)
+    assert not minutes.follow()
 
 
 def test_another_folder_is_said(tmp_path):

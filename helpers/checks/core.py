@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from IPython.display import display
 
-from helpers.checks import solved
+from helpers.checks import minutes, solved
 from helpers.tables import Table
 
 Status = Literal["not attempted", "wrong", "right"]
@@ -29,6 +29,9 @@ Checker = Callable[[Any], None]
 _OURS = Path(__file__).resolve().parents[1]
 _LIBRARIES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib"))
 _exercises: dict[str, "Exercise"] = {}
+
+# A lesson imports ``check`` in its first cell: from there on its minutes are counted.
+minutes.follow()
 
 
 class Wrong(Exception):

@@ -14,6 +14,7 @@ import platformdirs
 from helpers.tables import Table
 
 _SUFFIX = ".solved"
+MINUTES_SUFFIX = ".minutes"
 
 
 def folder() -> Path:
@@ -42,9 +43,9 @@ def ids() -> set[str]:
 
 
 def reset() -> None:
-    """Forget all progress; says how many exercises were forgotten."""
+    """Forget all progress, minutes included; says how many exercises were forgotten."""
     paths = list(folder().glob(f"*{_SUFFIX}"))
-    for path in paths:
+    for path in (*paths, *folder().glob(f"*{MINUTES_SUFFIX}")):
         path.unlink(missing_ok=True)
     print(f"Forgot {len(paths)} solved exercise{'' if len(paths) == 1 else 's'}.")
 
