@@ -97,6 +97,22 @@ def test_ddp_overlaps_and_data_parallel_serialises(count):
     assert [len(ranks.of(d)) for d in ranks.devices] == [len(ranks.of("vgpu:0"))] * count
 
 
+def test_data_parallel_broadcasts_and_reduces_as_nccl_does():
+    sizes = ((256, 512), (256, 512))
+    with vgpu.enable(4):
+        timeline = vgpu.data_parallel_iteration(make_model, *sizes, 4)
+    parameter_bytes = 12 * (512 * 512 + 512) * 4
+    for name in ("broadcast", "reduce"):
+        by_gpu = [[e for e in timeline.of(d) if e.name == name] for d in timeline.devices]
+        assert all(sum(e.size_bytes for e in each) == parameter_bytes for each in by_gpu)
+        assert len(by_gpu[0]) == 2  # buffers of 10 MiB
+        times = [[(e.start_s, e.end_s) for e in each] for each in by_gpu]
+        assert times[0] == times[1] == times[2] == times[3]
+    rate = 150e9 * 0.5  # NVLink 2, at half of its peak
+    duration_s = by_gpu[0][0].duration_s
+    assert duration_s == pytest.approx(by_gpu[0][0].size_bytes / rate + 3 * 5e-6)
+
+
 def test_ddp_needs_equal_shares():
     with vgpu.enable(1), pytest.raises(ValueError, match="3 ranks cannot share 64 samples"):
         vgpu.ddp_iteration(make_model, (64, 512), (64, 512), 3)

@@ -177,7 +177,7 @@ _methods: list[tuple[Any, str, Any]] = []
 def _install() -> None:
     for owner, name, value in _methods:
         _changes.set(owner, name, value)
-    for name in ("scatter", "gather", "broadcast_coalesced"):
+    for name in ("scatter", "gather", "broadcast_coalesced", "reduce_add"):
         _changes.set(torch_comm, name, getattr(comm, name))
     _changes.set(torch.cuda.nccl, "is_available", _nccl_is_available)
     # torch asks for CUDA and MPS first; whoever enables virtual GPUs means those.

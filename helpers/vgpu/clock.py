@@ -13,7 +13,7 @@ vector clock (Lamport, 1978; Mattern, 1989): a race is a race also where the tim
 
 import bisect
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -320,29 +320,39 @@ class Clock:
     def collective(
         self,
         name: str,
-        stream: StreamTime,
+        streams: Sequence[StreamTime],
         host: HostTime,
         launch_s: float,
         duration_s: float,
         size_bytes: int,
     ) -> None:
-        """Hand this GPU's part of a collective over: its stream is busy, its kernels are not."""
-        host.now_s += launch_s
-        start_s = max(host.now_s, stream.free_s)
-        stream.free_s = start_s + duration_s
-        stream.count += 1
-        self.events.append(
-            TraceEvent(
-                name,
-                "collective",
-                stream.device,
-                stream.number,
-                start_s,
-                stream.free_s,
-                host.now_s,
-                size_bytes=size_bytes,
+        """Hand the GPUs' parts of a collective over: these streams are busy, kernels are not.
+
+        It starts when all of them are free, and their later work comes after it.
+        """
+        host.now_s += launch_s * len(streams)
+        start_s = max(host.now_s, *(stream.free_s for stream in streams))
+        for stream in streams:
+            stream.free_s = start_s + duration_s
+            stream.count += 1
+            self.events.append(
+                TraceEvent(
+                    name,
+                    "collective",
+                    stream.device,
+                    stream.number,
+                    start_s,
+                    stream.free_s,
+                    host.now_s,
+                    host.module,
+                    host.backward,
+                    size_bytes=size_bytes,
+                )
             )
-        )
+        for stream in streams:
+            for other in streams:
+                if other is not stream:
+                    stream.learn(other, other.count, other.known)
 
     def copy(
         self,

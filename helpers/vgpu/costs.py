@@ -82,6 +82,15 @@ class CostModel:
         steps = 2 * (world_size - 1)
         return steps * self._over(self.link, math.ceil(size_bytes / world_size))
 
+    def broadcast_time_s(self, size_bytes: int, world_size: int) -> float:
+        """Seconds of a broadcast, or of a reduce to one GPU, along a ring as NCCL does it.
+
+        The bytes pass from GPU to GPU in small parts, so that all links are busy at once: they take
+        as long as over one link, and each hop adds its latency.
+        """
+        hops = world_size - 1
+        return self._over(self.link, size_bytes) + (hops - 1) * self.link.latency_s if hops else 0.0
+
     def _over(self, link: Link, size_bytes: int) -> float:
         return link.latency_s + size_bytes / (link.bandwidth_bytes_per_s * self.share_of_peak)
 

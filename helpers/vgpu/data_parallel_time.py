@@ -2,12 +2,12 @@
 
 Both run the model's own forward and backward as shapes. DataParallel is PyTorch's: one process,
 whose threads share the interpreter, so that each launch of a forward takes as many times longer as
-there are replicas; every iteration copies the parameters out and the gradients back to GPU 0. For
+there are replicas; every iteration broadcasts the parameters from GPU 0 and adds the gradients up there. For
 DDP one rank is run, with its share of the batch, and stands for all: each has a process of its own,
 and all-reduces a bucket of gradients as soon as the backward pass has filled it.
 
 Left out of DDP: copying gradients into buckets, the broadcast of buffers, ranks that are not in
-step. Left out of DataParallel: ``nccl`` broadcasts, which are faster than copies one by one.
+step. Left out of DataParallel: copying parameters into the buffers of a broadcast.
 """
 
 from collections.abc import Callable
@@ -140,7 +140,7 @@ class _Reducer:
         engine = clock.engine(gpus.by_index(0))
         stream = self._communicate
         clock.collective(
-            "all_reduce", stream, engine, model.engine_launch_s, duration_s, size_bytes
+            "all_reduce", [stream], engine, model.engine_launch_s, duration_s, size_bytes
         )
 
     def finish(self) -> None:
