@@ -22,7 +22,7 @@ def test_conda_takes_a_python_that_the_package_allows():
 def test_ci_runs_the_readme_s_test_command():
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert script[-1] == "make test"
+    assert "make test" in script
     assert "make test" in readme and "make lab" in readme
 
 
