@@ -86,3 +86,13 @@ def test_fork_rng_restores_the_device():
     first = torch.randn(3, device="vgpu:1")
     torch.manual_seed(1)
     assert torch.equal(torch.randn(3, device="vgpu:1"), first)
+
+
+def test_the_state_of_all_generators_is_kept_and_seeded_at_random():
+    states = torch.vgpu.get_rng_state_all()
+    first = torch.rand(3, device="vgpu:1")
+    torch.vgpu.set_rng_state_all(states)
+    assert torch.equal(torch.rand(3, device="vgpu:1"), first)
+    torch.vgpu.seed_all()
+    assert not torch.equal(torch.rand(3, device="vgpu:1"), first)
+    torch.vgpu.seed()

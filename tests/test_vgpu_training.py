@@ -193,3 +193,26 @@ def test_reducing_sparse_products_keep_what_backward_needs(reduce):
         results.append([value.detach().cpu().to_dense() for value in (out, *grads)])
     for mine, expected in zip(*results, strict=True):
         torch.testing.assert_close(mine, expected)
+
+
+def test_convolutions_in_float16_sum_in_float32():
+    x, weight = torch.randn(2, 8, 9, 9).half(), torch.randn(4, 8, 3, 3).half()
+    on_gpu = [tensor.to("vgpu:1").requires_grad_() for tensor in (x, weight)]
+    wide = [tensor.float().requires_grad_() for tensor in (x, weight)]
+    for inputs in (on_gpu, wide):
+        nn.functional.conv2d(*inputs, padding=1).float().square().sum().backward()
+    for half, full in zip(on_gpu, wide, strict=True):
+        assert half.grad.dtype is torch.float16
+        torch.testing.assert_close(half.grad.cpu().float(), full.grad, rtol=1e-2, atol=0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_the_older_names_of_mixed_precision():
+    from torch.vgpu.amp import GradScaler, autocast
+
+    x = torch.ones(2, 2, device="vgpu:0")
+    with autocast():
+        assert (x @ x).dtype is torch.float16
+    with autocast(enabled=False):
+        assert (x @ x).dtype is torch.float32
+    assert GradScaler().scale(x.sum()).item() == 4 * 2.0**16

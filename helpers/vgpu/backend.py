@@ -177,6 +177,8 @@ _methods: list[tuple[Any, str, Any]] = []
 def _install() -> None:
     for owner, name, value in _methods:
         _changes.set(owner, name, value)
+    # For "from torch.vgpu.amp import ...".
+    _changes.item(sys.modules, f"torch.{gpus.DEVICE_TYPE}.amp", device_module.amp)
     for name in ("scatter", "gather", "broadcast_coalesced", "reduce_add"):
         _changes.set(torch_comm, name, getattr(comm, name))
     _changes.set(torch.cuda.nccl, "is_available", _nccl_is_available)

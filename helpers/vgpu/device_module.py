@@ -3,11 +3,12 @@
 Where ``device`` is None it means the current device, as in ``torch.cuda``.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from helpers.vgpu import clock, gpus, random
+from helpers.vgpu import amp, clock, gpus, random
 from helpers.vgpu.gpus import current_index as current_device
 from helpers.vgpu.gpus import device_count
 from helpers.vgpu.specs import GPUSpec
@@ -15,7 +16,10 @@ from helpers.vgpu.streams import Event, Stream, current_stream, default_stream, 
 
 __all__ = [
     "Event",
+    "OutOfMemoryError",
     "Stream",
+    "amp",
+    "can_device_access_peer",
     "current_device",
     "current_stream",
     "default_stream",
@@ -27,8 +31,12 @@ __all__ = [
     "get_device_name",
     "get_device_properties",
     "get_rng_state",
+    "get_rng_state_all",
+    "init",
     "initial_seed",
+    "ipc_collect",
     "is_available",
+    "is_bf16_supported",
     "is_initialized",
     "manual_seed",
     "manual_seed_all",
@@ -37,10 +45,14 @@ __all__ = [
     "mem_get_info",
     "memory_allocated",
     "memory_reserved",
+    "memory_stats",
     "memory_summary",
     "reset_peak_memory_stats",
+    "seed",
+    "seed_all",
     "set_device",
     "set_rng_state",
+    "set_rng_state_all",
     "set_stream",
     "stream",
     "synchronize",
@@ -50,6 +62,8 @@ __all__ = [
 # torch.utils.checkpoint saves the state of the generators where it finds this mark.
 _initialized = True
 
+OutOfMemoryError = torch.OutOfMemoryError
+
 
 def is_available() -> bool:
     return gpus.device_count() > 0
@@ -57,6 +71,10 @@ def is_available() -> bool:
 
 def is_initialized() -> bool:
     return is_available()
+
+
+def init() -> None:
+    """Nothing to prepare."""
 
 
 def _gpu(device: Any) -> gpus.VirtualGPU:
@@ -117,6 +135,16 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
     return _gpu(device).spec.compute_capability
 
 
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    """True: the arithmetic is the CPU's, which has bfloat16."""
+    return True
+
+
+def can_device_access_peer(device: Any, peer_device: Any) -> bool:
+    """True for two different GPUs: copies go straight from one to the other."""
+    return _gpu(device) is not _gpu(peer_device)
+
+
 class DeviceProperties:
     """The fields of ``torch.cuda.get_device_properties`` that a virtual GPU has."""
 
@@ -175,8 +203,22 @@ def nested_memory_stats(device: Any = None) -> dict[str, Any]:
     return {name: {"all": dict(now)} for name in ("allocated_bytes", "reserved_bytes")}
 
 
+def memory_stats(device: Any = None) -> dict[str, int]:
+    """Bytes now and at the peak, flat: ``allocated_bytes.all.peak`` and the like."""
+    return {
+        f"{name}.{pool}.{when}": size_bytes
+        for name, pools in nested_memory_stats(device).items()
+        for pool, sizes in pools.items()
+        for when, size_bytes in sizes.items()
+    }
+
+
 def empty_cache() -> None:
     """Nothing to release: a freed block is free at once."""
+
+
+def ipc_collect() -> None:
+    """Nothing to release: memory shared with another process goes with its last reference."""
 
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
@@ -195,6 +237,16 @@ def manual_seed_all(seed: int) -> None:
         random.default_generator(gpus.by_index(index)).manual_seed(seed)
 
 
+def seed() -> None:
+    """Seed the current device's generator at random."""
+    random.default_generator(_gpu(None)).seed()
+
+
+def seed_all() -> None:
+    """Seed every device's generator at random, all alike."""
+    manual_seed_all(torch.Generator().seed())
+
+
 def initial_seed() -> int:
     return random.default_generator(_gpu(None)).initial_seed()
 
@@ -206,6 +258,15 @@ def get_rng_state(device: Any = None) -> torch.Tensor:
 
 def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
     random.default_generator(_gpu(device)).set_state(new_state)
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    return [get_rng_state(index) for index in range(gpus.device_count())]
+
+
+def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
+    for index, state in enumerate(new_states):
+        set_rng_state(state, index)
 
 
 def _is_in_bad_fork() -> bool:

@@ -21,6 +21,7 @@ class Rule:
         "aliases",
         "check",
         "conjugates",
+        "convolves",
         "draws",
         "makes_on_device",
         "name",
@@ -46,6 +47,7 @@ class Rule:
         self.with_generator = _with_generator(func) if self.draws else None
         # Kernels of several operators may conjugate lazily between them; elementwise ones do not.
         self.conjugates = torch.Tag.pointwise not in func.tags
+        self.convolves = self.name in ("convolution", "convolution_backward") and not writes_out
         self.makes_on_device = any(argument.name == "device" for argument in schema.arguments)
 
 

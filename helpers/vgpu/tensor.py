@@ -269,6 +269,8 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
             _require_room(inner_args, inner_kwargs, gpu)
     if rule.draws and gpu is not None:
         result = random.draw(rule, func, inner_args, inner_kwargs, gpu)
+    elif rule.convolves and inner_args[0].dtype is torch.float16:
+        result = _in_float32(func, inner_args)
     elif rule.conjugates and any(_is_complex(value) for value in inner_args):
         with _resolving(_CONJUGATE, False), _resolving(_NEGATIVE, False):
             result = func(*inner_args, **inner_kwargs)
@@ -277,6 +279,21 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
     if rule.aliases is not None:
         return _return_arguments(rule, result, args, kwargs, gpu)
     return wrap_result(result, gpu, rule.name)
+
+
+def _in_float32(func: Any, inner_args: list) -> Any:
+    """A float16 convolution, summed in float32 as a GPU does; the CPU's own takes 50 times as long."""
+
+    def cast(values: Any, dtype: torch.dtype, wider: torch.dtype) -> list:
+        return [
+            value.to(wider) if isinstance(value, torch.Tensor) and value.dtype is dtype else value
+            for value in values
+        ]
+
+    result = func(*cast(inner_args, torch.float16, torch.float32))
+    if isinstance(result, torch.Tensor):
+        return result.to(torch.float16)
+    return tuple(cast(result, torch.float32, torch.float16))
 
 
 def _is_complex(value: Any) -> bool:
