@@ -3,7 +3,8 @@
 Each process has one thread. In turn means one micro-batch at a time through both stages, forward
 and backward, before the next begins: the same schedule class with a single micro-batch, so only the
 overlap differs. Every repeat takes all ways one after the other, so that a neighbour's load falls on
-all of them. ``python -m benchmarks pipelining`` writes the result to RESULTS.md.
+all of them, and also asks what the machine gives: how much two processes that only compute get done
+beside each other, against one after the other. ``python -m benchmarks pipelining`` writes the result to RESULTS.md.
 """
 
 import os
@@ -36,6 +37,26 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(output, target, reduction="sum")
 
 
+def compute(stage: nn.Module, parts: tuple[torch.Tensor, ...]) -> None:
+    """All forward and backward passes of a stage, without anybody else."""
+    for part in parts:
+        loss(stage(part), part).backward()
+
+
+def cores_s(rank: int, stage: nn.Module, parts: tuple[torch.Tensor, ...]) -> tuple[float, float]:
+    """Seconds of the two ranks' computing, one after the other and beside each other."""
+    marks_s = []
+    for turns in ((0, 1), (None,)):
+        dist.barrier()
+        begin_s = time.perf_counter()
+        for turn in turns:
+            if turn in (rank, None):
+                compute(stage, parts)
+            dist.barrier()
+        marks_s.append(time.perf_counter() - begin_s)
+    return marks_s[0], marks_s[1]
+
+
 def rank_times(rank: int, world_size: int, micro_batches: int) -> dict[str, list[float]]:
     """Seconds of each repeat of each way; the gradients of all ways are compared on the rank."""
     torch.set_num_threads(1)
@@ -49,7 +70,7 @@ def rank_times(rank: int, world_size: int, micro_batches: int) -> dict[str, list
         "GPipe": (ScheduleGPipe(stage, micro_batches, **options), [x], [y]),
         "1F1B": (Schedule1F1B(stage, micro_batches, **options), [x], [y]),
     }
-    times_s: dict[str, list[float]] = {way: [] for way in ways}
+    times_s: dict[str, list[float]] = {way: [] for way in (*ways, "one by one", "beside")}
     for repeat in range(REPEATS + 2):
         gradients = []
         for way, (schedule, inputs, targets) in ways.items():
@@ -64,14 +85,21 @@ def rank_times(rank: int, world_size: int, micro_batches: int) -> dict[str, list
             gradients.append([parameter.grad for parameter in stage.submod.parameters()])
         for other in gradients[1:]:
             torch.testing.assert_close(other, gradients[0])
+        one_by_one_s, beside_s = cores_s(rank, stage.submod, x.chunk(micro_batches))
+        if repeat >= 2:
+            times_s["one by one"].append(one_by_one_s)
+            times_s["beside"].append(beside_s)
     return times_s
 
 
 def row(micro_batches: int) -> list[str]:
     """Lines of the table for one number of micro-batches."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     times_s = launch.run(rank_times, 2, micro_batches)[0]
     best = 2 * micro_batches / (micro_batches + 1)
+    machine = statistics.median(
+        a / b for a, b in zip(times_s["one by one"], times_s["beside"], strict=True)
+    )
     lines = []
     for way in ("GPipe", "1F1B"):
         ratios = [a / b for a, b in zip(times_s["in turn"], times_s[way], strict=True)]
@@ -80,7 +108,7 @@ def row(micro_batches: int) -> list[str]:
         turn_ms = 1e3 * statistics.median(times_s["in turn"])
         lines.append(
             f"| {micro_batches} | {way} | {turn_ms:.0f} | {median_ms:.0f} | {middle:.2f} "
-            f"| {low:.2f} to {high:.2f} | {best:.2f} | {load:.1f} |"
+            f"| {low:.2f} to {high:.2f} | {best:.2f} | {machine:.2f} | {load} |"
         )
     return lines
 
@@ -96,12 +124,14 @@ def main() -> str:
             "torch.distributed.pipelining over gloo, against the same stages in turn, one "
             f"micro-batch at a time. Medians of {REPEATS} repeats; times faster: of each repeat, "
             "the ratio within it; the middle half of the ratios beside it. The bound is "
-            "2 m / (m + 1), without any copy. Load: processes that wanted a core in the minute "
-            "before (its own ones included); above 2 on two cores the ratios shrink.",
+            "2 m / (m + 1), without any copy, on two idle cores. Machine: how many times faster "
+            "the same two stages compute beside each other than one by one, without sending "
+            "anything, measured in the same repeats; two idle cores give 2, and less when others "
+            "use them. Load: processes that wanted a core in the minute before.",
             "",
             "| micro-batches | schedule | in turn, ms | pipeline, ms | times faster | middle half "
-            "| bound | load |",
-            "|---|---|---|---|---|---|---|---|",
+            "| bound | machine | load |",
+            "|---|---|---|---|---|---|---|---|---|",
             *[line for micro_batches in MICRO_BATCHES for line in row(micro_batches)],
             "",
             "The gradients of all three are compared in every repeat.",
