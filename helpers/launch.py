@@ -38,6 +38,9 @@ START_LIMIT_S = 180.0
 FIRST_LOOK_S = 0.5
 """When the ranks are first looked at for a deadlock; then each time after twice as long."""
 
+SHORT_LIMIT_S = 300.0
+"""A group that gives up sooner than this, and before the run does, is left to say so itself."""
+
 
 def run(
     function: Callable[..., Any],
@@ -193,7 +196,8 @@ def _follow(team: Team, limit_s: float | None, arrived: Callable[[Member], bool]
             continue
         where = team.ask_where(time_s=2)
         before, seen = seen, rank_hangs.standstill(where)
-        certain = seen == before and rank_hangs.is_deadlock(where)
+        still = seen == before
+        certain = still and rank_hangs.is_deadlock(where, min(deadline_s - now_s, SHORT_LIMIT_S))
         if certain or now_s >= deadline_s:
             time_s = min(round(now_s - began_s, 1), deadline_s - began_s)
             raise rank_faults.hang(team.members, where, time_s, certain)

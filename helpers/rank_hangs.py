@@ -1,5 +1,6 @@
 """Why ranks hang, worked out from where each of them is."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 from helpers.rank_places import Collective, Place, Snapshot
@@ -18,12 +19,15 @@ def explain(snapshots: Sequence[Snapshot | None], label: Callable[[str], str]) -
     return "\n".join(f"  {line}" for line in lines + _who_misses(snapshots))
 
 
-def is_deadlock(snapshots: Sequence[Snapshot | None]) -> bool:
+def is_deadlock(snapshots: Sequence[Snapshot | None], within_s: float = float("inf")) -> bool:
     """Whether no rank can ever go on: each waits for one that has returned or waits in turn.
 
     Only collectives count, since the flight recorder knows for them who has come. The answer is
-    certain where no rank has moved on while the snapshots were taken.
+    certain where no rank has moved on while the snapshots were taken. A rank whose collective
+    gives up ``within_s`` seconds goes on then, with an error that is its own to tell.
     """
+    if any(s and s.unfinished and _gives_up(s) < within_s for s in snapshots):
+        return False
     held_up = {rank for rank, s in enumerate(snapshots) if s and s.waits and s.unfinished}
     returned = {rank for rank, s in enumerate(snapshots) if s and s.stage == "has returned"}
     if not held_up or len(held_up) + len(returned) < len(snapshots):
@@ -40,6 +44,14 @@ def is_deadlock(snapshots: Sequence[Snapshot | None]) -> bool:
         if hopeless == held_up:
             return bool(held_up)
         held_up = hopeless
+
+
+def _gives_up(snapshot: Snapshot) -> float:
+    """Seconds after which the wait of a rank ends by itself, counted from its beginning."""
+    if snapshot.place and re.search(r"\.wait\([^)]", snapshot.place.text):
+        return 0.0  # work.wait(timeout): how long, it alone knows
+    group = snapshot.unfinished[0].group.partition("/")[0]
+    return snapshot.limits_s.get(group, float("inf"))
 
 
 def standstill(snapshots: Sequence[Snapshot | None]) -> tuple[object, ...]:

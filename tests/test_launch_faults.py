@@ -153,6 +153,34 @@ for group in groups[:: 1 - 2 * rank]:
         ["rank 0 waits in wait(), ", "line 5: work.wait(); unfinished: the all_reduce begun at"],
     ),
     Fault(
+        "a group with a time limit of its own",
+        """
+group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=3))
+if rank: dist.all_reduce(torch.ones(1), group=group)""",
+        launch.RankRaised,
+        ["rank 1 of 2 raised", "imed out", "line 3, in main\n    if rank: dist.all_reduce("],
+        untold=["never would have"],
+    ),
+    Fault(
+        "a wait with a time limit",
+        """
+if rank:
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    work.wait(datetime.timedelta(seconds=3))""",
+        launch.RankRaised,
+        ["rank 1 of 2 raised", "imed out", "line 4, in main"],
+        untold=["never would have"],
+    ),
+    Fault(
+        "a hang inside the package",
+        """
+from helpers import checkpoints
+from pathlib import Path
+if rank: checkpoints.newest(Path("nowhere"))""",
+        launch.RanksHung,
+        ["rank 1 waits in broadcast_object_list, <cell", "line 4: if rank: checkpoints.newest"],
+    ),
+    Fault(
         "a recv without its send",
         "if rank: dist.recv(torch.ones(1), 0)\nelse: time.sleep(1000)",
         launch.RanksHung,

@@ -1,7 +1,11 @@
 """Which hangs are certain, and who is told to be missing: worked out from where ranks are."""
 
+import torch.distributed as dist
+
+import helpers.checks.on_ranks
+from helpers import rank_places
 from helpers.rank_hangs import explain, is_deadlock
-from helpers.rank_places import Collective, Place, Snapshot
+from helpers.rank_places import Collective, Place, Snapshot, own_place
 
 PLACE = Place("train.py", 3, "dist.all_reduce(t)")
 BOTH = {"0": [0, 1]}
@@ -59,6 +63,20 @@ def test_different_collectives_at_the_same_number():
     assert "rank 0 calls all_reduce; rank 1 calls broadcast; no rank is missing" in explain(
         ranks, str
     )
+
+
+def test_a_group_that_gives_up_in_time_is_left_to_say_so():
+    stuck = waiting(started(1))
+    stuck.limits_s = {"0": 20.0}
+    assert not is_deadlock([stuck, returned()], within_s=60)
+    assert is_deadlock([stuck, returned()], within_s=10)
+
+
+def test_the_package_counts_as_a_library_unless_it_is_all_that_runs():
+    inside, cell = helpers.checks.on_ranks.__file__, "<cell 1>"
+    assert own_place([(dist.__file__, 1), (inside, 2), (cell, 3)]).filename == cell
+    assert own_place([(dist.__file__, 1), (inside, 2)]).line == 2
+    assert own_place([(dist.__file__, 1), (rank_places.__file__, 2)]) is None
 
 
 def test_nobody_waits():
