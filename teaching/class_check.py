@@ -11,24 +11,15 @@ network as you can. Judge strangers' work as a user without rights, or in a cont
 import argparse
 import csv
 import json
-import os
-import queue
 import re
-import subprocess
 import sys
-import tempfile
-import threading
-import time
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
-from helpers.units import format_bytes
 from teaching import lessons
+from teaching.limits import Limits, judged
 
 MARKS = {
     "right": "✓",
@@ -39,15 +30,6 @@ MARKS = {
     "too slow": "T",
     "too much memory": "M",
 }
-LOOK_EVERY_S = 0.1
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one exercise may take: seconds of wall time, and bytes of memory with its children."""
-
-    time_s: float = 120.0
-    memory_bytes: int = 4 * 2**30
 
 
 @dataclass(frozen=True)
@@ -68,19 +50,20 @@ def answers(notebook: Path, lesson: Path) -> dict[str, str]:
     ValueError for a file that is no notebook.
     """
     try:
-        found = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    except (ValueError, KeyError, TypeError) as error:
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+        found = {name: _answer(cells, lesson, name) for name in lessons.exercise_ids(lesson)}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{notebook} is not a notebook: {error}") from error
-    answers = {}
-    for exercise_id in lessons.exercise_ids(lesson):
-        begin, end = (
-            _place(found, lesson, f"{part}-{exercise_id}") for part in ("exercise", "check")
-        )
-        given = {cell.source for cell in lessons.tagged(lesson, f"given-{exercise_id}")}
-        if begin is not None and end is not None:
-            sources = ("".join(c["source"]) for c in found[begin:end] if c["cell_type"] == "code")
-            answers[exercise_id] = "\n\n".join(code for code in sources if code not in given)
-    return {name: code for name, code in answers.items() if code.strip()}
+    return {name: code for name, code in found.items() if code.strip()}
+
+
+def _answer(cells: list[dict], lesson: Path, exercise_id: str) -> str:
+    begin, end = (_place(cells, lesson, f"{part}-{exercise_id}") for part in ("exercise", "check"))
+    if begin is None or end is None:
+        return ""
+    given = {cell.source for cell in lessons.tagged(lesson, f"given-{exercise_id}")}
+    sources = ("".join(c["source"]) for c in cells[begin:end] if c["cell_type"] == "code")
+    return "\n\n".join(code for code in sources if code not in given)
 
 
 def _place(cells: list[dict], lesson: Path, tag: str) -> int | None:
@@ -128,132 +111,10 @@ def judge(who: str, notebook: Path, lesson: Path, limits: Limits) -> list[Verdic
     }
     # An exercise that breaks a limit ends the process; the others get a new one.
     while waiting:
-        for name, status, message in _run(lesson, waiting, limits):
+        for name, status, message in judged(lesson, waiting, limits):
             verdicts[name] = Verdict(who, name, status, message)
             del waiting[name]
     return [verdicts[name] for name in ids]
-
-
-def _run(lesson: Path, todo: dict[str, str], limits: Limits) -> Iterator[tuple[str, str, str]]:
-    """Verdicts from one process, until all are in or one exercise ended the process."""
-    todo = dict(todo)
-    mark = uuid.uuid4().hex
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "teaching.judge"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=scratch,
-            env=_environment(scratch, mark),
-            start_new_session=True,
-            text=True,
-        )
-        try:
-            job = {"lesson": lesson.name, "answers": todo, "memory_bytes": limits.memory_bytes}
-            lines = _follow(process, json.dumps(job))
-            # Nothing of the learner's runs before the first exercise begins, but torch is loaded.
-            current = next(iter(todo))
-            while todo:
-                line, broken = _next_line(lines, process, mark, limits)
-                if line is None:
-                    yield current, *(broken or ("error", f"the process ended: {_code(process)}"))
-                    return
-                told = json.loads(line)
-                if "begun" in told:
-                    current = told["begun"]
-                else:
-                    del todo[told["exercise"]]
-                    yield told["exercise"], told["status"], told["message"]
-        finally:
-            _end(process, mark)
-
-
-def _environment(scratch: str, mark: str) -> dict[str, str]:
-    # No variable of the teacher's that an answer need not see.
-    wanted = ("PATH", "LANG", "LD_LIBRARY_PATH", "SYSTEMROOT", "COURSE_DEVICES")
-    kept = {name: os.environ[name] for name in wanted if name in os.environ}
-    return kept | {
-        "HOME": scratch,
-        "TMPDIR": scratch,
-        "COURSE_PROGRESS_DIR": scratch,
-        "COURSE_JUDGE": mark,
-        "MPLBACKEND": "agg",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(lessons.ROOT),
-    }
-
-
-def _follow(process: subprocess.Popen, job: str) -> "queue.Queue[str | None]":
-    lines: queue.Queue[str | None] = queue.Queue()
-    stdin, stdout = process.stdin, process.stdout
-    assert stdin and stdout
-
-    def read() -> None:
-        for line in stdout:
-            lines.put(line)
-        lines.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    try:
-        stdin.write(job)
-        stdin.close()
-    except BrokenPipeError:
-        lines.put(None)
-    return lines
-
-
-def _next_line(
-    lines: "queue.Queue[str | None]", process: subprocess.Popen, mark: str, limits: Limits
-) -> tuple[str | None, tuple[str, str] | None]:
-    """The next line of the process; or None, and the limit that was broken where one was."""
-    deadline = time.monotonic() + limits.time_s
-    while time.monotonic() < deadline:
-        try:
-            return lines.get(timeout=LOOK_EVERY_S), None
-        except queue.Empty:
-            used = sum(_memory(each) for each in _family(process, mark))
-            if used > limits.memory_bytes:
-                allowed, took = format_bytes(limits.memory_bytes), format_bytes(used)
-                return None, ("too much memory", f"took {took}; {allowed} are allowed")
-    return None, ("too slow", f"was not done after {limits.time_s:g} s")
-
-
-def _family(process: subprocess.Popen, mark: str) -> list[psutil.Process]:
-    """The process and all that it started, those that went their own ways included."""
-    family = []
-    for each in psutil.process_iter():
-        try:
-            if each.pid == process.pid or each.environ().get("COURSE_JUDGE") == mark:
-                family.append(each)
-        except psutil.Error:
-            continue
-    return family
-
-
-def _memory(process: psutil.Process) -> int:
-    try:
-        return process.memory_info().rss
-    except psutil.Error:
-        return 0
-
-
-def _end(process: subprocess.Popen, mark: str) -> None:
-    while family := [each for each in _family(process, mark) if each.is_running()]:
-        for each in family:
-            try:
-                each.kill()
-            except psutil.NoSuchProcess:
-                continue
-        process.wait()
-        psutil.wait_procs(family, timeout=1)
-    for stream in (process.stdin, process.stdout):
-        if stream and not stream.closed:
-            stream.close()
-
-
-def _code(process: subprocess.Popen) -> str:
-    return f"exit code {process.wait()}"
 
 
 def check_class(folder: Path, limits: Limits, jobs: int = 1) -> list[Verdict]:

@@ -26,14 +26,22 @@ def run_cell(source: str, namespace: dict[str, Any], name: str) -> None:
     exec(compile(source, filename, "exec"), namespace)
 
 
-def outcome_of(path: Path, exercise_id: str, answer: str) -> Outcome:
-    """The verdict on an answer's code, run after the lesson's own setup and given cells.
+def prepared(path: Path, exercise_id: str) -> dict[str, Any]:
+    """The names that an exercise starts with: the lesson's own setup and given cells, run.
 
-    ``path`` is the course's lesson, not the learner's copy, so a check cannot be edited away.
+    ``path`` is the course's lesson, not the learner's copy.
     """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for cell in (*lessons.tagged(path, "setup"), *lessons.tagged(path, f"given-{exercise_id}")):
         run_cell(cell.source, namespace, cell.id)
+    return namespace
+
+
+def outcome_of(
+    path: Path, exercise_id: str, answer: str, namespace: dict[str, Any] | None = None
+) -> Outcome:
+    """The verdict on an answer's code, asked for as the course's own check cell does."""
+    namespace = prepared(path, exercise_id) if namespace is None else namespace
     run_cell(answer, namespace, f"exercise {exercise_id}")
     return evaluate(exercise_id, eval(lessons.answer_expression(path, exercise_id), namespace))
 
@@ -48,9 +56,10 @@ def main() -> None:
             os.dup2(nowhere.fileno(), descriptor)
     path = lessons.ROOT / "notebooks" / job["lesson"]
     for exercise_id, answer in job["answers"].items():
+        namespace = prepared(path, exercise_id)
         print(json.dumps({"begun": exercise_id}), file=verdicts)
         try:
-            outcome = outcome_of(path, exercise_id, answer)
+            outcome = outcome_of(path, exercise_id, answer, namespace)
             verdict = {"status": outcome.status, "message": str(outcome)}
         except BaseException as error:  # an answer may raise SystemExit, or anything
             verdict = {"status": "error", "message": f"{type(error).__name__}: {error}"}

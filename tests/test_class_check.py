@@ -79,8 +79,9 @@ def test_cells_that_are_gone_files_that_are_broken_and_the_newest_copy(tmp_path)
     cut = json.loads(LESSON.read_text("utf-8"))
     cut["cells"] = [c for c in cut["cells"] if "check-4.2" not in c["metadata"].get("tags", ())]
     hand_in(tmp_path, "cut", {}, cut)
-    (tmp_path / "torn").mkdir()
-    (tmp_path / "torn" / LESSON.name).write_text("{")
+    for who, text in {"torn": "{", "odd": '{"cells": [1]}', "empty": '{"cells": null}'}.items():
+        (tmp_path / who).mkdir()
+        (tmp_path / who / LESSON.name).write_text(text)
     old = hand_in(tmp_path, "twice", {"4.1": "def replica_sizes(b, n):\n    return b"})
     newer = old.parent / f"copy of {old.name}"
     old.rename(newer)
@@ -89,10 +90,9 @@ def test_cells_that_are_gone_files_that_are_broken_and_the_newest_copy(tmp_path)
     found = statuses(tmp_path)
     assert found["cut", "4.2"].status == "missing"
     assert found["cut", "4.1"].status == "not attempted"
-    assert (
-        found["torn", "4.1"].status == "missing"
-        and "not a notebook" in found["torn", "4.1"].message
-    )
+    for who in ("torn", "odd", "empty"):
+        assert found[who, "4.1"].status == "missing"
+        assert "not a notebook" in found[who, "4.1"].message
     assert found["twice", "4.1"].status == "not attempted"
 
 
