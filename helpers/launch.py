@@ -13,7 +13,7 @@ import pickle
 import socket
 import time
 from collections.abc import Callable
-from inspect import getclosurevars, isfunction
+from inspect import getclosurevars, isfunction, signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,6 +66,7 @@ def run(
     """
     __tracebackhide__ = True
     _check(function, nprocs, timeout_s, output)
+    _check_call(function, nprocs, args)
     payload = _pack(function, args)
     jobs = _jobs(nprocs)
     with Team(jobs, payload, Output(nprocs, by_rank=output == "by rank"), on_report) as team:
@@ -107,6 +108,21 @@ def _check(function: object, nprocs: object, timeout_s: object, output: object) 
         raise ValueError(f"timeout_s must be a positive number of seconds; found {timeout_s!r}.")
     if output not in ("live", "by rank"):
         raise ValueError(f'output must be "live" or "by rank"; found {output!r}.')
+
+
+def _check_call(function: Callable[..., Any], nprocs: int, args: tuple[Any, ...]) -> None:
+    try:
+        found = signature(function)
+    except ValueError:
+        return  # some that are written in C do not tell
+    try:
+        found.bind(0, nprocs, *args)
+    except TypeError as error:
+        name = getattr(function, "__name__", repr(function))
+        wanted = ", ".join(["rank", "world_size", *(f"argument {i + 1}" for i in range(len(args)))])
+        raise TypeError(
+            f"launch.run calls {name}({wanted}), and {name}{found} cannot be called so: {error}."
+        ) from None
 
 
 def _pack(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -297,6 +297,15 @@ def test_a_function_that_cannot_be_sent_names_what_holds_it_back():
         launch.run(print, 2, "fine", threading.Lock())
 
 
+def test_a_function_that_does_not_take_rank_and_world_size_is_told_before_anything_starts():
+    message = r"calls main\(rank, world_size\), and main\(rank\) cannot be called so: too many"
+    with pytest.raises(TypeError, match=message):
+        run("def main(rank): return rank", 2)
+    with pytest.raises(TypeError, match="missing a required argument: 'data'"):
+        run("def main(rank, world_size, data): return rank", 2)
+    assert run("def main(*places): return places", 1, "extra") == [(0, 1, "extra")]
+
+
 def test_the_parent_joins_no_group():
     run("def main(rank, world_size): return None", 2)
     assert not dist.is_initialized()
