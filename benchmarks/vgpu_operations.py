@@ -1,0 +1,186 @@
+"""What an operation costs on virtual GPUs: µs of dispatch, a training step, bytes of a tensor.
+
+The peers are torch's own tensors made of Python: FakeTensorMode (shapes only, as ``shapes_only``)
+and TwoTensor (a wrapper that computes, as a virtual tensor does), and plain CPU tensors. They take
+turns, so that a busy moment of the machine hits all of them; ratios compare neighbours.
+"""
+
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+import torch
+import torchvision
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+
+from helpers import vgpu
+
+ROUNDS, CALLS, STEPS = 9, 300, 3
+RESNET_ROUNDS = 5
+TENSORS = 100_000
+VIRTUAL, CPU, FAKE, TWO = "virtual GPU", "plain CPU tensors", "FakeTensorMode", "TwoTensor"
+
+Calls = tuple[Callable[[], object], Callable[[], object]]  # x + x; forward and backward
+Case = Callable[[], AbstractContextManager[Calls]]
+
+
+def network() -> nn.Module:
+    """Small enough that dispatch, not arithmetic, takes the time; 12 modules."""
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(6)])
+
+
+def calls(values: torch.Tensor, model: nn.Module, batch: torch.Tensor) -> Calls:
+    def step() -> None:
+        model.zero_grad()
+        model(batch).sum().backward()
+
+    return lambda: values + values, step
+
+
+def case(device: str, *blocks: Callable[[], AbstractContextManager]) -> Case:
+    """The calls with everything on ``device``, inside of ``blocks``."""
+
+    @contextmanager
+    def inside() -> Iterator[Calls]:
+        with ExitStack() as stack:
+            for block in blocks:
+                stack.enter_context(block())
+            values, batch = torch.ones(4, 4).to(device), torch.ones(4, 8).to(device)
+            # FakeTensorMode does not move a module, not even to where it is.
+            model = network() if device == "cpu" else network().to(device)
+            yield calls(values, model, batch)
+
+    return inside
+
+
+def two(tensor: torch.Tensor) -> TwoTensor:
+    return TwoTensor(tensor, tensor.clone())
+
+
+@contextmanager
+def two_tensors() -> Iterator[Calls]:
+    model = network()
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(two(parameter.detach())))
+    yield calls(two(torch.ones(4, 4)), model, two(torch.ones(4, 8)))
+
+
+CASES: dict[str, Case] = {
+    CPU: case("cpu"),
+    VIRTUAL: case("vgpu:0"),
+    "virtual GPU, record()": case("vgpu:0", vgpu.record),
+    "virtual GPU, shapes_only()": case("vgpu:0", vgpu.shapes_only),
+    "virtual GPU, record() and shapes_only()": case("vgpu:0", vgpu.shapes_only, vgpu.record),
+    FAKE: case("cpu", FakeTensorMode),
+    TWO: two_tensors,
+}
+
+
+def seconds(call: Callable[[], object], times: int) -> float:
+    """Seconds of one call, the mean of several in a row."""
+    started = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - started) / times
+
+
+def measure() -> dict[str, list[tuple[float, float]]]:
+    """For each case, (µs of x + x, ms of a step) of every round."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in CASES}
+    for _ in range(ROUNDS):
+        for name, inside in CASES.items():
+            with inside() as (add, step):
+                step()  # the first one fills caches
+                found[name].append((seconds(add, CALLS) * 1e6, seconds(step, STEPS) * 1e3))
+    return found
+
+
+def spread(values: list[float], digits: int = 1) -> str:
+    """The median, and the range of the middle half."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def ratios(ours: list[float], theirs: list[float]) -> str:
+    return spread([one / other for one, other in zip(ours, theirs, strict=True)], 2)
+
+
+def resnet_steps(device: str) -> Callable[[], None]:
+    """A ResNet-50 training step, batch of 8 images of 128x128, on ``device``."""
+    torch.manual_seed(0)
+    model = torchvision.models.resnet50().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    images, labels = torch.randn(8, 3, 128, 128).to(device), torch.arange(8).to(device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    step()
+    return step
+
+
+def resident_bytes(kind: str) -> float:
+    """Resident memory that a tensor of one element takes in this process, its value included."""
+    with ExitStack() as stack:
+        stack.enter_context(vgpu.enable(1))
+        if kind == "shape":
+            stack.enter_context(vgpu.shapes_only())
+        source = torch.ones(1).to("cpu" if kind == "cpu" else "vgpu:0")
+        kept = [source + 1]
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        kept += [source + 1 for _ in range(TENSORS)]
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return (after - before) * (1 if sys.platform == "darwin" else 1024) / TENSORS
+
+
+def in_new_process(kind: str) -> float:
+    program = f"from {__spec__.name} import resident_bytes; print(resident_bytes({kind!r}))"
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def main() -> str:
+    torch.set_num_threads(1)
+    cpu_bytes, virtual_bytes, shape_bytes = map(in_new_process, ("cpu", "vgpu", "shape"))
+    with vgpu.enable(2):
+        found = measure()
+        steps = {device: resnet_steps(device) for device in ("cpu", "vgpu:0")}
+        taken: dict[str, list[float]] = {device: [] for device in steps}
+        for _ in range(RESNET_ROUNDS):
+            for device, step in steps.items():
+                taken[device].append(seconds(step, 1))
+    adds, whole = ({n: [v[i] for v in values] for n, values in found.items()} for i in (0, 1))
+    rows = "\n".join(
+        f"| {name} | {spread(adds[name])} | {ratios(adds[name], adds[VIRTUAL])} "
+        f"| {spread(whole[name], 2)} | {ratios(whole[name], whole[VIRTUAL])} |"
+        for name in CASES
+    )
+    return (
+        "## An operation on a virtual GPU\n\n"
+        "One thread. `x + x` on 4x4 values, and forward and backward of 12 small modules. Measured "
+        f"in turns, {ROUNDS} rounds: the median and, in brackets, the middle half. Ratios are to a "
+        "virtual GPU in the same round.\n\n"
+        "| | x + x, µs | ratio | step, ms | ratio |\n|---|---|---|---|---|\n"
+        f"{rows}\n\n"
+        f"One operation takes {ratios(adds[VIRTUAL], adds[FAKE])} of FakeTensorMode's time (aim: "
+        "at most 0.25).\n\n"
+        f"A ResNet-50 training step, 8 images of 128x128, in turns: {spread(taken['cpu'], 2)} s on "
+        f"the CPU, {spread(taken['vgpu:0'], 2)} s on a virtual GPU: "
+        f"{ratios(taken['vgpu:0'], taken['cpu'])} times as long (aim: at most 1.15).\n\n"
+        f"A tensor of one element takes {cpu_bytes:.0f} bytes on the CPU, {virtual_bytes:.0f} on a "
+        f"virtual GPU, {shape_bytes:.0f} as a shape: resident memory, its value included, whatever "
+        "else its size adds.\n"
+    )
+
+
+if __name__ == "__main__":
+    print(main())
