@@ -5,7 +5,7 @@ from IPython.display import Code
 
 from helpers import claims
 from helpers.tables import Table
-from helpers.widgets.claims import claims_explorer, show_claims
+from helpers.widgets.claims import claims_explorer, findings, show_claims
 
 PROOF = claims.Proof("01_a.ipynb", "sum", "Sums", "assert 1 + 1 == 2")
 LEDGER = [
@@ -15,44 +15,44 @@ LEDGER = [
 ]
 
 
-@pytest.fixture
-def displayed(monkeypatch):
-    shown = []
-    monkeypatch.setattr("helpers.widgets.claims.display", shown.append)
-    return shown
-
-
-def ids(table):
-    assert isinstance(table, Table)
-    return [row[0] for row in table.rows]
-
-
-def test_one_claim_is_shown_with_its_proof(displayed):
-    show_claims(LEDGER, "mean", lesson="01")
-    table, code = displayed
-    assert ids(table) == ["X1"]
+def test_one_claim_comes_with_its_proof():
+    table, code = findings(LEDGER, "mean", lesson="01")
+    assert isinstance(table, Table) and [row[0] for row in table.rows] == ["X1"]
     assert isinstance(code, Code) and code.data == "assert 1 + 1 == 2"
 
 
-def test_several_pending_and_none(displayed):
-    show_claims(LEDGER, "mean")
-    show_claims(LEDGER, "ring")
+@pytest.mark.parametrize(
+    ("words", "ids"), [("mean", ["X1", "X2"]), ("ring", ["X3"]), ("", ["X1", "X2", "X3"])]
+)
+def test_several_or_a_pending_one_are_listed(words, ids):
+    (table,) = findings(LEDGER, words)
+    assert [row[0] for row in table.rows] == ids
+
+
+def test_nothing_found_is_said(monkeypatch):
+    shown = []
+    monkeypatch.setattr("helpers.widgets.claims.display", shown.append)
     show_claims(LEDGER, "nowhere")
-    several, pending, none = displayed
-    assert ids(several) == ["X1", "X2"] and ids(pending) == ["X3"]
-    assert "Fewer words" in none
+    assert len(shown) == 1 and "Fewer words" in shown[0]
 
 
-def test_typing_and_choosing_narrow_the_list(displayed):
-    words, verdict, lesson = claims_explorer(LEDGER).children[0].children
+def test_typing_and_choosing_narrow_the_list():
+    controls, shown = claims_explorer(LEDGER).children
+    words, verdict, lesson = controls.children
     assert verdict.options == ("any", "false", "pending", "true")
     assert lesson.options == ("any", "01", "02")
+
+    def listed():
+        html = shown.outputs[0]["data"].get("text/html", "")
+        return [claim.id for claim in LEDGER if f">{claim.id}<" in html]
+
+    assert listed() == ["X1", "X2", "X3"]
     lesson.value = "02"
+    assert listed() == ["X2", "X3"]
     verdict.value = "true"
-    lesson.value = "any"
-    verdict.value = "any"
-    words.value = "mean means"
-    tables = [ids(shown) for shown in displayed if isinstance(shown, Table)]
-    assert tables[0] == ["X1", "X2", "X3"]
-    assert tables[1:3] == [["X2", "X3"], ["X2"]]
-    assert tables[-1] == ["X2"]
+    assert listed() == ["X2"] and "assert 1" in shown.outputs[1]["data"]["text/plain"]
+    lesson.value = verdict.value = "any"
+    words.value = "rings"
+    assert listed() == ["X3"]
+    words.value = "rings nowhere"
+    assert listed() == [] and "Fewer words" in shown.outputs[0]["data"]["text/plain"]

@@ -1,6 +1,7 @@
 """The ledger of claims to search and filter, by words, verdict and lesson."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import ipywidgets
 from IPython.display import Code, display
@@ -8,24 +9,48 @@ from IPython.display import Code, display
 from helpers.claims import ANY, Claim, listing, search
 
 
+def findings(
+    ledger: Sequence[Claim], words: str = "", verdict: str = ANY, lesson: str = ANY
+) -> list[Any]:
+    """What ``search`` finds, to be displayed: a table; with a single claim, also its proof's code."""
+    found = search(ledger, words, verdict, lesson)
+    if not found:
+        return ["No claim has all of this. Fewer words find more."]
+    if len(found) == 1 and found[0].proof:
+        return [listing(found), Code(found[0].proof.source, language="python")]
+    return [listing(found)]
+
+
 def show_claims(
     ledger: Sequence[Claim], words: str = "", verdict: str = ANY, lesson: str = ANY
 ) -> None:
-    """List what ``search`` finds; where it is a single claim, the code of its proof as well."""
-    found = search(ledger, words, verdict, lesson)
-    display(listing(found) if found else "No claim has all of this. Fewer words find more.")
-    if len(found) == 1 and found[0].proof:
-        display(Code(found[0].proof.source, language="python"))
+    """Display ``findings``."""
+    for found in findings(ledger, words, verdict, lesson):
+        display(found)
 
 
 def claims_explorer(ledger: Sequence[Claim]) -> ipywidgets.Widget:
-    """A line for words and a menu each for verdict and lesson, around ``show_claims``."""
+    """A line for words and a menu each for verdict and lesson, around ``findings``."""
     verdicts, lessons = ({getattr(c, name) for c in ledger} for name in ("status", "lesson"))
-    words = ipywidgets.Text(description="words", placeholder="gradient sum", continuous_update=True)
+    words = ipywidgets.Text(description="words", placeholder="gradient sum")
     verdict = ipywidgets.Dropdown(options=[ANY, *sorted(verdicts)], description="verdict")
     lesson = ipywidgets.Dropdown(options=[ANY, *sorted(lessons)], description="lesson")
-    shown = ipywidgets.interactive_output(
-        lambda words, verdict, lesson: show_claims(ledger, words, verdict, lesson),
-        {"words": words, "verdict": verdict, "lesson": lesson},
-    )
+    shown = ipywidgets.Output()
+
+    def answer(_: Any = None) -> None:
+        # Set, not captured: nbclient sends captured output back to the kernel and can then miss
+        # the reply to a quick cell (jupyter/nbclient#312).
+        found = findings(ledger, words.value, verdict.value, lesson.value)
+        shown.outputs = tuple(map(_output, found))
+
+    for control in (words, verdict, lesson):
+        control.observe(answer, "value")
+    answer()
     return ipywidgets.VBox([ipywidgets.HBox([words, verdict, lesson]), shown])
+
+
+def _output(found: Any) -> dict[str, Any]:
+    data = {"text/plain": str(found)}
+    if hasattr(found, "_repr_html_"):
+        data["text/html"] = found._repr_html_()
+    return {"output_type": "display_data", "data": data, "metadata": {}}
