@@ -143,9 +143,9 @@ def _check(options: argparse.Namespace, training: Training) -> None:
 
 def _run(training: Training, options: argparse.Namespace) -> None:
     save_every = options.save_every or training.steps_per_epoch
-    where = training.device.type.upper()
-    where += f", {torch.get_num_threads()} threads each" if where == "CPU" else "s"
-    _say(training, f"{_ranks(training)} on {where}, {training.steps} steps")
+    threads = torch.get_num_threads()
+    where = {"cpu": f"CPU, threads of each: {threads}", "cuda": "GPU"}[training.device.type]
+    _say(training, f"{_ranks(training)} on {where}; {training.steps} steps")
     if training.resumed_from:
         _say(training, f"resumed from {training.resumed_from}")
     with tqdm(

@@ -8,51 +8,20 @@ must be those of one process that nobody disturbed.
 import linecache
 import os
 import re
-import shutil
 import signal
-import socket
 import subprocess
-import sys
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from hosts import TIME_S, free_port, stop, two_agents, two_namespaces
 
 from helpers.data import Digits
 from teaching import lessons
 
 LESSON = next(path for path in lessons.NOTEBOOKS if lessons.number(path) == "07")
 EPOCHS, LOST_IN_EPOCH = 8, 3
-TIME_S = 240  # for anything that should take seconds; a busy machine is slow to import torch
-
-
-@dataclass
-class Host:
-    """One host: its address, the network interface that has it, and how to run something there."""
-
-    address: str
-    interface: str
-    prefix: list[str] = field(default_factory=list)
-
-    def start(self, number, script, folder, meeting_point, **environment):
-        """The agent of this host, with one rank; what it says goes to a file in the folder."""
-        address, port = meeting_point
-        command = [
-            *self.prefix,
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
-            *(f"--node-rank={number}", f"--master-addr={address}", f"--master-port={port}"),
-            f"--log-dir={folder / 'logs'}",
-            *(str(script), str(folder)),
-        ]
-        environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.interface}
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # both hosts would take GPU 0
-        with open(folder / "said.txt", "a", encoding="utf-8") as said:
-            return subprocess.Popen(
-                command, env={**os.environ, **environment}, stdout=said, stderr=subprocess.STDOUT
-            )
 
 
 @pytest.fixture(scope="module")
@@ -90,56 +59,6 @@ def with_digits(folder):
     return folder
 
 
-def free_port():
-    """A port of this machine that is free now; a fresh namespace has them all free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@contextmanager
-def two_agents():
-    """Both hosts are this machine: two agents that talk over its loopback."""
-    loopback = "lo" if sys.platform == "linux" else "lo0"
-    yield [Host("127.0.0.1", loopback), Host("127.0.0.1", loopback)]
-
-
-@contextmanager
-def two_namespaces():
-    """Two hosts with a network of their own each, and one cable between them."""
-    if sys.platform != "linux":
-        pytest.skip("two hosts are made from network namespaces, which only Linux has")
-    if os.geteuid() != 0:
-        pytest.skip("making a network namespace needs root")
-    if shutil.which("ip") is None:
-        pytest.skip("making a network namespace needs the command ip (package iproute2)")
-    names = [f"lesson07-{os.getpid()}-{index}" for index in (0, 1)]
-    ends = [f"v{os.getpid()}-{index}" for index in (0, 1)]
-    hosts = []
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", ends[0], "netns", names[0], "type", "veth",
-           "peer", "name", ends[1], "netns", names[1])  # fmt: skip
-        for index, (name, end) in enumerate(zip(names, ends, strict=True)):
-            address = f"10.77.0.{index + 1}"
-            ip("-n", name, "address", "add", f"{address}/24", "dev", end)
-            ip("-n", name, "link", "set", end, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-            hosts.append(Host(address, end, ["ip", "netns", "exec", name]))
-        yield hosts
-    finally:
-        # The cable goes with them.
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-
-
-def ip(*arguments):
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"this machine refuses `ip {' '.join(arguments)}`: {done.stderr.strip()}")
-
-
 @pytest.mark.timeout(3 * TIME_S)
 @pytest.mark.parametrize("make_hosts", [two_agents, two_namespaces])
 def test_a_host_is_lost_and_the_training_resumes(lesson, expected, tmp_path, make_hosts):
@@ -169,11 +88,14 @@ def test_a_host_is_lost_and_the_training_resumes(lesson, expected, tmp_path, mak
 
 def train_on(hosts, script, folder, environment_of_host_1=None):
     """Start an agent on each host and wait for both: their exit statuses."""
-    meeting_point = hosts[0].address, free_port()
+    address, port = hosts[0].address, free_port()
     agents = []
     try:
         for number, environment in enumerate(({}, environment_of_host_1 or {})):
-            agents.append(hosts[number].start(number, script, folder, meeting_point, **environment))
+            arguments = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={number}"]
+            arguments += [f"--master-addr={address}", f"--master-port={port}"]
+            arguments += [f"--log-dir={folder / 'logs'}", script, folder]
+            agents.append(hosts[number].start(arguments, folder / "said.txt", **environment))
         return [agent.wait(TIME_S) for agent in agents]
     finally:
         for agent in agents:
@@ -193,17 +115,6 @@ def assert_gradients_crossed(host, parameters):
     received_bytes = int(subprocess.run(read, capture_output=True, text=True, check=True).stdout)
     gradient_bytes = sum(tensor.nbytes for tensor in parameters.values())
     assert received_bytes > 40 * gradient_bytes
-
-
-def stop(agent):
-    """End an agent, which ends its ranks; nothing happens to one that has ended."""
-    if agent.poll() is None:
-        agent.terminate()
-        try:
-            agent.wait(60)
-        except subprocess.TimeoutExpired:
-            agent.kill()
-            agent.wait()
 
 
 def test_the_script_is_the_lesson_s_own_functions(lesson):

@@ -1,0 +1,99 @@
+"""Two hosts for torchrun on one machine: two agents, or two network namespaces joined by a cable."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+TIME_S = 240  # for anything that should take seconds; a busy machine is slow to import torch
+
+
+@dataclass
+class Host:
+    """One host: its address, the network interface that has it, and how to run something there."""
+
+    address: str
+    interface: str
+    prefix: list[str] = field(default_factory=list)
+
+    def start(self, arguments, said, **environment):
+        """An agent of torchrun on this host; what it and its ranks say is added to a file."""
+        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.interface, **environment}
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # both hosts would take GPU 0
+        command = [
+            *self.prefix,
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *map(str, arguments),
+        ]
+        with open(said, "a", encoding="utf-8") as file:
+            return subprocess.Popen(
+                command, env={**os.environ, **environment}, stdout=file, stderr=subprocess.STDOUT
+            )
+
+
+def free_port():
+    """A port of this machine that is free now; a fresh namespace has them all free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def two_agents():
+    """Both hosts are this machine: two agents that talk over its loopback."""
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    yield [Host("127.0.0.1", loopback), Host("127.0.0.1", loopback)]
+
+
+@contextmanager
+def two_namespaces():
+    """Two hosts with a network of their own each, and one cable between them."""
+    if sys.platform != "linux":
+        pytest.skip("two hosts are made from network namespaces, which only Linux has")
+    if os.geteuid() != 0:
+        pytest.skip("making a network namespace needs root")
+    if shutil.which("ip") is None:
+        pytest.skip("making a network namespace needs the command ip (package iproute2)")
+    names = [f"lesson07-{os.getpid()}-{index}" for index in (0, 1)]
+    ends = [f"v{os.getpid()}-{index}" for index in (0, 1)]
+    hosts = []
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", ends[0], "netns", names[0], "type", "veth",
+           "peer", "name", ends[1], "netns", names[1])  # fmt: skip
+        for index, (name, end) in enumerate(zip(names, ends, strict=True)):
+            address = f"10.77.0.{index + 1}"
+            ip("-n", name, "address", "add", f"{address}/24", "dev", end)
+            ip("-n", name, "link", "set", end, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            hosts.append(Host(address, end, ["ip", "netns", "exec", name]))
+        yield hosts
+    finally:
+        # The cable goes with them.
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def ip(*arguments):
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"this machine refuses `ip {' '.join(arguments)}`: {done.stderr.strip()}")
+
+
+def stop(agent):
+    """End an agent, which ends its ranks; nothing happens to one that has ended."""
+    if agent.poll() is None:
+        agent.terminate()
+        try:
+            agent.wait(60)
+        except subprocess.TimeoutExpired:
+            agent.kill()
+            agent.wait()
