@@ -108,7 +108,7 @@ class Moment:
 class StepRecord(TorchDispatchMode):
     """The bytes on one GPU after every operation of a training step, by cause.
 
-    A context round the step; inside it, ``phase(name)`` says what comes next. The causes, in
+    A context round one step; inside it, ``phase(name)`` says what comes next. The causes, in
     order: parameters, optimizer state, inputs, gradients (the ``.grad`` of parameters),
     activations (made in the phase "forward", and inside a module's forward whenever it runs
     again), and temporary: the rest, such as gradients that flow back, and what the optimizer needs
@@ -163,6 +163,10 @@ class StepRecord(TorchDispatchMode):
         super().__exit__(*exc_info)
         for hook in self._hooks:
             hook.remove()
+        # The moments stay; what they tell of must not be kept from being freed.
+        del self._model, self._optimizer, self._inputs, self._parameters, self._buffers
+        self._made.clear()
+        self._measured.clear()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -115,6 +115,15 @@ def test_hooks_of_a_record_are_gone_after_it(step):
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
+def test_a_record_keeps_no_tensor_alive(gpus):
+    gpu = gpus[0]
+    model = nn.Linear(64, 64).to(gpu)
+    optimizer = torch.optim.Adam(model.parameters())
+    record = record_of(model, torch.randn(32, 64, device=gpu), optimizer)
+    del model, optimizer
+    assert torch.get_device_module(gpu).memory_allocated(gpu) == 0 and record.peak.total_bytes > 0
+
+
 def test_capacity_holds_inside_its_block_only(step):
     gpu, _, _ = step
     wanted = pytest.raises(torch.OutOfMemoryError, match=r"total capacity of 1\.00 MiB")
