@@ -51,9 +51,11 @@ def timeline(
         axes.set_position((0.15, _BOTTOM / height, 0.67, 1 - (_TOP + _BOTTOM) / height))
     factor, unit = (1.0, "s") if end_s >= 1 else (1e3, "ms") if end_s >= 1e-3 else (1e6, "µs")
     for row, events in enumerate(lanes.values()):
+        bars: dict[str, list[tuple[float, float]]] = {}
         for kind, start_s, stop_s in stretches(events, end_s * _INVISIBLE):
-            bar = [(start_s * factor, (stop_s - start_s) * factor)]
-            axes.broken_barh(bar, (row - 0.36, 0.72), color=_OF_KIND[kind], linewidth=0)
+            bars.setdefault(kind, []).append((start_s * factor, (stop_s - start_s) * factor))
+        for kind, spans in bars.items():
+            axes.broken_barh(spans, (row - 0.36, 0.72), color=_OF_KIND[kind], linewidth=0)
     # A further stream stands below its GPU's default one, which has the name.
     axes.set_yticks(range(len(lanes)), [name.rpartition(", ")[2] for name in lanes])
     axes.set_ylim(len(lanes) - 0.4, -0.6)
