@@ -194,7 +194,7 @@ def _phases(axes: Any, record: StepRecord) -> None:
     starts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(phases)) if a != b), len(phases)]
     for start, end in pairwise(starts):
         axes.axvline(start, color="black", linewidth=0.6, linestyle=":")
-        narrow = end - start < 0.15 * len(phases)
+        narrow = end - start < 0.11 * len(phases)
         axes.text(
             (start + end) / 2,
             0.98,
@@ -202,7 +202,7 @@ def _phases(axes: Any, record: StepRecord) -> None:
             transform=axes.get_xaxis_transform(),
             ha="center",
             va="top",
-            fontsize=9,
+            fontsize=8,
             rotation="vertical" if narrow else "horizontal",
         )
 
