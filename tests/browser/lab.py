@@ -46,13 +46,20 @@ def served(folder: Path, scratch: Path, settings: dict[str, dict] | None = None)
 
 
 def _address(server: subprocess.Popen, scratch: Path) -> str:
+    """Where the server listens, as soon as it answers."""
     found = scratch / "runtime" / f"jpserver-{server.pid}.json"
-    deadline = time.monotonic() + 120
-    while not found.exists():
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
         assert server.poll() is None, (scratch / "server.log").read_text()
-        assert time.monotonic() < deadline, "JupyterLab did not start within 120 s"
-        time.sleep(0.1)
-    return json.loads(found.read_text())["url"]
+        try:
+            address = json.loads(found.read_text())["url"]
+            _request(address, "GET", "status")
+        except (OSError, ValueError):
+            # The file comes before its text, and its text before the open port.
+            time.sleep(0.1)
+        else:
+            return address
+    raise TimeoutError("JupyterLab did not start within 180 s")
 
 
 def end_kernels(address: str) -> None:

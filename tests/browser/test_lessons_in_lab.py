@@ -8,7 +8,7 @@ import pytest
 from teaching import lessons
 
 EXPLORER = re.compile(r"^\w*explorer\(.*\)$", re.MULTILINE)
-names = [path.name[:2] for path in lessons.NOTEBOOKS]
+names = [lessons.number(path) or path.stem for path in lessons.NOTEBOOKS]
 
 
 @pytest.fixture(scope="module", params=names)
@@ -51,17 +51,17 @@ def test_the_explorer_answers_to_its_slider(ran, request):
         pytest.skip("the lesson has no explorer")
     for index in found:
         area = lesson.show(index).locator(".jp-OutputArea").first
-        picture = area.locator("img").first
-        picture.wait_for(timeout=60_000)
+        answer = area.locator(".widget-output").first
+        answer.locator("img, table").first.wait_for(timeout=60_000)
         took = request.config.seconds_to_answer.setdefault(name, [])
         for before in range(3):
-            shown = picture.get_attribute("src")
+            shown = answer.inner_html()
             move(area, before)
             started = time.monotonic()
             lesson.page.wait_for_function(
-                "([area, shown]) => { const now = area.querySelector('img');"
-                " return now && now.src !== shown; }",
-                arg=[area.element_handle(), shown],
+                "([answer, shown]) => answer.querySelector('img, table')"
+                " && answer.innerHTML !== shown",
+                arg=[answer.element_handle(), shown],
                 timeout=60_000,
                 polling=20,
             )
