@@ -24,6 +24,7 @@ SHORT = Settings(epochs=2, width=4, batch_size=96)  # 14 steps an epoch
 
 def trained(rank, world_size, settings, folder=None, save_at=None, stop_at=None):
     """On a rank: the parameters after each step of this run, and what it was resumed from."""
+    torch.set_num_threads(1)  # a network this small only loses time with more
     training = Training(settings, folder, cpu=True)
     after_each_step = []
     for images, labels in training.batches():
@@ -130,7 +131,19 @@ def parameters(folder, to):
 @pytest.mark.timeout(2 * TIME_S)
 def test_a_killed_rank_is_restarted_and_the_end_is_the_same_bits(tmp_path):
     mark = uuid.uuid4().hex
-    options = ["--epochs", 2, "--width", 4, "--batch-size", 96, "--dropout", 0.5, "--cpu"]
+    options = [
+        "--epochs",
+        2,
+        "--width",
+        4,
+        "--batch-size",
+        96,
+        "--dropout",
+        0.5,
+        "--cpu",
+        "--threads",
+        1,
+    ]
     folder = tmp_path / "run"
     options += ["--save-every", 5, "--checkpoints", folder, "--lose", "1:18"]
     done = torchrun(*options, mark=mark)
@@ -153,7 +166,8 @@ def test_one_process_draws_a_progress_bar_where_somebody_looks(tmp_path):
     termios = pytest.importorskip("termios")
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
-    command = [sys.executable, "-m", "helpers.train", "--cpu", "--epochs=1", "--batch-size=240"]
+    command = [sys.executable, "-m", "helpers.train", "--cpu", "--threads=1"]
+    command += ["--epochs=1", "--batch-size=240"]
     with open(ours, "rb", buffering=0) as terminal:
         process = subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=tmp_path)
         os.close(theirs)

@@ -60,6 +60,7 @@ def test_the_host_that_is_left_goes_on_by_itself(tmp_path, make_hosts):
 
 
 def undisturbed(rank, world_size, settings):
+    torch.set_num_threads(1)
     training = Training(settings, cpu=True)
     for images, labels in training.batches():
         training.train_on(images, labels)
