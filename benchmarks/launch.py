@@ -2,8 +2,9 @@
 
 Each rank joins a gloo group, takes part in one ``all_reduce`` and ends. A fresh Python process
 makes a first call and later ones, as a notebook does when a cell is run again; torchrun is a new
-command each time. accelerate is measured where it is installed (``pip install accelerate``; the
-course does not need it). ``python -m benchmarks launch`` writes the result to RESULTS.md.
+command each time. accelerate is measured where it can be imported: ``make bench`` puts it into a
+folder of its own, since the course does not need it. ``make bench ARGS=launch`` measures this
+alone and writes it to RESULTS.md.
 """
 
 import argparse
