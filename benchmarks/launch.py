@@ -113,7 +113,7 @@ def main() -> str:
             rows.append(
                 f"| {ranks} | {peer} | {first[peer]:.2f} | {later[peer]:.2f} | {ratio:.1f} |"
             )
-        ratios.append(f"{later['mp.spawn'] / later['launch.run']:.0f} with {ranks} ranks")
+        ratios.append(f"{later['mp.spawn'] / later['launch.run']:.0f} times ({ranks} ranks)")
     missing = "" if "notebook_launcher" in peers else " accelerate was not installed."
     return "\n".join(
         [
@@ -127,7 +127,7 @@ def main() -> str:
             "|---|---|---|---|---|",
             *rows,
             "",
-            f"Later calls: mp.spawn takes {', '.join(ratios)} times as long as launch.run. The "
+            f"Later calls of mp.spawn take {', '.join(ratios)} as long as those of launch.run. The "
             "first call of launch.run starts the forkserver, which imports torch once; "
             "notebook_launcher forks the notebook itself, which is not safe once it has used a "
             "GPU or threads.",
