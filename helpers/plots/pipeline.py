@@ -47,7 +47,7 @@ def split_sizes(
 
 
 def parts_of_time(timelines: Mapping[int, Timeline]) -> None:
-    """For each split size and each of two GPUs: seconds that it computes, copies and idles."""
+    """For each split size and each of two GPUs: one batch's seconds of computing, copying, idling."""
     sizes = sorted(timelines)
     devices = timelines[sizes[0]].devices
     made, panels = figure(1, len(devices), width=9, height=3.4, sharey=True)
@@ -62,7 +62,7 @@ def parts_of_time(timelines: Mapping[int, Timeline]) -> None:
         axes.set_xlabel("split size (images in a piece)")
         axes.set_title(str(device), fontsize=10)
         axes.grid(axis="x", visible=False)
-    panels[0].set_ylabel("3 batches (s)")
+    panels[0].set_ylabel("one batch (s)")
     panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
     gpu = timelines[sizes[0]].gpu
     headline(made, "Large pieces idle, small pieces compute longer", f"virtual time, {gpu}")
