@@ -83,9 +83,14 @@ def write_sources(source: Path, cache: Path) -> None:
     for path in lessons.NOTEBOOKS:
         print(f"running {path.stem}", flush=True)
         notebook = rendered.run(path, cache)
-        for output in (o for cell in notebook.cells for o in cell.get("outputs", ())):
-            if "text/html" in output.get("data", {}):
-                output.data["text/html"] = _as_pages(output.data["text/html"])
+        for cell in notebook.cells:
+            # JupyterLab names a heading's place otherwise than MyST does.
+            within = re.compile(r"\]\(#([^)]+)\)")
+            if cell.cell_type == "markdown":
+                cell.source = within.sub(lambda m: f"](#{_slug(m[1])})", cell.source)
+            for output in cell.get("outputs", ()):
+                if "text/html" in output.get("data", {}):
+                    output.data["text/html"] = _as_pages(output.data["text/html"])
         nbformat.write(notebook, source / path.name)
     ledger = claims.read(lessons.ROOT / "notebooks")
     verdicts = [claim.verdict for claim in ledger]

@@ -77,6 +77,26 @@ def test_opening_and_closing(path):
 
 
 @each_lesson
+def test_links_within_a_lesson_and_to_others_lead_somewhere(path):
+    text = "\n".join(cell.source for cell in prose(path))
+    # JupyterLab names a heading's place after its text, with dashes for spaces.
+    places = {name.replace(" ", "-") for name in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+    for target in re.findall(r"\]\((#[^)]+|[\w.]+\.ipynb)\)", text):
+        if target.startswith("#"):
+            assert target[1:] in places, f"no heading for {target}"
+        else:
+            assert (path.parent / target).exists(), f"no notebook {target}"
+
+
+@each_lesson
+def test_a_lesson_with_an_explorer_asks_what_if_in_its_opening(path):
+    explorers = any(re.search(r"^\w+_explorer\(", cell.source, re.M) for cell in code(path))
+    opening = lessons.cells(path)[0].source
+    if explorers and lessons.number(path):
+        assert re.search(r"\*\*What if\*\* .*\[The explorer\]\(#", opening)
+
+
+@each_lesson
 def test_code_cells_are_short(path):
     sizes = {cell.id: len(cell.source.splitlines()) for cell in code(path)}
     long = {name: size for name, size in sizes.items() if size > 20}

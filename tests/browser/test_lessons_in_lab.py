@@ -34,6 +34,18 @@ def test_hints_and_solutions_are_folded_when_a_lesson_opens(opened):
         assert not details.evaluate_all("all => all.some(each => each.open)")
 
 
+def test_the_opening_leads_to_the_explorer(opened):
+    _, lesson = opened
+    link = lesson.show(0).locator("a", has_text="The explorer")
+    if not link.count():
+        pytest.skip("the lesson has no explorer")
+    link.click()
+    index = next(n for n, cell in enumerate(lesson.cells()) if EXPLORER.search(cell["source"]))
+    # JupyterLab guesses the heights of cells that it has not painted: it lands near the heading,
+    # and paints what is there.
+    lesson.at(index).wait_for(state="attached", timeout=60_000)
+
+
 @pytest.mark.timeout(600)
 def test_every_cell_runs_without_error_or_red(ran):
     _, lesson = ran
