@@ -102,7 +102,7 @@ def test_a_choice_without_a_schedule_is_said_and_not_drawn(choice, said, drawn, 
     assert drawn == []
 
 
-def test_every_control_redraws(drawn, capsys):
+def test_every_control_redraws(drawn):
     explorer = pipeline_explorer()
     (kind, gpu), (devices, micro_batches) = (row.children for row in explorer.children[:2])
     kind.value = "zero bubble (ZB-H1)"
@@ -116,4 +116,5 @@ def test_every_control_redraws(drawn, capsys):
     assert [options.get("unit") for _, options in drawn] == [None, None, None, None, "ms"]
     assert played[-1].makespan == answer("zero bubble (ZB-H1)", 8, 32, "H100").played.makespan
     kind.value, micro_batches.value = "interleaved 1F1B, 2 chunks", 4
-    assert len(drawn) == 6 and "no multiple" in capsys.readouterr().out
+    (told,) = explorer.children[-1].outputs
+    assert len(drawn) == 6 and "no multiple" in told["text"]

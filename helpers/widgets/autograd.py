@@ -10,6 +10,7 @@ from IPython.display import display
 from helpers import plots
 from helpers.autograd_graph import Graph, graph_of, shared_part
 from helpers.tables import Table
+from helpers.widgets.live import live
 
 EXPRESSIONS = (
     ("x * w", "(tanh(h) * v + x).sum()"),
@@ -88,18 +89,11 @@ class GraphExplorer:
         wide: Any = {"width": "30em"}
         self.expression = widgets.Dropdown(options=options, description="compute", layout=wide)
         self.cut = widgets.Dropdown(options=CUTS, description="cut h by")
-        self.output = widgets.Output()
-        for control in (self.expression, self.cut):
-            control.observe(self.redraw, names="value")
+        controls = {"expression": self.expression, "cut": self.cut}
+        self.output = live(
+            lambda expression, cut: explore(expression[0], expression[1], cut), controls
+        )
         self.widget = widgets.VBox([self.expression, self.cut, self.output])
-        self.redraw()
-
-    def redraw(self, _change: Any = None) -> None:
-        """Compute and draw again for what is chosen now."""
-        inner, outer = self.expression.value
-        with self.output:
-            self.output.clear_output(wait=True)
-            explore(inner, outer, self.cut.value)
 
 
 def graph_explorer() -> widgets.VBox:

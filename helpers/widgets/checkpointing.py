@@ -13,6 +13,7 @@ from helpers import plots
 from helpers.memory import StepRecord
 from helpers.tables import Table
 from helpers.units import format_bytes
+from helpers.widgets.live import live
 
 _BATCH, _WIDTH = 2048, 16
 
@@ -83,7 +84,7 @@ def checkpointing_explorer(gpu: torch.device) -> ipywidgets.Widget:
         4, min=1, max=16, description="segments", continuous_update=False
     )
     depth.observe(lambda change: setattr(segments, "max", change["new"]), "value")
-    drawn = ipywidgets.interactive_output(
+    drawn = live(
         lambda depth, segments: show_run(depth, min(depth, segments), gpu),
         {"depth": depth, "segments": segments},
     )

@@ -9,6 +9,7 @@ from helpers import plots
 from helpers.memory import Snapshot
 from helpers.tables import Table
 from helpers.units import format_bytes
+from helpers.widgets.live import live
 
 
 def step_table(steps: Sequence[Snapshot], number: int) -> Table:
@@ -44,7 +45,5 @@ def iteration_explorer(steps: Sequence[Snapshot]) -> ipywidgets.Widget:
     forth = ipywidgets.Button(description="forth", icon="arrow-right")
     back.on_click(lambda _: setattr(number, "value", max(number.value - 1, number.min)))
     forth.on_click(lambda _: setattr(number, "value", min(number.value + 1, number.max)))
-    drawn = ipywidgets.interactive_output(
-        lambda number: show_step(steps, number), {"number": number}
-    )
+    drawn = live(lambda number: show_step(steps, number), {"number": number})
     return ipywidgets.VBox([ipywidgets.HBox([back, number, forth]), drawn])

@@ -17,6 +17,7 @@ from helpers.schedule_time import Play, Times, peaks_in_flight, play
 from helpers.schedules import KINDS
 from helpers.tables import Table
 from helpers.units import format_bytes, format_seconds
+from helpers.widgets.live import live
 
 # The network and the batch of the times that are not units: float16, 1.6 billion parameters.
 LAYERS, WIDTH, HEADS, TOKENS, BATCH = 32, 2048, 16, 512, 64
@@ -188,7 +189,7 @@ def pipeline_explorer() -> ipywidgets.Widget:
             style={"description_width": "initial"},
         ),
     }
-    drawn = ipywidgets.interactive_output(show_answer, controls)
+    drawn = live(show_answer, controls)
     kind, gpu, devices, micro_batches = controls.values()
     rows = [ipywidgets.HBox([kind, gpu]), ipywidgets.HBox([devices, micro_batches])]
     return ipywidgets.VBox([*rows, drawn])

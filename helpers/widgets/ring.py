@@ -6,6 +6,7 @@ import ipywidgets
 import torch
 
 from helpers.plots import collectives
+from helpers.widgets.live import live
 
 MOST_RANKS = len(collectives.RANK_COLOURS)
 
@@ -79,5 +80,5 @@ def ring_explorer() -> ipywidgets.Widget:
         step.max = 2 * (change["new"] - 1)
 
     ranks.observe(fit_steps, "value")
-    drawn = ipywidgets.interactive_output(show_ring, {"ranks": ranks, "step": step})
+    drawn = live(show_ring, {"ranks": ranks, "step": step})
     return ipywidgets.VBox([ipywidgets.HBox([ranks, step]), drawn])

@@ -7,6 +7,7 @@ import torch
 from torch.nn.parallel import scatter
 
 from helpers import plots
+from helpers.widgets.live import live
 
 
 def share_sizes(batch_size: int, gpus: Sequence[torch.device]) -> list[int]:
@@ -44,7 +45,7 @@ def shares_explorer(gpus: Sequence[torch.device]) -> ipywidgets.Widget:
     """Two sliders around ``show_shares``: the batch size and the number of GPUs."""
     batch_size = ipywidgets.IntSlider(10, min=1, max=64, description="batch size")
     gpu_count = ipywidgets.IntSlider(len(gpus), min=1, max=len(gpus), description="GPUs")
-    drawn = ipywidgets.interactive_output(
+    drawn = live(
         lambda batch_size, gpu_count: show_shares(batch_size, gpu_count, gpus),
         {"batch_size": batch_size, "gpu_count": gpu_count},
     )
