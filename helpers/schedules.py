@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import NamedTuple
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "I", "W"
@@ -138,6 +139,14 @@ def all_forward_all_backward(devices: int, micro_batches: int) -> Schedule:
     return _made("all forward, all backward", rows)
 
 
+def _in_turn(warm: int, forwards: list[Action], backwards: list[list[Action]]) -> list[Action]:
+    """``warm`` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    row = forwards[:warm]
+    for forward, backward in zip_longest(forwards[warm:], backwards):
+        row += ([forward] if forward else []) + backward
+    return row
+
+
 def one_forward_one_backward(devices: int, micro_batches: int) -> Schedule:
     """1F1B, as PipeDream-Flush: after a warm-up, one forward and one backward in turn.
 
@@ -147,13 +156,9 @@ def one_forward_one_backward(devices: int, micro_batches: int) -> Schedule:
     _check_counts(devices, micro_batches)
     rows = []
     for device in range(devices):
-        warm = min(devices - device - 1, micro_batches)
-        row = [Action(FORWARD, m, device) for m in range(warm)]
-        for m in range(micro_batches):
-            if warm + m < micro_batches:
-                row.append(Action(FORWARD, warm + m, device))
-            row.append(Action(BACKWARD, m, device))
-        rows.append(row)
+        forwards = [Action(FORWARD, m, device) for m in range(micro_batches)]
+        backwards = [[Action(BACKWARD, m, device)] for m in range(micro_batches)]
+        rows.append(_in_turn(devices - device - 1, forwards, backwards))
     return _made("1F1B", rows)
 
 
@@ -185,13 +190,10 @@ def interleaved(devices: int, micro_batches: int, chunks: int = 2) -> Schedule:
 
     rows = []
     for device in range(devices):
-        warm = min(2 * (devices - device - 1) + (chunks - 1) * devices, total)
-        row = [nth(FORWARD, n, device) for n in range(warm)]
-        for n in range(total):
-            if warm + n < total:
-                row.append(nth(FORWARD, warm + n, device))
-            row.append(nth(BACKWARD, n, device))
-        rows.append(row)
+        warm = 2 * (devices - device - 1) + (chunks - 1) * devices
+        forwards = [nth(FORWARD, n, device) for n in range(total)]
+        backwards = [[nth(BACKWARD, n, device)] for n in range(total)]
+        rows.append(_in_turn(warm, forwards, backwards))
     return _made(f"interleaved 1F1B, {chunks} chunks", rows, chunks)
 
 
@@ -206,15 +208,14 @@ def zero_bubble(devices: int, micro_batches: int) -> Schedule:
     _check_counts(devices, micro_batches)
     rows = []
     for device in range(devices):
-        warm = min(devices - device - 1, micro_batches)
-        row = [Action(FORWARD, m, device) for m in range(warm)]
-        for m in range(micro_batches):
-            if warm + m < micro_batches:
-                row.append(Action(FORWARD, warm + m, device))
-            row.append(Action(INPUT_GRADIENT, m, device))
-            if m >= device:
-                row.append(Action(WEIGHT_GRADIENT, m - device, device))
+        forwards = [Action(FORWARD, m, device) for m in range(micro_batches)]
+        backwards = [
+            [Action(INPUT_GRADIENT, m, device)]
+            + [Action(WEIGHT_GRADIENT, m - device, device)] * (m >= device)
+            for m in range(micro_batches)
+        ]
         put_off = range(max(micro_batches - device, 0), micro_batches)
+        row = _in_turn(devices - device - 1, forwards, backwards)
         rows.append(row + [Action(WEIGHT_GRADIENT, m, device) for m in put_off])
     return _made("zero bubble (ZB-H1)", rows)
 

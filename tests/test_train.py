@@ -1,5 +1,6 @@
 """The module that torchrun starts: equal to one process, exact to resume, clear when it refuses."""
 
+import errno
 import os
 import re
 import subprocess
@@ -175,8 +176,9 @@ def test_one_process_draws_a_progress_bar_where_somebody_looks(tmp_path):
         try:
             while part := terminal.read(4096):
                 shown += part
-        except OSError:
-            pass  # Linux says so where the last process that had the terminal has closed it
+        except OSError as closed:
+            # Linux says so where the last process that had the terminal has closed it.
+            assert closed.errno == errno.EIO
     assert process.wait(TIME_S) == 0, shown
     text = shown.decode()
     assert re.search(r"1 rank: 100%\|.*5/5 .*loss=\d", text)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from helpers import vgpu
-from helpers.vgpu.clock import Unit
+from helpers.vgpu.lanes import Unit
 from helpers.vgpu.trace import covered_s
 
 PLAIN = vgpu.Link("plain", 1e9, 0.0, "made for these tests")

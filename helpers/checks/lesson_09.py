@@ -50,22 +50,28 @@ def _machines() -> list[Machine]:
     ]
 
 
+def _stopwatch(machine: Machine) -> tuple[Callable[[int], float], list[int], dict[int, float]]:
+    """The ``time_of`` of one machine, the sizes it is asked for, and the seconds of each size."""
+    asked: list[int] = []
+    times_s: dict[int, float] = {}
+
+    def time_of(size: int) -> float:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"a split size is a whole number from 1, got {size!r}")
+        asked.append(size)
+        if size not in times_s:
+            times_s[size] = _seconds(machine, size)
+        return times_s[size]
+
+    return time_of, asked, times_s
+
+
 @exercise("9.1", "The best split size for another GPU")
 def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> None:
     answer(lambda size: float(size), 4)  # an untouched stub says so here
     for machine in _machines():
         batch_size = machine.batch_size
-        times_s: dict[int, float] = {}
-        asked: list[int] = []
-
-        def time_of(size: int, machine: Machine = machine) -> float:
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"a split size is a whole number from 1, got {size!r}")
-            asked.append(size)  # noqa: B023
-            if size not in times_s:  # noqa: B023
-                times_s[size] = _seconds(machine, size)  # noqa: B023
-            return times_s[size]  # noqa: B023
-
+        time_of, asked, times_s = _stopwatch(machine)
         yours = answer(time_of, batch_size)
         given = f"a batch of {batch_size} on two {machine.gpu}s"
         if isinstance(yours, bool) or not isinstance(yours, int) or not 1 <= yours <= batch_size:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from helpers.vgpu import module_names, tensor
-from helpers.vgpu.clock import Clock, Done, HostTime, StreamTime
+from helpers.vgpu.clock import Clock
+from helpers.vgpu.lanes import Done, HostTime, StreamTime
 from helpers.vgpu.trace import Race, Timeline
 
 

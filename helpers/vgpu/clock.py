@@ -7,123 +7,22 @@ copy between GPUs occupies the current streams of both. A host that asks for a v
 Nothing here depends on real time or on how threads interleave: threads that share the interpreter
 (DataParallel's) each get an equal share of it, by arithmetic instead of by turns.
 
-Whether one operation must have ended before another begins is kept apart from the times, as a
-vector clock (Lamport, 1978; Mattern, 1989): a race is a race also where the times happen to fit.
+Streams, threads of the host and links are kept in ``lanes.py``; the clock moves them on.
 """
 
-import bisect
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 
 from helpers.vgpu import gpus
 from helpers.vgpu.costs import CostModel
 from helpers.vgpu.gpus import VirtualGPU
+from helpers.vgpu.lanes import Done, HostTime, Mark, StreamTime, Unit, learn
 from helpers.vgpu.trace import HOST, TraceEvent
 
 # Kernels, copies and waits of the recording under way; None where nobody records.
 active: "Clock | None" = None
-
-
-class Done(NamedTuple):
-    """One operation that was handed to a stream: who it was and when it ends."""
-
-    stream: "StreamTime"
-    position: int  # how many operations the stream had got, this one included
-    end_s: float
-    operation: str
-
-
-class StreamTime:
-    """One stream: when it is free, and which operations are sure to have ended before its next."""
-
-    __slots__ = ("clock", "count", "device", "free_s", "known", "number")
-
-    def __init__(self, clock: "Clock", device: torch.device, number: int) -> None:
-        self.clock = clock
-        self.device = device
-        self.number = number
-        self.free_s = 0.0
-        self.count = 0
-        self.known: dict[StreamTime, int] = {}
-
-    def learn(self, other: "StreamTime", count: int, known: "dict[StreamTime, int]") -> None:
-        """From now on everything here comes after ``other``'s first ``count`` operations."""
-        _raise_to(self.known, other, count)
-        for stream, position in known.items():
-            _raise_to(self.known, stream, position)
-
-
-def _raise_to(known: dict[StreamTime, int], stream: StreamTime, count: int) -> None:
-    if known.get(stream, 0) < count:
-        known[stream] = count
-
-
-class Mark(NamedTuple):
-    """A recorded event: its stream as it was then."""
-
-    event: torch.Event  # keeps its id from another
-    stream: StreamTime
-    time_s: float
-    position: int  # how many operations the stream had got
-    known: dict[StreamTime, int]
-
-
-class HostTime:
-    """One thread of the host: its time, and how many threads share its interpreter."""
-
-    __slots__ = ("backward", "module", "now_s", "number", "sharers")
-
-    def __init__(self, number: int, now_s: float, sharers: int = 1) -> None:
-        self.number = number
-        self.now_s = now_s
-        self.sharers = sharers
-        # What its next operation belongs to; set by whoever knows.
-        self.module = ""
-        self.backward = False
-
-
-class Unit:
-    """Something that does one thing at a time: a GPU's multiprocessors, one way of a link.
-
-    Streams take turns. One whose turn comes late leaves a gap, which work that is handed over
-    later, but can start earlier, may fill.
-    """
-
-    __slots__ = ("ends", "starts")
-
-    def __init__(self) -> None:
-        self.starts: list[float] = []
-        self.ends: list[float] = []
-
-    def place(self, ready_s: float, duration_s: float) -> float:
-        """The first time from ``ready_s`` at which ``duration_s`` fits; it is then taken."""
-        starts, ends = self.starts, self.ends
-        if not ends or ready_s >= ends[-1]:
-            if ends and ready_s == ends[-1]:
-                ends[-1] = ready_s + duration_s
-            else:
-                starts.append(ready_s)
-                ends.append(ready_s + duration_s)
-            return ready_s
-        index = bisect.bisect_right(ends, ready_s)
-        start_s = ready_s
-        while index < len(starts) and start_s + duration_s > starts[index]:
-            start_s = max(start_s, ends[index])
-            index += 1
-        end_s = start_s + duration_s
-        if index and ends[index - 1] == start_s:
-            index -= 1
-            ends[index] = end_s
-        else:
-            starts.insert(index, start_s)
-            ends.insert(index, end_s)
-        if index + 1 < len(starts) and starts[index + 1] == ends[index]:
-            ends[index] = ends.pop(index + 1)
-            starts.pop(index + 1)
-        return start_s
 
 
 class Clock:
@@ -249,17 +148,13 @@ class Clock:
         """The thread goes on when all work given to the streams has ended."""
         for stream in streams:
             self._wait_until(stream.free_s, name, host)
-            _raise_to(self._host_known, stream, stream.count)
-            for other, count in stream.known.items():
-                _raise_to(self._host_known, other, count)
+            learn(self._host_known, stream, stream.count, stream.known)
 
     def host_waits_for_event(self, event: torch.Event) -> None:
         mark = self._marks.get(id(event))
         if mark is not None:
             self._wait_until(mark.time_s, "synchronize", self.host())
-            _raise_to(self._host_known, mark.stream, mark.position)
-            for other, count in mark.known.items():
-                _raise_to(self._host_known, other, count)
+            learn(self._host_known, mark.stream, mark.position, mark.known)
 
     def synchronize(self, gpu: VirtualGPU) -> None:
         """``torch.vgpu.synchronize``: wait for every stream of the GPU."""

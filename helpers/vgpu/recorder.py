@@ -16,9 +16,10 @@ import torch
 from helpers.vgpu import clock as clocks
 from helpers.vgpu import gpus, module_names, operations, signatures, tensor
 from helpers.vgpu.accesses import Accesses, in_backward, poisoned, replaced
-from helpers.vgpu.clock import Clock, Done, HostTime, StreamTime
+from helpers.vgpu.clock import Clock
 from helpers.vgpu.costs import CostModel, Work, work_of
 from helpers.vgpu.gpus import VirtualGPU
+from helpers.vgpu.lanes import Done, HostTime, StreamTime
 from helpers.vgpu.links import get_link
 from helpers.vgpu.streams import current_stream_number
 from helpers.vgpu.tensor import VirtualTensor
