@@ -7,6 +7,7 @@ that it is too old.
 
 import argparse
 import hashlib
+import json
 import os
 import platform
 import re
@@ -19,6 +20,9 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 VENV = os.path.join(ROOT, ".venv")
 OLDEST = (3, 11)
 GB = 1000**3
+# JupyterLab paints only the cells in view and guesses the heights of the others; links and the
+# outline would then miss their heading. The lessons are short enough to be painted whole.
+LAB_SETTINGS = {"@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"}}
 
 # On Linux, PyPI's torch brings the CUDA libraries along; elsewhere it does not.
 # Sums of what pip downloaded and of the folder afterwards, torch 2.15 on Linux x86-64.
@@ -68,10 +72,10 @@ def size(cpu):
 
 
 def wanted_stamp():
-    """A text that changes when the packages or the Python that makes them change."""
+    """A text that changes when the packages, JupyterLab's settings or the Python change."""
     with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
-        digest = hashlib.sha256(file.read()).hexdigest()
-    return "python %d.%d, pyproject %s\n" % (sys.version_info[0], sys.version_info[1], digest)
+        digest = hashlib.sha256(file.read() + json.dumps(LAB_SETTINGS).encode()).hexdigest()
+    return "python %d.%d, wanted %s\n" % (sys.version_info[0], sys.version_info[1], digest)
 
 
 def problem(venv, stamp):
@@ -138,6 +142,10 @@ def make(found, cpu):
         "JupyterLab could not be set up; run the same again",
         quiet=True,
     )
+    settings = os.path.join(VENV, "share", "jupyter", "lab", "settings")
+    os.makedirs(settings, exist_ok=True)
+    with open(os.path.join(settings, "overrides.json"), "w", encoding="utf-8") as file:
+        json.dump(LAB_SETTINGS, file)
     with open(os.path.join(VENV, "ready.txt"), "w", encoding="utf-8") as file:
         file.write(wanted_stamp())
     print("setup: done in %d s." % (time.time() - started), flush=True)

@@ -50,6 +50,13 @@ def test_changed_packages_are_noticed(venv, no_packages):
     assert setup_venv.problem(str(venv), "another stamp") == "outdated"
 
 
+def test_changed_settings_of_jupyterlab_are_noticed(monkeypatch):
+    before = setup_venv.wanted_stamp()
+    assert before == setup_venv.wanted_stamp()
+    monkeypatch.setattr(setup_venv, "LAB_SETTINGS", {})
+    assert setup_venv.wanted_stamp() != before
+
+
 def test_the_packages_are_those_of_the_project_file():
     names = setup_venv.dependencies()
     assert {"torch", "torchvision", "jupyterlab", "nbmake", "matplotlib", "ipywidgets"} <= set(

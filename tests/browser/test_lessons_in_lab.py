@@ -41,9 +41,12 @@ def test_the_opening_leads_to_the_explorer(opened):
         pytest.skip("the lesson has no explorer")
     link.click()
     index = next(n for n, cell in enumerate(lesson.cells()) if EXPLORER.search(cell["source"]))
-    # JupyterLab guesses the heights of cells that it has not painted: it lands near the heading,
-    # and paints what is there.
-    lesson.at(index).wait_for(state="attached", timeout=60_000)
+    lesson.page.wait_for_function(
+        "cell => { const box = cell.getBoundingClientRect();"
+        " return box.height > 0 && box.top > 0 && box.top < window.innerHeight; }",
+        arg=lesson.at(index).element_handle(),
+        timeout=60_000,
+    )
 
 
 @pytest.mark.timeout(600)
