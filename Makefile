@@ -44,8 +44,7 @@ check: venv
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest -q tests/test_notebooks.py tests/test_claims.py tests/test_imports.py \
-	  tests/test_environment.py
+	$(BIN)/pytest -q tests/house tests/lessons
 
 format: venv
 	$(BIN)/ruff check --fix

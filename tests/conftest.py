@@ -1,15 +1,30 @@
-"""Every test keeps its hands off the user's own progress; a run ends with the ledger's state."""
+"""Virtual GPUs for tests that ask for them; hands off the user's progress; the ledger's state.
+
+``pytest.mark.virtual_gpus(2, gpu="A100")`` takes the arguments of ``vgpu.enable``.
+"""
 
 import os
 import tempfile
 
+import pytest
 import yaml
 
+from helpers import vgpu
 from teaching import lessons
 
 # Set before any kernel or worker starts: they inherit it.
 _progress = tempfile.TemporaryDirectory(prefix="course-progress-")
 os.environ["COURSE_PROGRESS_DIR"] = _progress.name
+
+
+@pytest.fixture(autouse=True)
+def _virtual_gpus(request):
+    marker = request.node.get_closest_marker("virtual_gpus")
+    if marker is None:
+        yield
+        return
+    with vgpu.enable(*marker.args, **marker.kwargs):
+        yield
 
 
 def pytest_terminal_summary(terminalreporter):

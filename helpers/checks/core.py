@@ -1,6 +1,6 @@
 """How an exercise is judged: the learner's answer goes in, an Outcome comes out.
 
-A lesson's checks stand in ``lesson_NN.py`` beside this file. Each is a function of the answer that
+A lesson's checks stand in ``lessons/lesson_NN.py``. Each is a function of the answer that
 returns nothing when the answer is right and raises Wrong when it is not. The functions are found
 through the exercise's id: "4.2" is the second exercise of lesson 04.
 """
@@ -116,8 +116,8 @@ def exercise(
 
 def exercises() -> list[Exercise]:
     """Every exercise of the course, in order."""
-    for path in sorted(Path(__file__).parent.glob("lesson_*.py")):
-        importlib.import_module(f"helpers.checks.{path.stem}")
+    for path in sorted((Path(__file__).parent / "lessons").glob("lesson_*.py")):
+        importlib.import_module(f"helpers.checks.lessons.{path.stem}")
     return sorted(_exercises.values(), key=lambda item: [int(n) for n in item.id.split(".")])
 
 
@@ -206,7 +206,7 @@ def describe(value: Any, limit: int = 300) -> str:
 
 def _find(exercise_id: str) -> Exercise:
     known = re.fullmatch(r"(\d+)\.\d+", str(exercise_id))
-    module = f"helpers.checks.lesson_{int(known[1]):02d}" if known else ""
+    module = f"helpers.checks.lessons.lesson_{int(known[1]):02d}" if known else ""
     if module and importlib.util.find_spec(module):
         importlib.import_module(module)
     if exercise_id not in _exercises:

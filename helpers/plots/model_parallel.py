@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 
 from helpers.plots.style import COLOURS, figure, title
-from helpers.vgpu.trace import Timeline, TraceEvent
+from helpers.vgpu.timing.trace import Timeline, TraceEvent
 
 
 def repeated_times(times_s: Mapping[str, Sequence[float]]) -> None:

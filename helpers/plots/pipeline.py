@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import matplotlib.pyplot as plt
 
 from helpers.plots.style import COLOURS, figure, headline, title
-from helpers.vgpu.trace import Timeline, covered_s
+from helpers.vgpu.timing.trace import Timeline, covered_s
 
 
 def split_sizes(

@@ -13,8 +13,7 @@ from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 
 from helpers.plots.style import COLOURS, figure, title
-from helpers.schedule_time import Play
-from helpers.schedules import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
+from helpers.schedules import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Play
 
 _LOOKS = {
     FORWARD: ("forward", COLOURS["blue"]),

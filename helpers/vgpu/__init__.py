@@ -1,14 +1,14 @@
 """Virtual GPUs: as many accelerators of device type ``vgpu`` as you like, in pure Python."""
 
 from helpers.vgpu.backend import disable, enable, is_enabled
-from helpers.vgpu.costs import CostModel, fit_share_of_peak
-from helpers.vgpu.data_parallel_time import data_parallel_iteration, ddp_iteration
-from helpers.vgpu.links import LINKS, Link
-from helpers.vgpu.memory import record_memory
-from helpers.vgpu.recorder import record, spend
+from helpers.vgpu.device.links import LINKS, Link
+from helpers.vgpu.device.memory import record_memory
+from helpers.vgpu.device.specs import PRESETS, GPUSpec
+from helpers.vgpu.iterations import data_parallel_iteration, ddp_iteration
 from helpers.vgpu.shapes import NoValueError, is_shape, shapes_only
-from helpers.vgpu.specs import PRESETS, GPUSpec
-from helpers.vgpu.trace import Race, Timeline, TraceEvent
+from helpers.vgpu.timing.costs import CostModel, fit_share_of_peak
+from helpers.vgpu.timing.recorder import record, spend
+from helpers.vgpu.timing.trace import Race, Timeline, TraceEvent, covered_s
 
 __all__ = [
     "LINKS",
@@ -20,6 +20,7 @@ __all__ = [
     "Race",
     "Timeline",
     "TraceEvent",
+    "covered_s",
     "data_parallel_iteration",
     "ddp_iteration",
     "disable",

@@ -18,26 +18,14 @@ import torch.nn.parallel.data_parallel
 from torch.nn.parallel import comm as torch_comm
 from torch.utils import backend_registration
 
-from helpers.vgpu import (
-    autocast,
-    comm,
-    device_module,
-    gpus,
-    identity,
-    operations,
-    processes,
-    random,
-    recorder,
-    refusals,
-    rules,
-    serialization,
-    streams,
-    wordings,
-)
-from helpers.vgpu.links import Link, get_link
-from helpers.vgpu.specs import GPUSpec, get_spec
-from helpers.vgpu.stand_ins import standing_for
-from helpers.vgpu.tensor import VirtualTensor, dispatch
+from helpers.vgpu.device import generators, gpus
+from helpers.vgpu.device.links import Link, get_link
+from helpers.vgpu.device.specs import GPUSpec, get_spec
+from helpers.vgpu.dispatch import autocast, device_names, handlers, refusals, rules
+from helpers.vgpu.dispatch.tensor import VirtualTensor, dispatch
+from helpers.vgpu.timing import recorder, streams
+from helpers.vgpu.torch_api import comm, data_assignment, device_module, processes, serialization
+from helpers.vgpu.torch_api.stand_ins import standing_for
 
 _MISSING = object()
 
@@ -193,14 +181,14 @@ def _install() -> None:
     for name, function in _ACCELERATOR.items():
         _changes.set(torch._C, f"_accelerator_{name}", function)
     for name, make in (
-        ("Generator", random.make_generator),
+        ("Generator", generators.make_generator),
         ("Stream", streams.make_stream),
         ("Event", streams.make_event),
     ):
         _changes.set(torch, name, standing_for(getattr(torch, name), make))
     _changes.set(torch, "as_tensor", _as_tensor)
-    _changes.set(torch, "_has_compatible_shallow_copy_type", identity.has_compatible_type)
-    _changes.set(torch.Tensor, "data", identity.data)
+    _changes.set(torch, "_has_compatible_shallow_copy_type", data_assignment.has_compatible_type)
+    _changes.set(torch.Tensor, "data", data_assignment.data)
     _changes.set(
         torch.Tensor, "_make_wrapper_subclass", staticmethod(refusals.make_wrapper_subclass)
     )
@@ -209,11 +197,11 @@ def _install() -> None:
     _changes.set(torch.autograd.forward_ad, "make_dual", refusals.make_dual)
     _changes.set(torch, "compile", refusals.refusing_virtual(torch.compile))
     for owner, name in _CHECK_IN_CPP:
-        _changes.set(owner, name, wordings.naming_devices(getattr(owner, name)))
+        _changes.set(owner, name, device_names.naming_devices(getattr(owner, name)))
     _install_serialization()
     for kind, reduce in processes.REDUCERS.items():
         _changes.item(ForkingPickler._extra_reducers, kind, reduce)  # type: ignore[attr-defined]
-    rules.use_handlers({**operations.HANDLERS, **refusals.HANDLERS})
+    rules.use_handlers({**handlers.HANDLERS, **refusals.HANDLERS})
     _register_kernels()
 
 
@@ -242,8 +230,8 @@ def _register_kernels() -> None:
         for key in ("PrivateUse1", "Lazy"):
             kernels.impl(func, functools.partial(_call, func), key)
     kernels.impl(aten._to_copy.default, functools.partial(_call, aten._to_copy.default), "Lazy")
-    kernels.impl("_pin_memory", operations.pin_cpu_memory, "CPU")
-    kernels.impl("is_pinned", operations.is_cpu_pinned, "CPU")
+    kernels.impl("_pin_memory", handlers.pin_cpu_memory, "CPU")
+    kernels.impl("is_pinned", handlers.is_cpu_pinned, "CPU")
     autocast.register(kernels)
 
 

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from helpers.vgpu import signatures
-from helpers.vgpu.costs import Work, work_of
-from helpers.vgpu.rules import rule_for
-from helpers.vgpu.tensor import VirtualTensor
+from helpers.vgpu.dispatch.rules import rule_for
+from helpers.vgpu.dispatch.tensor import VirtualTensor
+from helpers.vgpu.timing import signatures
+from helpers.vgpu.timing.costs import Work, work_of
 
 
 class Output(NamedTuple):

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.vgpu import gpus, recorder, signatures, tensor
-from helpers.vgpu.rules import rule_for
+from helpers.vgpu.device import gpus
+from helpers.vgpu.dispatch import tensor
+from helpers.vgpu.dispatch.rules import rule_for
+from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.shape_results import Output, Result, learn
-from helpers.vgpu.tensor import VirtualTensor
-from helpers.vgpu.traits import Traits, tensors_in, traits_of
+from helpers.vgpu.timing import recorder, signatures
+from helpers.vgpu.timing.traits import Traits, tensors_in, traits_of
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _KEYS_ON_GPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore

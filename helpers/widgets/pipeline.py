@@ -13,8 +13,7 @@ from IPython.display import display
 from torch import nn
 
 from helpers import plots, vgpu
-from helpers.schedule_time import Play, Times, peaks_in_flight, play
-from helpers.schedules import KINDS
+from helpers.schedules import KINDS, Play, Times, peaks_in_flight, play
 from helpers.tables import Table
 from helpers.units import format_bytes, format_seconds
 from helpers.widgets.live import live

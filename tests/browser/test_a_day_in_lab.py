@@ -2,7 +2,7 @@
 
 import psutil
 import pytest
-from test_exercises import wrong_answers
+from wrong_answers import wrong_answers
 
 from teaching import lessons
 

@@ -1,0 +1,245 @@
+"""Run a function that was defined in a notebook cell on several processes with a process group.
+
+def hello(rank, world_size):
+    print("hello from rank", rank)
+    return rank
+
+launch.run(hello, 4)    # [0, 1, 2, 3]
+"""
+
+import linecache
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable
+from inspect import getclosurevars, isfunction, signature
+from pathlib import Path
+from typing import Any, Literal
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from helpers.launch import faults, hangs, machine, places
+from helpers.launch.errors import LaunchError, RankDied, RankRaised, RanksHung
+from helpers.launch.output import Output
+from helpers.launch.rank import Job, inside_rank, report, result_path
+from helpers.launch.team import Member, Team
+
+__all__ = ["LaunchError", "RankDied", "RankRaised", "RanksHung", "report", "run"]
+
+RANKS_PER_CORE = 16
+"""More processes than this on a core only wait for each other, and fill the memory."""
+
+START_LIMIT_S = 180.0
+"""For all ranks to have a process group; the first run of a kernel imports torch for them."""
+
+FIRST_LOOK_S = 0.5
+"""When the ranks are first looked at for a deadlock; then each time after twice as long."""
+
+SHORT_LIMIT_S = 300.0
+"""A group that gives up sooner than this, and before the run does, is left to say so itself."""
+
+
+def run(
+    function: Callable[..., Any],
+    nprocs: int,
+    *args: Any,
+    timeout_s: float | None = 300.0,
+    on_report: Callable[[int, Any], object] | None = None,
+    output: Literal["live", "by rank"] = "live",
+) -> list[Any]:
+    """Call ``function(rank, world_size, *args)`` on ``nprocs`` processes; their results, by rank.
+
+    The function may come from a cell, with whatever it refers to; it travels by value, as do its
+    arguments and results. Every rank finds the default process group ready (gloo on CPUs; gloo
+    and NCCL where each rank has a GPU of its own), the environment variables that torchrun sets,
+    and its share of the machine's cores as threads.
+
+    ``output="live"`` shows what the ranks print at once, in the order of time; ``"by rank"`` when
+    all have ended, rank by rank. ``on_report(rank, content)`` is called here for each
+    ``launch.report(content)`` of a rank. ``timeout_s`` limits the whole run; None waits for ever.
+
+    Raises RankRaised, RankDied or RanksHung (all of them LaunchError) when a rank does not return;
+    TypeError or ValueError for arguments that cannot work. No process outlives the call.
+    """
+    __tracebackhide__ = True
+    _check(function, nprocs, timeout_s, output)
+    _check_call(function, nprocs, args)
+    payload = _pack(function, args)
+    jobs = _jobs(nprocs)
+    with Team(jobs, payload, Output(nprocs, by_rank=output == "by rank"), on_report) as team:
+        try:
+            _follow(team, START_LIMIT_S, lambda member: member.joined)
+            _follow(team, timeout_s, lambda member: member.outcome is not None)
+        except KeyboardInterrupt:
+            where = hangs.explain(team.ask_where(time_s=1), faults.label)
+            print(f"Stopped. Where the ranks were:\n{where}")
+            raise KeyboardInterrupt from None
+        except LaunchError as error:
+            # The traceback below this line tells of the launcher, not of the lesson.
+            raise error.with_traceback(None) from error.__cause__
+        results = [_unpack(m, team.scratch) for m in team.members]
+        team.release(time_s=10)
+    return results
+
+
+def _check(function: object, nprocs: object, timeout_s: object, output: object) -> None:
+    if inside_rank():
+        raise LaunchError("launch.run was called inside a rank of another launch.run.")
+    if not callable(function):
+        raise TypeError(
+            f"launch.run takes a function first, as in launch.run(train, 2); found {function!r}."
+        )
+    if not isinstance(nprocs, int) or isinstance(nprocs, bool):
+        kind = type(nprocs).__name__
+        raise TypeError(f"the number of ranks must be an int; found {nprocs!r} ({kind}).")
+    cores = machine.cores()
+    most = RANKS_PER_CORE * cores
+    if nprocs < 1:
+        raise ValueError(f"launch.run needs at least 1 rank; found {nprocs}.")
+    if nprocs > most:
+        raise ValueError(
+            f"{nprocs} ranks are too many for {cores} cores: every rank is a process of its own "
+            f"with its own memory. Use at most {most} here ({RANKS_PER_CORE} for each core)."
+        )
+    if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
+        raise ValueError(f"timeout_s must be a positive number of seconds; found {timeout_s!r}.")
+    if output not in ("live", "by rank"):
+        raise ValueError(f'output must be "live" or "by rank"; found {output!r}.')
+
+
+def _check_call(function: Callable[..., Any], nprocs: int, args: tuple[Any, ...]) -> None:
+    try:
+        found = signature(function)
+    except ValueError:
+        return  # some that are written in C do not tell
+    try:
+        found.bind(0, nprocs, *args)
+    except TypeError as error:
+        name = getattr(function, "__name__", repr(function))
+        wanted = ", ".join(["rank", "world_size", *(f"argument {i + 1}" for i in range(len(args)))])
+        raise TypeError(
+            f"launch.run calls {name}({wanted}), and {name}{found} cannot be called so: {error}."
+        ) from None
+
+
+def _pack(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return cloudpickle.dumps((function, args))
+    except Exception as error:
+        name = getattr(function, "__name__", repr(function))
+        culprit = _unpicklable_part(function, args)
+        raise TypeError(
+            f"launch.run cannot send {name} to other processes{culprit}: {error}. "
+            "Make such a thing inside the function, on each rank."
+        ) from error
+
+
+def _unpicklable_part(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    parts = {f"argument {i} after the number of ranks": arg for i, arg in enumerate(args, start=1)}
+    if isfunction(function):
+        names = getclosurevars(function)
+        for name, value in {**names.globals, **names.nonlocals}.items():
+            parts[f"the variable {name!r} that it uses"] = value
+    for where, value in parts.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return f", because of {where} ({type(value).__name__})"
+    return ""
+
+
+def _jobs(world_size: int) -> list[Job]:
+    threads = machine.threads_per_rank(world_size)
+    own_gpus = dist.is_nccl_available() and torch.cuda.device_count() >= world_size
+    shared = {
+        # A figure drawn in a rank is shown by the notebook, not by the rank.
+        "MPLBACKEND": "agg",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": str(threads),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+    }
+    defaults = dict(places.RECORDER)
+    if loopback := machine.loopback():
+        defaults["GLOO_SOCKET_IFNAME"] = loopback  # all ranks are on this machine
+    # A cell's source stands in linecache only, and has no time of change there.
+    sources = {n: e for n, e in linecache.cache.items() if len(e) == 4 and e[1] is None}
+    return [
+        Job(
+            rank=rank,
+            world_size=world_size,
+            backend="cpu:gloo,cuda:nccl" if own_gpus else "gloo",
+            threads=threads,
+            environment={
+                **defaults,
+                **os.environ,
+                **shared,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+            },
+            sources=sources,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def _free_port() -> int:
+    """A port that is free now, for a script that meets through MASTER_PORT; we meet in a file."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _follow(team: Team, limit_s: float | None, arrived: Callable[[Member], bool]) -> None:
+    """Listen until every rank has arrived; raise what went wrong, or where they are too late."""
+    began_s = time.monotonic()
+    deadline_s = float("inf") if limit_s is None else began_s + limit_s
+    look_s = began_s + FIRST_LOOK_S
+    seen: tuple[object, ...] = ()
+    while not all(map(arrived, team.members)):
+        team.listen(min(deadline_s, look_s))
+        if any(map(faults.failed, team.members)):
+            _settle(team)
+            raise faults.fault(team.members, team.scratch)
+        now_s = time.monotonic()
+        if now_s < min(deadline_s, look_s):
+            continue
+        where = team.ask_where(time_s=2)
+        before, seen = seen, hangs.standstill(where)
+        still = seen == before
+        certain = still and hangs.is_deadlock(where, min(deadline_s - now_s, SHORT_LIMIT_S))
+        if certain or now_s >= deadline_s:
+            time_s = min(round(now_s - began_s, 1), deadline_s - began_s)
+            raise faults.hang(team.members, where, time_s, certain)
+        # Looking costs the ranks a little, and the longer they work, the less a look is urgent.
+        look_s = now_s + (now_s - began_s)
+
+
+def _settle(team: Team) -> None:
+    """Hear what else goes wrong: the first that we hear of need not be the first that happened."""
+    began_s = time.monotonic()
+    until_s = began_s + 0.2
+    while time.monotonic() < until_s:
+        team.listen(until_s)
+        failed = filter(faults.failed, team.members)
+        if all(map(faults.is_consequence, failed)):
+            # Some rank was lost to others, and its own end is still to be noticed.
+            until_s = min(time.monotonic() + 0.2, began_s + 5)
+
+
+def _unpack(member: Member, scratch: Path) -> Any:
+    try:
+        with result_path(scratch, member.rank).open("rb") as file:
+            return pickle.load(file)
+    except Exception as error:
+        raise LaunchError(
+            f"the result of rank {member.rank} arrived, but cannot be rebuilt here "
+            f"({type(error).__name__}: {str(error).rstrip('.')}). "
+            "Return tensors, numbers, figures, state_dicts or model.module."
+        ) from error

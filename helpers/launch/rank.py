@@ -1,0 +1,271 @@
+"""The child's side of ``launch.run``: one rank, from its start to the end of its process group."""
+
+import atexit
+import faulthandler
+import linecache
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import cloudpickle
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from helpers.launch import places
+from helpers.launch.output import redirect
+
+SOCKETS_FOLDER = "LAUNCH_SOCKETS_FOLDER"
+"""The environment variable that tells a forkserver which folder to remove at its end."""
+
+
+def _end_forkserver(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    # Taking torch down in an orderly way takes seconds, and nothing of it is needed here.
+    os._exit(0)
+
+
+if SOCKETS_FOLDER in os.environ:
+    atexit.register(_end_forkserver, os.environ[SOCKETS_FOLDER])
+
+
+@dataclass
+class Job:
+    """All that a rank is told when it starts."""
+
+    rank: int
+    world_size: int
+    backend: str
+    threads: int
+    environment: dict[str, str]
+    sources: dict[str, Any]
+    """The parent's linecache entries of code that stands in no file: the notebook's cells."""
+
+
+@dataclass
+class Joined:
+    """The rank has its process group; the function begins."""
+
+
+@dataclass
+class Report:
+    """Something that a rank handed to ``report``, as cloudpickle bytes."""
+
+    stamp_ns: int
+    content: bytes
+
+
+@dataclass
+class Result:
+    """The function has returned; its value is in the file ``result_path``."""
+
+
+@dataclass
+class Failure:
+    """Why a rank has no result."""
+
+    stamp_ns: int
+    kind: str
+    """"raised", "exited" (SystemExit), "unpicklable" (its result), or "unreadable" (the job)."""
+    summary: str
+    """The last line of a traceback: type and message."""
+    traceback: str
+    exception: bytes | None
+    """The exception pickled, where that is possible."""
+
+
+def function_path(scratch: Path) -> Path:
+    """Where the parent leaves the cloudpickle of (function, arguments)."""
+    return scratch / "function.pkl"
+
+
+def result_path(scratch: Path, rank: int) -> Path:
+    """Where a rank leaves the cloudpickle of what the function returned.
+
+    A file takes large tensors about three times faster than the pipe, and holds them once.
+    """
+    return scratch / f"result-{rank}.pkl"
+
+
+def crash_path(scratch: Path, rank: int) -> Path:
+    """Where faulthandler writes when the process crashes."""
+    return scratch / f"crash-{rank}.txt"
+
+
+class _Rank:
+    """The state of this process as a rank; there is at most one for its whole life."""
+
+    def __init__(self, control: Connection, scratch: Path) -> None:
+        self.scratch = scratch
+        self.stage = "is starting"
+        self.released = threading.Event()
+        self._control = control
+        self._sending = threading.Lock()
+        self._main_thread = threading.get_ident()
+
+    def send(self, message: object) -> None:
+        with self._sending:
+            self._control.send(message)
+
+    def next_order(self) -> Any:
+        """What the parent says next. Where it is gone, this process ends."""
+        try:
+            return self._control.recv()
+        except (EOFError, OSError):
+            self._follow_parent()
+
+    def watch(self) -> None:
+        """Answer the parent for as long as it lives."""
+        while True:
+            order = self.next_order()
+            if order == "where":
+                self.send(places.look(self._main_thread, self.stage))
+            elif order == "release":
+                self.released.set()
+
+    def _follow_parent(self) -> NoReturn:
+        # Children of a forkserver outlive the notebook's kernel. A killed kernel cleans nothing
+        # up, so the ranks take the folder, their own children and themselves along.
+        for _ in range(3):
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            if not self.scratch.exists():
+                break
+        if hasattr(os, "killpg"):
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os._exit(1)
+
+
+_rank: _Rank | None = None
+
+
+def inside_rank() -> bool:
+    """Whether ``launch.run`` started this process."""
+    return _rank is not None
+
+
+def report(content: Any) -> None:
+    """Hand something to the ``on_report`` of the ``launch.run`` that started this rank.
+
+    Outside such a rank it does nothing, so that the same function also runs by itself. Raises
+    whatever pickling ``content`` raises.
+    """
+    if _rank is not None:
+        _rank.send(Report(time.monotonic_ns(), cloudpickle.dumps(content)))
+
+
+def main(control: Connection, output: Connection, scratch: Path) -> None:
+    """Be one rank: the entry point of the process.
+
+    ``scratch`` is a folder of this run alone, which the parent makes once its ranks are there.
+    """
+    global _rank
+    if hasattr(os, "setsid"):
+        # A group of its own: the Stop button's signal goes to the kernel's group and is the
+        # parent's to handle, and what this rank starts can be ended together with it.
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    redirect(output)
+    _rank = _Rank(control, scratch)
+    job: Job = _rank.next_order()
+    threading.Thread(target=_rank.watch, name="launch-watch", daemon=True).start()
+    with crash_path(scratch, job.rank).open("w") as crash:
+        faulthandler.enable(crash)
+        _prepare(job)
+        outcome = _attempt(_rank, job)
+        faulthandler.disable()
+    _flush()
+    _rank.send(outcome)
+    # The others may still need this rank's sockets.
+    _rank.released.wait()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _flush()
+
+
+def _prepare(job: Job) -> None:
+    os.environ.clear()
+    os.environ.update(job.environment)
+    linecache.cache.update(job.sources)
+    torch.set_num_threads(job.threads)
+    # A DataLoader in a rank starts its workers as it does anywhere else, not as we started this.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
+    # A forked process repeats the random numbers of its forkserver; a fresh one would not.
+    random.seed()
+    np.random.seed()
+
+
+def _attempt(rank: _Rank, job: Job) -> Result | Failure:
+    kind = "unreadable"
+    try:
+        with function_path(rank.scratch).open("rb") as file:
+            function, args = pickle.load(file)
+        kind = "raised"
+        _join_group(job, rank.scratch)
+        rank.send(Joined())
+        rank.stage = "runs"
+        value = function(job.rank, job.world_size, *args)
+        rank.stage = "has returned"
+        kind = "unpicklable"
+        with result_path(rank.scratch, job.rank).open("wb") as file:
+            cloudpickle.dump(value, file)
+    except SystemExit as error:
+        return _failure("exited", error)
+    except BaseException as error:
+        return _failure(kind, error)
+    return Result()
+
+
+def _join_group(job: Job, scratch: Path) -> None:
+    if "nccl" in job.backend:
+        torch.cuda.set_device(job.rank)
+    dist.init_process_group(
+        job.backend,
+        store=dist.FileStore(str(scratch / "store"), job.world_size),
+        rank=job.rank,
+        world_size=job.world_size,
+        # The parent's own limit comes first: it knows more about a hang than this one.
+        timeout=timedelta(days=1),
+    )
+
+
+def _failure(kind: str, error: BaseException) -> Failure:
+    stamp_ns = time.monotonic_ns()
+    _leave_out_own_frames(error)
+    told = traceback.TracebackException.from_exception(error)
+    try:
+        content = cloudpickle.dumps(error.with_traceback(None))
+        pickle.loads(content)
+    except Exception:
+        # Many exceptions do not survive pickling; the text always does.
+        content = None
+    return Failure(
+        stamp_ns,
+        kind,
+        summary="".join(told.format_exception_only()).strip(),
+        traceback="".join(told.format()).rstrip(),
+        exception=content,
+    )
+
+
+def _leave_out_own_frames(error: BaseException) -> None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()

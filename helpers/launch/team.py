@@ -1,0 +1,255 @@
+"""The processes of one run: started, listened to, and ended whatever happens."""
+
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.util
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from helpers.launch.output import Output
+from helpers.launch.places import Snapshot
+from helpers.launch.rank import (
+    SOCKETS_FOLDER,
+    Failure,
+    Job,
+    Joined,
+    Report,
+    Result,
+    function_path,
+    main,
+)
+
+PRELOAD = ("torch", "torch._dynamo", "helpers.launch.rank")
+"""What the forkserver imports once, for all ranks. Every optimizer imports torch._dynamo."""
+
+_PIPE_BYTES = 1 << 16
+_starting = threading.Lock()
+
+
+@dataclass
+class Member:
+    """One rank as its parent knows it."""
+
+    rank: int
+    process: Any
+    control: Connection
+    output: Connection
+    joined: bool = False
+    outcome: Result | Failure | None = None
+    snapshot: Snapshot | None = None
+    ended_ns: int | None = None
+    """When its process was seen to have ended."""
+    exit_code: int | None = None
+    """As multiprocessing has it: minus the number of the signal, where one ended the process."""
+
+    @property
+    def died(self) -> bool:
+        return self.ended_ns is not None and self.outcome is None
+
+
+class Team:
+    """The ranks of one run and their folder, as a context: when it is left, both are gone."""
+
+    def __init__(
+        self,
+        jobs: list[Job],
+        payload: bytes,
+        output: Output,
+        on_report: Callable[[int, Any], object] | None,
+    ) -> None:
+        self.members: list[Member] = []
+        # The ranks know its name before it exists, and delete it when this process is killed.
+        self.scratch = Path(tempfile.gettempdir(), f"launch-{os.getpid()}-{uuid.uuid4().hex}")
+        self._jobs = jobs
+        self._payload = payload
+        self._output = output
+        self._on_report = on_report
+        self._hurry = False
+
+    def __enter__(self) -> "Team":
+        try:
+            context = _context()
+            for job in self._jobs:
+                self._start(context, job)
+            self.scratch.mkdir(mode=0o700)
+            function_path(self.scratch).write_bytes(self._payload)
+            for member, job in zip(self.members, self._jobs, strict=True):
+                self._send(member, job)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._end()
+        self._output.finish(act=error is None)
+
+    def listen(self, until_s: float) -> None:
+        """Wait for news of any rank until that point of ``time.monotonic()``, and take them in."""
+        alive = [m for m in self.members if m.ended_ns is None]
+        sources = [s for m in alive for s in (m.control, m.output) if not s.closed]
+        sentinels = [m.process.sentinel for m in alive]
+        timeout_s = 0 if self._hurry else max(0.0, until_s - time.monotonic())
+        ready = wait([*sources, *sentinels], timeout_s)
+        now_ns = time.monotonic_ns()
+        for member in alive:
+            # All that an ended process has written is in its pipes; a living one may write for
+            # ever, and the others want to be heard.
+            ended = member.process.sentinel in ready
+            self._read_output(member, everything=ended)
+            self._read_control(member)
+            if ended:
+                member.process.join()
+                member.ended_ns, member.exit_code = now_ns, member.process.exitcode
+        self._hurry = self._output.show(now_ns)
+
+    def ask_where(self, time_s: float) -> list[Snapshot | None]:
+        """Where each rank is; None for one that does not answer in that time."""
+        for member in self.members:
+            member.snapshot = None
+            self._send(member, "where")
+        until_s = time.monotonic() + time_s
+        while time.monotonic() < until_s:
+            if all(m.snapshot or m.ended_ns is not None for m in self.members):
+                break
+            self.listen(until_s)
+        return [m.snapshot for m in self.members]
+
+    def release(self, time_s: float) -> None:
+        """Let ranks that have handed in their results go, and wait for them that long."""
+        for member in self.members:
+            self._send(member, "release")
+        until_s = time.monotonic() + time_s
+        while time.monotonic() < until_s and any(m.ended_ns is None for m in self.members):
+            self.listen(until_s)
+
+    def _start(self, context: Any, job: Job) -> None:
+        control, control_there = context.Pipe()
+        output, output_there = context.Pipe(duplex=False)
+        process = context.Process(
+            target=main,
+            args=(control_there, output_there, self.scratch),
+            name=f"rank {job.rank}",
+        )
+        try:
+            with _main_module_hidden():
+                process.start()
+        except BaseException:
+            control.close()
+            output.close()
+            raise
+        finally:
+            # Once only the rank holds its ends, the end of a pipe is the end of the rank.
+            control_there.close()
+            output_there.close()
+        self.members.append(Member(job.rank, process, control, output))
+
+    def _send(self, member: Member, message: object) -> None:
+        # A rank that has died cannot be told anything; its sentinel reports the death.
+        with suppress(OSError):
+            member.control.send(message)
+
+    def _read_output(self, member: Member, *, everything: bool) -> None:
+        while not member.output.closed and member.output.poll():
+            try:
+                if os.name == "nt":
+                    data = member.output.recv_bytes()
+                else:
+                    data = os.read(member.output.fileno(), _PIPE_BYTES)
+            except (EOFError, OSError):
+                data = b""
+            if data:
+                self._output.feed(member.rank, data)
+            else:
+                member.output.close()
+            if not everything:
+                break
+
+    def _read_control(self, member: Member) -> None:
+        while not member.control.closed and member.control.poll():
+            try:
+                message = member.control.recv()
+            except (EOFError, OSError):
+                member.control.close()
+                break
+            if isinstance(message, Report):
+                if self._on_report is not None:
+                    call = partial(self._hand_on, member.rank, message.content)
+                    self._output.call(message.stamp_ns, member.rank, call)
+            elif isinstance(message, Snapshot):
+                member.snapshot = message
+            elif isinstance(message, Joined):
+                member.joined = True
+            else:
+                member.outcome = message
+
+    def _hand_on(self, rank: int, content: bytes) -> None:
+        assert self._on_report is not None
+        self._on_report(rank, pickle.loads(content))
+
+    def _end(self) -> None:
+        for member in self.members:
+            if hasattr(os, "killpg"):
+                # The rank leads a group of its own, with whatever it has started. Very early the
+                # group does not exist yet, later it may be empty.
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(member.process.pid, signal.SIGKILL)
+            member.process.kill()
+        for member in self.members:
+            member.process.join()
+            if member.ended_ns is None:
+                self._read_output(member, everything=True)
+            member.process.close()
+            member.control.close()
+            member.output.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _context() -> Any:
+    """The way to start processes: from a forkserver that has torch ready, where there is one."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    with _main_module_hidden():
+        # multiprocessing keeps its sockets in a folder that only a parent which ends in an
+        # orderly way removes; the forkserver is told, and outlives the parent by a moment.
+        os.environ[SOCKETS_FOLDER] = multiprocessing.util.get_temp_dir()
+        try:
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            del os.environ[SOCKETS_FOLDER]
+    return context
+
+
+@contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """multiprocessing imports the parent's main script once more in each child.
+
+    The function travels by value, so that nothing of it is needed; a script without an
+    ``if __name__ == "__main__"`` would start ranks from its ranks.
+    """
+    with _starting:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main

@@ -1,0 +1,174 @@
+"""A schedule played in units of time: who waits for whom, the bubble, and what is kept meanwhile.
+
+Left out: the host's launches, and copies that hold up the computation of either side. Recording the
+schedule's execution on virtual GPUs has both.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from helpers.schedules.orders import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Action,
+    Schedule,
+)
+
+
+class DeadlockError(ValueError):
+    """The rows of a schedule wait for each other; the message names who waits for what."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long one micro-batch takes in all layers of one device, in any one unit.
+
+    Where a device has v chunks, each takes 1 / v of it. A whole backward is both its halves.
+    transfer: from the end of an action until a neighbour on another device can use its result.
+    """
+
+    forward: float = 1
+    input_gradient: float = 1
+    weight_gradient: float = 1
+    transfer: float = 0
+
+    def of_kinds(self, chunks: int) -> dict[str, float]:
+        """The time of each kind of action in one of ``chunks`` chunks."""
+        return {
+            FORWARD: self.forward / chunks,
+            BACKWARD: (self.input_gradient + self.weight_gradient) / chunks,
+            INPUT_GRADIENT: self.input_gradient / chunks,
+            WEIGHT_GRADIENT: self.weight_gradient / chunks,
+        }
+
+
+class Box(NamedTuple):
+    """One action, when it began and when it ended."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Play:
+    """A schedule in time: the boxes of each device, in order."""
+
+    schedule: Schedule
+    boxes: tuple[tuple[Box, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        return max(row[-1].end for row in self.boxes)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all devices' time in which they do nothing, from 0 to 1."""
+        busy = sum(box.end - box.start for row in self.boxes for box in row)
+        return 1 - busy / (self.schedule.devices * self.makespan)
+
+    def order(self) -> list[Action]:
+        """All actions by their start: an order in which one host can run them."""
+        boxes = [box for row in self.boxes for box in row]
+        return [box.action for box in sorted(boxes, key=lambda box: box.start)]
+
+
+def play(schedule: Schedule, times: Times | None = None) -> Play:
+    """Let every device take its actions in order, each as soon as its results are there.
+
+    Raises DeadlockError where devices wait for each other.
+    """
+    times = times or Times()
+    durations = times.of_kinds(schedule.chunks)
+    ended: dict[Action, float] = {}
+    rows: list[list[Box]] = [[] for _ in schedule.rows]
+    moved = True
+    while moved:
+        moved = False
+        for done, row in zip(rows, schedule.rows, strict=True):
+            for action in row[len(done) :]:
+                needed = list(needs(action, schedule))
+                if not all(need in ended for need in needed):
+                    break
+                ready = [
+                    ended[need] + (times.transfer if _elsewhere(need, action, schedule) else 0)
+                    for need in needed
+                ]
+                start = max([done[-1].end if done else 0, *ready])
+                ended[action] = start + durations[action.kind]
+                done.append(Box(action, start, ended[action]))
+                moved = True
+    if any(len(done) < len(row) for done, row in zip(rows, schedule.rows, strict=True)):
+        raise DeadlockError(_deadlock(schedule, [len(done) for done in rows], set(ended)))
+    return Play(schedule, tuple(tuple(row) for row in rows))
+
+
+def needs(action: Action, schedule: Schedule) -> Iterator[Action]:
+    """The actions whose results an action uses."""
+    kind, micro_batch, stage = action
+    if kind == FORWARD:
+        if stage > 0:
+            yield Action(FORWARD, micro_batch, stage - 1)
+    elif kind == WEIGHT_GRADIENT:
+        yield Action(INPUT_GRADIENT, micro_batch, stage)
+    else:
+        yield Action(FORWARD, micro_batch, stage)
+        if stage + 1 < schedule.stages:
+            # The stage behind may take its backward whole or in halves.
+            whole = Action(BACKWARD, micro_batch, stage + 1)
+            half = Action(INPUT_GRADIENT, micro_batch, stage + 1)
+            yield whole if whole in schedule.actions else half
+
+
+def in_flight(schedule: Schedule) -> list[list[int]]:
+    """For each device, how many activations it keeps after each of its actions.
+
+    One activation is one micro-batch in one stage, kept from its forward until its backward, or the
+    gradients of its weights, are done.
+    """
+    counts = []
+    for row in schedule.rows:
+        kept, after = 0, []
+        for action in row:
+            kept += (action.kind == FORWARD) - (action.kind in (BACKWARD, WEIGHT_GRADIENT))
+            after.append(kept)
+        counts.append(after)
+    return counts
+
+
+def peaks_in_flight(schedule: Schedule) -> list[int]:
+    """The most activations that each device keeps at once."""
+    return [max(after) for after in in_flight(schedule)]
+
+
+def _elsewhere(need: Action, action: Action, schedule: Schedule) -> bool:
+    return (need.stage - action.stage) % schedule.devices != 0
+
+
+def _deadlock(schedule: Schedule, positions: list[int], ended: set[Action]) -> str:
+    """Who waits for whom, from a device in the circle round to it again."""
+    waits = {}
+    for device, (position, row) in enumerate(zip(positions, schedule.rows, strict=True)):
+        if position < len(row):
+            missing = next(need for need in needs(row[position], schedule) if need not in ended)
+            waits[device] = (row[position], missing)
+    device, seen = min(waits), []
+    while device not in seen:
+        seen.append(device)
+        device = waits[device][1].stage % schedule.devices
+    circle = seen[seen.index(device) :]
+    return f"{schedule.name} never ends: " + "; ".join(
+        _wait(schedule, at, *waits[at]) for at in circle
+    )
+
+
+def _wait(schedule: Schedule, device: int, action: Action, missing: Action) -> str:
+    other = missing.stage % schedule.devices
+    whose = "its own row" if other == device else f"the row of device {other}"
+    return (
+        f"device {device} is at {schedule.text(action)} and waits for {schedule.text(missing)}, "
+        f"which comes later in {whose}"
+    )

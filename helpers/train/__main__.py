@@ -1,0 +1,263 @@
+"""Train a small network on the digits with DDP: one process, torchrun, or several hosts.
+
+The training of lesson 07, started outside a notebook. It needs no download and no GPU.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from tqdm import tqdm
+
+from helpers.launch import machine
+from helpers.train.checkpoints import CheckpointError
+from helpers.train.meeting import fresh_store
+from helpers.train.training import DTYPES, Settings, Training
+
+JOIN_LIMIT = timedelta(minutes=5)
+"""For all ranks to come; a busy machine takes its time to import torch."""
+
+EXAMPLES = """\
+examples:
+  one process
+    python -m helpers.train
+
+  two ranks on this machine, restarted from the last checkpoint if one of them is lost
+    torchrun --nproc-per-node 2 --max-restarts 3 -m helpers.train --checkpoints run
+
+  see that happen: rank 1 is killed before step 150
+    torchrun --nproc-per-node 2 --max-restarts 3 -m helpers.train --checkpoints run --lose 1:150
+
+  two hosts with two GPUs each: the same command on both; DIR is a folder that both can read
+    torchrun --nnodes 2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d \\
+      --rdzv-endpoint HOST0:29500 --rdzv-id digits -m helpers.train --checkpoints DIR/run
+
+The same command once more goes on where the last checkpoint is. On as many ranks with as many
+threads the result is the same, bit for bit, as that of a run that was never stopped.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Every rank reads the same command line; only rank 0 talks about it."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            super()._print_message(message, file)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(
+        prog="python -m helpers.train",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = Settings()
+    what = made.add_argument_group("what is trained")
+    where = made.add_argument_group("where, and how it is kept")
+
+    def number(name: str, kind: Any, told: str) -> None:
+        shown = getattr(default, name)
+        option = f"--{name.replace('_', '-')}"
+        metavar = "N" if isinstance(shown, int) else "X"
+        told = f"{told} (default: {shown})"
+        what.add_argument(option, type=kind, default=shown, metavar=metavar, help=told)
+
+    number("epochs", _count, "times that every sample is seen")
+    number("batch_size", _count, "samples a step, on all ranks together")
+    number("learning_rate", _positive, "at the first step; it falls to zero in a straight line")
+    number("momentum", _fraction, "of SGD")
+    number("dropout", _fraction, "share of activations that are dropped, by each rank its own")
+    number("width", _count, "channels of the first layer")
+    number("seed", _whole, "of the first parameters and of the order of the samples")
+    what.add_argument(
+        "--precision",
+        choices=DTYPES,
+        default=default.precision,
+        help="in double, any number of ranks gives the same parameters to about 1e-12; in single, "
+        "differences in rounding grow (default: %(default)s)",
+    )
+    where.add_argument(
+        "--checkpoints",
+        type=_folder,
+        metavar="FOLDER",
+        help="resume from the last checkpoint there, and write new ones; all hosts must share it "
+        "(default: none are written)",
+    )
+    where.add_argument(
+        "--save-every",
+        type=_count,
+        metavar="N",
+        help="steps between checkpoints (default: one epoch)",
+    )
+    where.add_argument(
+        "--threads",
+        type=_count,
+        metavar="N",
+        help="CPU threads of each rank (default: its share of the cores)",
+    )
+    where.add_argument(
+        "--cpu", action="store_true", help="compute on CPUs, even with a GPU for each rank"
+    )
+    where.add_argument(
+        "--lose",
+        type=_loss,
+        metavar="RANK:STEP",
+        help="a fire drill: kill that rank before that step, unless this run was restarted or "
+        "resumed",
+    )
+    return made
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser().parse_args(arguments)
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    torch.set_num_threads(options.threads or machine.threads_per_rank(ranks_here))
+    settings = Settings(**{field.name: getattr(options, field.name) for field in fields(Settings)})
+    with _group(options.cpu):
+        try:
+            training = Training(settings, options.checkpoints, options.cpu)
+            _check(options, training)
+            _run(training, options)
+        except (CheckpointError, ValueError) as error:
+            _refuse(str(error))
+
+
+def _check(options: argparse.Namespace, training: Training) -> None:
+    if options.save_every and not options.checkpoints:
+        raise ValueError("--save-every says how often to write into --checkpoints FOLDER: give it")
+    if options.lose and options.lose[0] >= training.ranks:
+        last = training.ranks - 1
+        raise ValueError(f"--lose names rank {options.lose[0]}, and the ranks are 0 to {last}")
+
+
+def _run(training: Training, options: argparse.Namespace) -> None:
+    save_every = options.save_every or training.steps_per_epoch
+    threads = torch.get_num_threads()
+    where = {"cpu": f"CPU, threads of each: {threads}", "cuda": "GPU"}[training.device.type]
+    _say(training, f"{_ranks(training)} on {where}; {training.steps} steps")
+    if training.resumed_from:
+        _say(training, f"resumed from {training.resumed_from}")
+    with tqdm(
+        total=training.steps,
+        initial=training.step,
+        desc=_ranks(training),
+        unit="step",
+        # None: only where somebody looks, and not into a file.
+        disable=None if training.rank == 0 else True,
+    ) as bar:
+        for images, labels in training.batches():
+            if options.lose == (training.rank, training.step) and _is_first(training):
+                os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
+            loss = training.train_on(images, labels)
+            if not bar.disable:
+                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+            bar.update()
+            epoch, left = divmod(training.step, training.steps_per_epoch)
+            if left == 0:
+                told = f"epoch {epoch} of {training.settings.epochs}: {_right(training)}"
+                _say(training, told)
+            last = training.step == training.steps
+            if training.folder and (last or training.step % save_every == 0):
+                training.save()
+    _say(training, f"done: {_right(training)}")
+
+
+def _is_first(training: Training) -> bool:
+    """Whether nothing has been lost yet: a drill that came again would never end."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return restarts == "0" and training.resumed_from is None
+
+
+def _ranks(training: Training) -> str:
+    return "1 rank" if training.ranks == 1 else f"{training.ranks} ranks"
+
+
+def _right(training: Training) -> str:
+    return f"{training.history[-1]:.2%} of the held-out digits right" if training.history else ""
+
+
+def _say(training: Training, line: str) -> None:
+    if training.rank == 0:
+        # Above the progress bar, not through it.
+        tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+
+@contextmanager
+def _group(cpu: bool) -> Iterator[None]:
+    """The process group that the environment describes; without one, a group of this process."""
+    own_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) and not cpu
+    backend = "cpu:gloo,cuda:nccl" if own_gpus and dist.is_nccl_available() else "gloo"
+    one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    if one_host and (loopback := machine.loopback()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    rank, ranks = (int(os.environ.get(name, i)) for i, name in enumerate(("RANK", "WORLD_SIZE")))
+    store = fresh_store(rank, ranks, JOIN_LIMIT) if ranks > 1 else dist.HashStore()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _refuse(message: str) -> NoReturn:
+    """End this rank; all ranks refuse for the same reason, and rank 0 says it."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"python -m helpers.train: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _count(text: str) -> int:
+    return _checked(text, int, lambda n: n >= 1, "a whole number from 1")
+
+
+def _whole(text: str) -> int:
+    return _checked(text, int, lambda n: 0 <= n < 2**63, "a whole number from 0")
+
+
+def _positive(text: str) -> float:
+    return _checked(text, float, lambda x: 0 < x < float("inf"), "a number above 0")
+
+
+def _fraction(text: str) -> float:
+    return _checked(text, float, lambda x: 0 <= x < 1, "a number from 0 and below 1")
+
+
+def _checked(text: str, kind: Any, fits: Any, expected: str) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not fits(value):
+        raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
+    return value
+
+
+def _folder(text: str) -> Path:
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a folder, and {text!r} is a file")
+    return path
+
+
+def _loss(text: str) -> tuple[int, int]:
+    rank, colon, step = text.partition(":")
+    if not (colon and rank.isdecimal() and step.isdecimal()):
+        raise argparse.ArgumentTypeError(f"expected RANK:STEP, as in 1:150, found {text!r}")
+    return int(rank), int(step)
+
+
+if __name__ == "__main__":
+    # torchrun then reports the exception of a rank, not only its exit code.
+    record(main)()

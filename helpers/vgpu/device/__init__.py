@@ -1,0 +1,1 @@
+"""The virtual GPUs themselves: their datasheets, links, memory and random numbers."""

@@ -1,0 +1,96 @@
+"""The virtual GPUs of this process: which there are, and which one is current in each thread."""
+
+import threading
+
+import torch
+
+from helpers.vgpu.device.memory import DeviceMemory
+from helpers.vgpu.device.specs import GPUSpec
+
+DEVICE_TYPE = "vgpu"
+# The device that C++ sees. It needs a type whose index autograd keeps and for which torch ships no
+# kernel; Lazy is the only one (see tensor.py).
+CPP_DEVICE_TYPE = "lazy"
+
+
+class VirtualGPU:
+    """One GPU: its names in Python and in C++, its memory, and its random numbers."""
+
+    def __init__(self, index: int, spec: GPUSpec, capacity_bytes: int) -> None:
+        self.index = index
+        self.device = torch.device(DEVICE_TYPE, index)
+        self.cpp_device = torch.device(CPP_DEVICE_TYPE, index)
+        self.spec = spec
+        self.memory = DeviceMemory(self.device, capacity_bytes)
+        self.generator: torch.Generator | None = None  # generators.py makes it
+
+    def __repr__(self) -> str:
+        return f"VirtualGPU({self.device}, {self.spec.name})"
+
+
+# A GPU stays in this list when fewer are enabled later: tensors may still live on it, and they
+# must find their bytes when it comes back.
+_known: list[VirtualGPU] = []
+_by_device: dict[torch.device, VirtualGPU] = {}
+_current = threading.local()
+
+
+def set_count(count: int, spec: GPUSpec, capacity_bytes: int) -> None:
+    """Make exactly the GPUs 0 to ``count - 1`` available; what lives on them stays there."""
+    _by_device.clear()
+    for index in range(count):
+        if index == len(_known):
+            _known.append(VirtualGPU(index, spec, capacity_bytes))
+        gpu = _known[index]
+        gpu.spec = spec
+        gpu.memory.capacity_bytes = capacity_bytes
+        gpu.memory.reset_peak()
+        _by_device[gpu.device] = gpu
+        _by_device[gpu.cpp_device] = gpu
+    global _count
+    _count = count
+
+
+_count = 0
+
+
+def device_count() -> int:
+    return _count
+
+
+def current_index() -> int:
+    """The calling thread's current device; each thread starts at 0."""
+    return getattr(_current, "index", 0)
+
+
+def exchange_index(index: int) -> int:
+    """Make ``index`` current and return what was; a negative index changes nothing."""
+    before = current_index()
+    if index >= 0:
+        _current.index = by_index(index).index
+    return before
+
+
+def by_index(index: int) -> VirtualGPU:
+    """The GPU with this ordinal; the error of CUDA where there is none."""
+    if 0 <= index < _count:
+        return _known[index]
+    raise _no_such_device(index)
+
+
+def resolve(device: torch.device) -> VirtualGPU | None:
+    """The GPU that a device means, in Python's name or in C++'s; None for any other device."""
+    gpu = _by_device.get(device)
+    if gpu is None and device.type in (DEVICE_TYPE, CPP_DEVICE_TYPE):
+        return by_index(current_index() if device.index is None else device.index)
+    return gpu
+
+
+def _no_such_device(index: int) -> Exception:
+    if _count == 0:
+        return RuntimeError("No VGPU GPUs are available: call vgpu.enable(count) first")
+    return torch.AcceleratorError(
+        "VGPU error: invalid device ordinal\n"
+        "GPU device may be out of range, do you have enough GPUs?\n"
+        f"(vgpu:{index} was asked for; {_count} virtual GPUs are enabled)"
+    )

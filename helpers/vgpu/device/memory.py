@@ -1,0 +1,172 @@
+"""Bytes per virtual GPU: allocated, peak, capacity, and what happened when.
+
+A block belongs to a storage, so it is counted once however many tensors view it, and freed when
+the last reference goes, be it a variable or what autograd saved. The block hangs on the storage's
+Python object, which torch keeps for as long as the storage itself lives.
+
+Left out: the room that CUDA's own context takes, fragmentation, and what the caching allocator
+keeps in reserve. Here reserved equals allocated.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+# CUDACachingAllocator.cpp, kMinBlockSize: every request is rounded up to a multiple of it.
+ROUNDING_BYTES = 512
+
+# A finalizer may run between any two instructions, also in a thread that holds the lock.
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class MemoryEvent:
+    """One allocation (size above zero) or release (below zero) on one device."""
+
+    device: torch.device
+    size_bytes: int
+    allocated_bytes: int  # on this device, after the event
+    operation: str  # for a release: the operation that had allocated the block
+
+
+@dataclass
+class MemoryRecord:
+    """The events of a ``record_memory`` block, in order."""
+
+    events: list[MemoryEvent] = field(default_factory=list)
+
+    def allocated_bytes(self, device: torch.device | str) -> list[int]:
+        """Bytes on ``device`` after each of its events."""
+        wanted = torch.device(device)
+        return [event.allocated_bytes for event in self.events if event.device == wanted]
+
+    def peak_bytes(self, device: torch.device | str) -> int:
+        """The most that ``device`` held during the record; 0 where nothing happened there."""
+        return max(self.allocated_bytes(device), default=0)
+
+
+_records: list[MemoryRecord] = []
+
+
+@contextmanager
+def record_memory() -> Iterator[MemoryRecord]:
+    """Collect every allocation and release on any virtual GPU while the block runs."""
+    record = MemoryRecord()
+    with _lock:
+        _records.append(record)
+    try:
+        yield record
+    finally:
+        with _lock:
+            _records[:] = [other for other in _records if other is not record]
+
+
+class DeviceMemory:
+    """The counters of one virtual GPU."""
+
+    def __init__(self, device: torch.device, capacity_bytes: int) -> None:
+        self.device = device
+        self.capacity_bytes = capacity_bytes
+        self.allocated_bytes = 0
+        self.peak_bytes = 0
+        self.allocation_count = 0
+        self.live_block_count = 0
+
+    def require(self, request_bytes: int) -> int:
+        """The rounded size of a request; OutOfMemoryError where it does not fit."""
+        size_bytes = -(-request_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
+        if self.allocated_bytes + size_bytes > self.capacity_bytes:
+            raise torch.OutOfMemoryError(self._out_of_memory(size_bytes))
+        return size_bytes
+
+    def allocate(self, request_bytes: int, operation: str) -> "Block":
+        """Count a new block of at least ``request_bytes``."""
+        with _lock:
+            size_bytes = self.require(request_bytes)
+            self.allocation_count += 1
+            self.live_block_count += 1
+            self.change(size_bytes, operation)
+            return Block(self, size_bytes, operation)
+
+    def change(self, size_bytes: int, operation: str) -> None:
+        """Add to, or with a negative size take from, what is allocated; the lock is held."""
+        if size_bytes == 0:
+            return
+        self.allocated_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        for record in _records:
+            record.events.append(
+                MemoryEvent(self.device, size_bytes, self.allocated_bytes, operation)
+            )
+
+    def reset_peak(self) -> None:
+        with _lock:
+            self.peak_bytes = self.allocated_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        return max(self.capacity_bytes - self.allocated_bytes, 0)
+
+    def summary(self) -> str:
+        """The counters as a table."""
+        rows = [
+            ("allocated", format_size(self.allocated_bytes)),
+            ("peak", format_size(self.peak_bytes)),
+            ("capacity", format_size(self.capacity_bytes)),
+            ("live blocks", str(self.live_block_count)),
+            ("allocations so far", str(self.allocation_count)),
+        ]
+        lines = [f"{name:<20}{value:>14}" for name, value in rows]
+        return "\n".join([f"{'memory of ' + str(self.device):^34}", "-" * 34, *lines])
+
+    def _out_of_memory(self, size_bytes: int) -> str:
+        # The sentences of CUDACachingAllocator.cpp; nothing is reserved but unallocated here.
+        allocated = format_size(self.allocated_bytes)
+        return (
+            f"VGPU out of memory. Tried to allocate {format_size(size_bytes)}. "
+            f"GPU {self.device.index} has a total capacity of {format_size(self.capacity_bytes)} "
+            f"of which {format_size(self.free_bytes)} is free. "
+            f"Including non-PyTorch memory, this process has {allocated} memory in use. "
+            f"Of the allocated memory {allocated} is allocated by PyTorch, "
+            f"and 0 bytes is reserved by PyTorch but unallocated."
+        )
+
+
+class Block:
+    """The bytes of one storage; they return to the device when the block is collected."""
+
+    __slots__ = ("last_reads", "last_write", "memory", "operation", "size_bytes")
+
+    def __init__(self, memory: DeviceMemory, size_bytes: int, operation: str) -> None:
+        self.memory = memory
+        self.size_bytes = size_bytes
+        self.operation = operation
+        # Who used it in a recording of virtual time (races.py).
+        self.last_write: Any = None
+        self.last_reads: Any = None
+
+    def resize(self, request_bytes: int, operation: str) -> None:
+        """The storage grew or shrank in place; OutOfMemoryError where the growth does not fit."""
+        with _lock:
+            size_bytes = -(-request_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
+            if size_bytes > self.size_bytes:
+                self.memory.require(size_bytes - self.size_bytes)
+            self.memory.change(size_bytes - self.size_bytes, operation)
+            self.size_bytes = size_bytes
+
+    def __del__(self) -> None:
+        with _lock:
+            self.memory.live_block_count -= 1
+            self.memory.change(-self.size_bytes, self.operation)
+
+
+def format_size(size_bytes: int) -> str:
+    """Bytes as CUDA's allocator prints them (``format_size`` in CUDACachingAllocator.cpp)."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.2f} {name}"
+    return f"{size_bytes} bytes"

@@ -1,0 +1,1 @@
+"""How an operation reaches a virtual GPU: the tensor, its dispatch, and what is refused."""

@@ -1,0 +1,136 @@
+"""The operators that cross devices or reach below a tensor, each with its own handler."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from helpers.vgpu.device import gpus
+from helpers.vgpu.dispatch.refusals import refuse_tangents
+from helpers.vgpu.dispatch.rules import Handler
+from helpers.vgpu.dispatch.same_device import check_for
+from helpers.vgpu.dispatch.tensor import VirtualTensor, unwrap, wrap, wrap_result
+
+HANDLERS: dict[str, Handler] = {}
+
+
+def special(*names: str) -> Callable[[Handler], Handler]:
+    """Decorator: the function handles the operators ``names``."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update((name, handler) for name in names)
+        return handler
+
+    return register
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The CPU tensor inside a virtual one; any other tensor itself."""
+    return tensor._inner if isinstance(tensor, VirtualTensor) else tensor
+
+
+@special("aten::_to_copy")
+def to_copy(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``Tensor.to`` where something changes: the only way from one device to another."""
+    (source,) = args
+    refuse_tangents(args)
+    options = {key: value for key, value in kwargs.items() if value is not None}
+    device = options.pop("device", None)
+    options.pop("pin_memory", None)
+    target = source._gpu if device is None else gpus.resolve(device)
+    if target is None and device.type != "cpu":
+        return func(source._inner, device=device, **options)
+    values = func(values_of(source), **options)
+    return values if target is None else wrap(values, target, "copy")
+
+
+@special("aten::copy_")
+def copy_(func: Any, args: tuple, kwargs: dict) -> Any:
+    target, source, *rest = args
+    refuse_tangents(args)
+    if not _are_same_values(target, source):
+        values_of(target).copy_(values_of(source), *rest, **kwargs)
+    return target
+
+
+def _are_same_values(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a copy would only write each value to where it is read.
+
+    torch's C++ (matmul with ``out=``) spares the copy where it sees that two tensors share storage,
+    which it cannot see of virtual ones; the CPU refuses to copy between them.
+    """
+    if type(target) is not VirtualTensor or type(source) is not VirtualTensor:
+        return False
+    to, of = target._inner, source._inner
+    return (
+        to.layout is of.layout is torch.strided
+        and to.data_ptr() == of.data_ptr()
+        and to.dtype is of.dtype
+        and to.numel() == of.numel() > 0
+        and to.is_contiguous()
+        and of.is_contiguous()
+        and to.is_conj() == of.is_conj()
+        and to.is_neg() == of.is_neg()
+    )
+
+
+@special("aten::_foreach_copy_")
+def foreach_copy_(func: Any, args: tuple, kwargs: dict) -> Any:
+    targets, sources, *rest = args
+    refuse_tangents(args)
+    func([values_of(t) for t in targets], [values_of(s) for s in sources], *rest, **kwargs)
+
+
+@special("aten::record_stream")
+def record_stream(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Nothing to do: a block is never reused while an operation still needs it."""
+
+
+@special("aten::is_pinned")
+def is_pinned(func: Any, args: tuple, kwargs: dict) -> Any:
+    return False
+
+
+@special("aten::_pin_memory", "aten::pin_memory")
+def pin_memory(func: Any, args: tuple, kwargs: dict) -> Any:
+    raise RuntimeError(f"cannot pin '{args[0].type()}' only dense CPU tensors can be pinned")
+
+
+@special("aten::_pack_padded_sequence")
+def pack_padded_sequence(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The second result, the batch size of each time step, is for the host."""
+    sequence, lengths, batch_first = args
+    if lengths.device.type != "cpu":
+        raise RuntimeError(
+            "'lengths' argument should be a 1D CPU int64 tensor, but got "
+            f"{lengths.dim()}D {lengths.device} {str(lengths.dtype).removeprefix('torch.')} tensor"
+        )
+    packed, batch_sizes = func(sequence._inner, lengths, batch_first)
+    return wrap(packed, sequence._gpu, "_pack_padded_sequence"), batch_sizes
+
+
+@special("aten::_sparse_mm_reduce_impl")
+def sparse_mm_reduce(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Its kernel keeps what backward reads only if an operand requires a gradient."""
+    (matrix, other), gpu, mixed = unwrap(args[:2], None, False)
+    if mixed:
+        check_for(func)(func, args, kwargs)
+    with torch.enable_grad():
+        results = func(matrix.detach().requires_grad_(), other, *args[2:])
+    return wrap_result([result.detach() for result in results], gpu, "_sparse_mm_reduce_impl")
+
+
+@special("prim::layout")
+def layout(func: Any, args: tuple, kwargs: dict) -> Any:
+    return args[0]._inner.layout
+
+
+def pin_cpu_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """``Tensor.pin_memory`` of a CPU tensor: a copy that says it is pinned; no page is locked."""
+    pinned = torch.empty_like(tensor).copy_(tensor)
+    pinned.untyped_storage()._vgpu_pinned = True  # type: ignore[attr-defined]
+    return pinned
+
+
+def is_cpu_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
+    return hasattr(tensor.untyped_storage(), "_vgpu_pinned")

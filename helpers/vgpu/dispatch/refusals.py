@@ -1,0 +1,174 @@
+"""What virtual GPUs cannot do, refused in words before C++ fails in its own, or ends the process."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
+
+from helpers.vgpu.device import gpus
+
+_NESTED = (
+    "nested tensors are not supported on virtual GPUs: pad the parts to one size "
+    "(torch.nn.utils.rnn.pad_sequence), or keep the nested tensor on the CPU"
+)
+_QUANTIZED = "quantized tensors are not supported on virtual GPUs: quantize on the CPU"
+_FORWARD_MODE = (
+    "forward-mode automatic differentiation is not supported on virtual GPUs: "
+    "use backward(), or tensors on the CPU"
+)
+_STORAGE = (
+    "a storage alone cannot be made on or moved to a virtual GPU: make a tensor there, such as "
+    "torch.empty(n, dtype=torch.uint8, device='vgpu:0')"
+)
+
+# Operators that make a tensor of a kind that virtual GPUs do not have.
+_REFUSED = {
+    "aten::_nested_tensor_from_mask": _NESTED,
+    "aten::_nested_tensor_from_tensor_list": _NESTED,
+    "aten::_nested_view_from_buffer": _NESTED,
+    "aten::_nested_view_from_jagged": _NESTED,
+    "aten::_make_per_channel_quantized_tensor": _QUANTIZED,
+    "aten::_make_per_tensor_quantized_tensor": _QUANTIZED,
+    "aten::quantize_per_channel": _QUANTIZED,
+    "aten::quantize_per_tensor": _QUANTIZED,
+    "aten::quantize_per_tensor_dynamic": _QUANTIZED,
+}
+
+
+def _refusing(message: str) -> Callable:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(message)
+
+    return refuse
+
+
+HANDLERS: dict[str, Callable] = {name: _refusing(text) for name, text in _REFUSED.items()}
+# For the dispatch keys of such tensors, as a move of one from the CPU finds them.
+FALLBACKS = {
+    "NestedTensorPrivateUse1": _refusing(_NESTED),
+    "QuantizedPrivateUse1": _refusing(_QUANTIZED),
+}
+
+
+def is_virtual_device(device: Any) -> bool:
+    """Whether a torch.device, or the text of one, means a virtual GPU."""
+    if isinstance(device, str):
+        device = torch.device(device)
+    names = (gpus.DEVICE_TYPE, gpus.CPP_DEVICE_TYPE)
+    return isinstance(device, torch.device) and device.type in names
+
+
+_plain_nested_tensor = torch.nested.nested_tensor
+
+
+@functools.wraps(_plain_nested_tensor)
+def nested_tensor(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    if is_virtual_device(device):
+        raise NotImplementedError(_NESTED)
+    return _plain_nested_tensor(*args, device=device, **kwargs)
+
+
+_plain_make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+def make_wrapper_subclass(cls: type, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``torch.Tensor._make_wrapper_subclass``, but no nested tensor around virtual ones.
+
+    A jagged tensor is a Python class around its values; autograd would look for a queue of its
+    device in C++, and there is none.
+    """
+    if cls.__module__.startswith("torch.nested"):
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.device) and is_virtual_device(value):
+                raise NotImplementedError(_NESTED)
+    return _plain_make_wrapper(cls, *args, **kwargs)
+
+
+_plain_new_storage = torch.UntypedStorage.__new__
+
+
+def new_untyped_storage(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+    """``torch.UntypedStorage.__new__``; C++ finds no allocator for a virtual GPU and crashes."""
+    if is_virtual_device(device):
+        raise NotImplementedError(_STORAGE)
+    if device is not None:
+        kwargs["device"] = device
+    return _plain_new_storage(cls, *args, **kwargs)
+
+
+_plain_make_dual = forward_ad.make_dual
+
+
+def make_dual(tensor: torch.Tensor, tangent: torch.Tensor, *, level: int | None = None) -> Any:
+    """``torch.autograd.forward_ad.make_dual``, which C++ cannot do for virtual tensors."""
+    if is_virtual_device(tensor.device) or is_virtual_device(tangent.device):
+        raise NotImplementedError(_FORWARD_MODE)
+    return _plain_make_dual(tensor, tangent, level=level)
+
+
+_excluding = torch._C._SetExcludeDispatchKeyGuard  # type: ignore[attr-defined]
+_AUTOGRAD = torch._C.DispatchKey.AutogradCPU  # type: ignore[attr-defined]
+_IN_PLACE = torch._C.DispatchKey.ADInplaceOrView  # type: ignore[attr-defined]
+
+
+def refuse_tangents(values: Iterable) -> None:
+    """Raise where a CPU tensor brings a tangent to a virtual GPU: C++ would crash on the next use.
+
+    In torch.func.jvp the tangents cannot be seen from here, so nothing crosses there.
+    """
+    level = forward_ad._current_level
+    if level < 0:
+        return
+    if eager_transforms.JVP_NESTING:
+        raise NotImplementedError(_FORWARD_MODE)
+    for value in values:
+        if isinstance(value, list | tuple):
+            refuse_tangents(value)
+        elif isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            # Below autograd, where this runs, C++ would not look for a tangent.
+            with _excluding(_AUTOGRAD, False), _excluding(_IN_PLACE, False):
+                _, tangent = torch._VF._unpack_dual(value, level=level)  # type: ignore[attr-defined]
+            if tangent is not None:
+                raise NotImplementedError(_FORWARD_MODE)
+
+
+def refusing_virtual(plain_compile: Callable) -> Callable:
+    """``torch.compile``, which would warn at length and then run what is virtual uncompiled."""
+
+    @functools.wraps(plain_compile)
+    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        owner = getattr(model, "__self__", model)  # Module.compile hands over a bound method
+        if isinstance(owner, torch.nn.Module):
+            for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
+                if is_virtual_device(tensor.device):
+                    raise _not_compiled(f"{name} is on {tensor.device}: run the model as it is")
+            return plain_compile(model, *args, **kwargs)
+        compiled = plain_compile(model, *args, **kwargs)
+        return compiled if model is None else _on_real_tensors(compiled)
+
+    return compile
+
+
+def _on_real_tensors(compiled: Callable) -> Callable:
+    """A compiled function that refuses virtual tensors when it is called."""
+
+    @functools.wraps(compiled)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for value in pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and is_virtual_device(value.device):
+                raise _not_compiled(
+                    f"an argument is on {value.device}: call the function without torch.compile"
+                )
+        return compiled(*args, **kwargs)
+
+    return checked
+
+
+def _not_compiled(found: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"torch.compile is not supported on virtual GPUs, and {found}, or compile it on the CPU"
+    )

@@ -1,0 +1,90 @@
+"""What the dispatch must know about an operator, read once from its schema."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from helpers.vgpu.dispatch.same_device import check_for
+
+# In-place operators that may change the size, the strides or the storage of their argument,
+# beside those that carry torch's own tag for it and those that write to ``out=``.
+_RESIZING = {"resize_", "resize_as_", "set_", "resize", "swap_tensors", "addbmm_"}
+
+Handler = Callable[[Any, tuple, dict], Any]
+
+
+class Rule:
+    """How to treat the calls of one operator."""
+
+    __slots__ = (
+        "aliases",
+        "check",
+        "conjugates",
+        "convolves",
+        "draws",
+        "makes_on_device",
+        "name",
+        "reshapes",
+        "special",
+        "with_generator",
+    )
+
+    def __init__(self, func: Any, special: Handler | None) -> None:
+        schema = func._schema
+        self.name = schema.name.partition("::")[2]
+        self.special = special
+        self.check = check_for(func)
+        # For each result, the argument that it is (position, name), or None for a new tensor.
+        aliases = tuple(_written_argument(schema, result) for result in schema.returns)
+        self.aliases = aliases if any(aliases) else None
+        # The arguments whose size may have changed afterwards.
+        writes_out = any(argument.is_out for argument in schema.arguments)
+        resizes = self.name in _RESIZING or torch.Tag.inplace_view in func.tags
+        self.reshapes = writes_out or resizes
+        # The same operator with a generator among its arguments, if it draws random numbers.
+        self.draws = torch.Tag.nondeterministic_seeded in func.tags
+        self.with_generator = _with_generator(func) if self.draws else None
+        # Kernels of several operators may conjugate lazily between them; elementwise ones do not.
+        self.conjugates = torch.Tag.pointwise not in func.tags
+        self.convolves = self.name in ("convolution", "convolution_backward") and not writes_out
+        self.makes_on_device = any(argument.name == "device" for argument in schema.arguments)
+
+
+def _written_argument(schema: Any, result: Any) -> tuple[int, str] | None:
+    if result.alias_info is None or not result.alias_info.is_write:
+        return None
+    for position, argument in enumerate(schema.arguments):
+        info = argument.alias_info
+        if info is not None and info.is_write and info.before_set == result.alias_info.before_set:
+            return position, argument.name
+    return None
+
+
+def _with_generator(func: Any) -> Any:
+    """The overload of ``func`` that takes a generator beside the same arguments, or None."""
+    wanted = {argument.name for argument in func._schema.arguments} | {"generator"}
+    packet = func._overloadpacket
+    overloads = [func, *(getattr(packet, name) for name in packet.overloads())]
+    for overload in overloads:
+        if {argument.name for argument in overload._schema.arguments} == wanted:
+            return overload
+    return None
+
+
+_rules: dict[Any, Rule] = {}
+_handlers: dict[str, Handler] = {}
+
+
+def use_handlers(handlers: dict[str, Handler]) -> None:
+    """Let each of ``handlers`` run the operator whose name is its key, with all overloads."""
+    _handlers.update(handlers)
+    _rules.clear()
+
+
+def rule_for(func: Any) -> Rule:
+    """The rule of an operator; made at its first call."""
+    rule = _rules.get(func)
+    if rule is None:
+        rule = _rules[func] = Rule(func, _handlers.get(func._schema.name))
+    return rule

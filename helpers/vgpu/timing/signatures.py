@@ -1,0 +1,74 @@
+"""The signature of a call: what decides the shapes of its results and its cost.
+
+Two calls with equal signatures have results of the same shapes and do the same work, whatever the
+values. A tensor stands in a signature as the identity of one meta tensor that all tensors of its
+size, strides and type share.
+"""
+
+from typing import Any
+
+import torch
+
+from helpers.vgpu.dispatch.tensor import VirtualTensor
+
+_by_metadata: dict[tuple, torch.Tensor] = {}
+# They live as long as the process, so that an id is never another's.
+_by_id: dict[int, torch.Tensor] = {}
+
+
+def interned(tensor: torch.Tensor) -> torch.Tensor:
+    """The one meta tensor with the size, strides, offset and type of ``tensor``."""
+    if id(tensor) in _by_id:
+        return tensor
+    if tensor.layout is not torch.strided:
+        raise NotImplementedError(
+            f"tensors of layout {tensor.layout} have no shape-only form: use dense tensors"
+        )
+    offset = tensor.storage_offset()
+    key = (tensor.size(), tensor.stride(), offset, tensor.dtype, tensor.is_conj())
+    found = _by_metadata.get(key)
+    if found is None:
+        size, stride = tensor.size(), tensor.stride()
+        reach = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        elements = offset + (reach if tensor.numel() else 0)
+        room = torch.empty(elements, dtype=tensor.dtype, device="meta")
+        found = room.as_strided(size, stride, offset)
+        if tensor.is_conj():
+            torch._C._set_conj(found, True)
+        _by_metadata[key] = found
+        _by_id[id(found)] = found
+    return found
+
+
+def signature(func: Any, args: Any, kwargs: dict) -> tuple:
+    """What decides the results' shapes and the work of a call; hashable."""
+    parts: list[Any] = [id(func)]
+    # A fractional number decides a size only where a tensor is made from nothing (arange).
+    from_nothing = not args or not isinstance(args[0], torch.Tensor | list)
+    _append(parts, args, from_nothing)
+    for name, value in kwargs.items():
+        if name not in NO_MATTER:
+            parts.append(name)
+            _append(parts, (value,), from_nothing)
+    return tuple(parts)
+
+
+# They decide neither the shapes nor the work of a call.
+NO_MATTER = {"device", "generator", "layout", "non_blocking", "pin_memory"}
+
+
+def _append(parts: list[Any], values: Any, with_floats: bool) -> None:
+    for value in values:
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            inner = value._inner if isinstance(value, VirtualTensor) else value
+            parts.append(id(inner) if id(inner) in _by_id else id(interned(inner)))
+        elif kind is list or kind is tuple:
+            parts.append(len(value))
+            _append(parts, value, True)
+        elif kind is float and not with_floats:
+            parts.append(float)
+        else:
+            # 1, 1.0 and True are equal and hash alike.
+            parts.append(kind)
+            parts.append(value)

@@ -1,0 +1,191 @@
+"""Streams and events of virtual GPUs.
+
+An operation has ended when its call returns, so waiting never takes real time here. What is kept is
+the bookkeeping: which stream is current on which device in which thread, and when an event was
+recorded: by the host's clock, or in virtual time while ``record()`` is under way.
+"""
+
+import itertools
+import threading
+import time
+from typing import Any
+
+import torch
+
+from helpers.vgpu.device import gpus
+from helpers.vgpu.timing import clock
+
+_PlainStream, _PlainEvent = torch.Stream, torch.Event
+_stream_ids = itertools.count(1)
+_current = threading.local()
+
+
+class Stream(torch.Stream):
+    """A queue of work on one virtual GPU; ``with stream:`` makes it and its device current."""
+
+    _entered: list[tuple["Stream", int]]
+
+    def __new__(
+        cls, device: Any = None, priority: int = 0, *, stream_id: int | None = None
+    ) -> "Stream":
+        index = _index(device)
+        stream = super().__new__(
+            cls,
+            stream_id=next(_stream_ids) if stream_id is None else stream_id,
+            device_index=index,
+            device_type=torch._C._autograd.DeviceType.PrivateUse1.value,
+        )
+        stream._entered = []
+        return stream
+
+    def query(self) -> bool:
+        """Whether all work given to this stream has ended."""
+        return clock.active is None or clock.active.is_done(_time_of(self).free_s)
+
+    def synchronize(self) -> None:
+        """Wait until all work given to this stream has ended."""
+        if clock.active is not None:
+            clock.active.host_waits([_time_of(self)], "synchronize", clock.active.host())
+
+    def wait_event(self, event: torch.Event) -> None:
+        """Work given later starts after ``event`` has happened."""
+        if clock.active is not None:
+            clock.active.wait_event(_time_of(self), event)
+
+    def wait_stream(self, stream: torch.Stream) -> None:
+        """Work given later starts after all work that ``stream`` has got so far."""
+        if clock.active is not None:
+            clock.active.wait_stream(_time_of(self), _time_of(stream))
+
+    def record_event(self, event: torch.Event | None = None) -> torch.Event:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def __enter__(self) -> "Stream":
+        self._entered.append((current_stream(self.device_index), gpus.current_index()))
+        set_stream(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        stream, index = self._entered.pop()
+        set_stream(stream)
+        gpus.exchange_index(index)
+
+    def __repr__(self) -> str:
+        return f"<torch.vgpu.Stream device={self.device} stream_id={self.stream_id}>"
+
+
+class Event(torch.Event):
+    """A mark in a stream; with ``enable_timing`` it keeps the host's time of recording."""
+
+    _enable_timing: bool
+    _time_s: float | None
+
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> "Event":
+        event = super().__new__(cls, gpus.DEVICE_TYPE, enable_timing=enable_timing)
+        event._enable_timing = enable_timing
+        event._time_s = None
+        return event
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        """Mark what ``stream``, or the current one, has got so far."""
+        if clock.active is None:
+            self._time_s = time.perf_counter()
+            return
+        marked = _time_of(current_stream() if stream is None else stream)
+        self._time_s = clock.active.record_event(self, marked)
+
+    def query(self) -> bool:
+        """Whether the event has happened; one that was never recorded has."""
+        if clock.active is None or self._time_s is None:
+            return True
+        return clock.active.is_done(self._time_s)
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        """Work given later to ``stream``, or to the current one, starts after the event."""
+        if clock.active is not None:
+            waiting = _time_of(current_stream() if stream is None else stream)
+            clock.active.wait_event(waiting, self)
+
+    def synchronize(self) -> None:
+        """Wait until the event has happened."""
+        if clock.active is not None:
+            clock.active.host_waits_for_event(self)
+
+    def elapsed_time(self, end_event: "Event") -> float:  # type: ignore[override]
+        """Milliseconds between two recorded events, by the clock that was used."""
+        if not (self._enable_timing and end_event._enable_timing):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if self._time_s is None or end_event._time_s is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        return (end_event._time_s - self._time_s) * 1000
+
+    def __repr__(self) -> str:
+        return f"<torch.vgpu.Event recorded={self._time_s is not None}>"
+
+
+def _index(device: Any) -> int:
+    if device is None:
+        return gpus.current_index()
+    if isinstance(device, int):
+        return gpus.by_index(device).index
+    gpu = gpus.resolve(torch.device(device))
+    if gpu is None:
+        raise ValueError(f"Expected a {gpus.DEVICE_TYPE} device, but got: {device}")
+    return gpu.index
+
+
+def _streams_of_thread() -> dict[int, Stream]:
+    if not hasattr(_current, "streams"):
+        _current.streams = {}
+    return _current.streams
+
+
+def default_stream(device: Any = None) -> Stream:
+    """The stream that a device uses unless told otherwise."""
+    return Stream(_index(device), stream_id=0)
+
+
+def current_stream_number(index: int) -> int:
+    """The id of the stream that is current on a GPU in this thread; 0 is the default stream."""
+    stream = _streams_of_thread().get(index)
+    return 0 if stream is None else stream.stream_id
+
+
+def _time_of(stream: torch.Stream) -> clock.StreamTime:
+    assert clock.active is not None
+    return clock.active.stream(gpus.by_index(stream.device_index), stream.stream_id)
+
+
+def current_stream(device: Any = None) -> Stream:
+    index = _index(device)
+    return _streams_of_thread().get(index) or default_stream(index)
+
+
+def set_stream(stream: Stream) -> None:
+    """Make a stream and its device current in this thread."""
+    gpus.exchange_index(stream.device_index)
+    _streams_of_thread()[stream.device_index] = stream
+
+
+def make_stream(*args: Any, **kwargs: Any) -> torch.Stream:
+    """What ``torch.Stream(device, priority)`` makes while virtual GPUs are enabled."""
+    device = args[0] if args else kwargs.get("device")
+    if "stream_id" in kwargs or not _is_virtual(device):
+        return _PlainStream(*args, **kwargs)
+    return Stream(device, *args[1:], **{k: v for k, v in kwargs.items() if k != "device"})
+
+
+def make_event(device: Any = None, **options: Any) -> torch.Event:
+    """What ``torch.Event(device, enable_timing=...)`` makes while virtual GPUs are enabled."""
+    return Event(**options) if _is_virtual(device) else _PlainEvent(device, **options)
+
+
+def _is_virtual(device: Any) -> bool:
+    """No device, or a number, means the accelerator: a virtual GPU."""
+    if device is None or isinstance(device, int):
+        return True
+    return gpus.resolve(torch.device(device)) is not None

@@ -1,0 +1,1 @@
+"""What stands in for torch's own names while virtual GPUs are enabled."""

@@ -1,0 +1,115 @@
+"""Scatter, gather and broadcast between virtual GPUs: what CUDA does in C++ for DataParallel.
+
+Each stands in for the function of the same name in ``torch.nn.parallel.comm``, under autograd's
+own ``Scatter``, ``Gather`` and ``Broadcast``. In a recording of virtual time, broadcasts and reduces
+cost what NCCL's cost, which torch uses for them on CUDA.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._utils import _get_device_index
+from torch.nn.parallel import comm as torch_comm
+
+from helpers.vgpu.device import gpus
+from helpers.vgpu.timing import clock as clocks
+from helpers.vgpu.timing import recorder
+
+_plain_reduce_add = torch_comm.reduce_add
+
+
+def scatter(
+    tensor: torch.Tensor,
+    devices: Any = None,
+    chunk_sizes: Any = None,
+    dim: int = 0,
+    streams: Any = None,
+    *,
+    out: Any = None,
+) -> tuple[torch.Tensor, ...]:
+    """Chunks of ``tensor`` along ``dim``, one per device; fewer where the size does not suffice."""
+    if out is not None:
+        sizes = [part.size(dim) for part in out]
+        for part, chunk in zip(out, tensor.split(sizes, dim), strict=True):
+            part.copy_(chunk)
+        return tuple(out)
+    targets = [_device(d) for d in devices]
+    if chunk_sizes is None:
+        chunks = tensor.chunk(len(targets), dim)
+    else:
+        chunks = tensor.split(list(chunk_sizes), dim)
+    return tuple(chunk.to(target) for chunk, target in zip(chunks, targets, strict=False))
+
+
+def gather(tensors: Any, dim: int = 0, destination: Any = None, *, out: Any = None) -> torch.Tensor:
+    """The tensors side by side along ``dim`` on ``destination`` or in ``out``; -1 is the CPU.
+
+    Each tensor is copied straight into its place, so no second copy takes memory there.
+    """
+    sizes = [tensor.size(dim) for tensor in tensors]
+    shape = list(tensors[0].shape)
+    for index, tensor in enumerate(tensors):
+        shape[dim] = sizes[index]
+        if list(tensor.shape) != shape:
+            raise RuntimeError(
+                f"Input tensor at index {index} has invalid shape {list(tensor.shape)}, "
+                f"but expected {shape}"
+            )
+    shape[dim] = sum(sizes)
+    if out is None:
+        index = _get_device_index(destination, allow_cpu=True, optional=True)
+        target = torch.device("cpu") if index == -1 else _device(index)
+        out = torch.empty(shape, dtype=tensors[0].dtype, device=target)
+    for part, tensor in zip(out.split(sizes, dim), tensors, strict=True):
+        part.copy_(tensor)
+    return out
+
+
+def broadcast_coalesced(
+    tensors: Sequence[torch.Tensor], devices: Any, buffer_size: int = 10485760
+) -> list[list[torch.Tensor]]:
+    """The tensors on every device: on their own device themselves, copies elsewhere."""
+    targets = [_device(device) for device in devices]
+    size_bytes = sum(tensor.nbytes for tensor in tensors)
+    with _as_collective("broadcast", size_bytes, targets, buffer_size):
+        return [[tensor.to(target) for tensor in tensors] for target in targets]
+
+
+def reduce_add(inputs: Sequence[torch.Tensor], destination: Any = None) -> torch.Tensor:
+    """The sum on one device; torch's own, which counts as one reduce in a recording."""
+    devices = [tensor.device for tensor in inputs]
+    size_bytes = inputs[0].nbytes
+    with _as_collective("reduce", size_bytes, devices, size_bytes):
+        return _plain_reduce_add(inputs, destination)
+
+
+def _device(index_or_device: Any) -> torch.device:
+    return gpus.by_index(_get_device_index(index_or_device)).device
+
+
+@contextmanager
+def _as_collective(
+    name: str, size_bytes: int, devices: Sequence[torch.device], buffer_bytes: int
+) -> Iterator[None]:
+    """In a recording, what the block copies counts as NCCL would do it: a collective a buffer.
+
+    size_bytes: of one GPU's part.
+    """
+    active = recorder.active
+    if active is None or len(devices) < 2 or size_bytes == 0:
+        yield
+        return
+    recorder.active = clocks.active = None
+    try:
+        yield
+    finally:
+        recorder.active, clocks.active = active, active.clock
+    places = [active.place(name, gpus.by_index(d.index), note=False) for d in devices]
+    streams = [stream for stream, _, _ in places]
+    _, host, launch_s = places[0]
+    for begin_bytes in range(0, size_bytes, buffer_bytes):
+        part_bytes = min(size_bytes - begin_bytes, buffer_bytes)
+        duration_s = active.clock.model.broadcast_time_s(part_bytes, len(devices))
+        active.clock.collective(name, streams, host, launch_s, duration_s, part_bytes)

@@ -1,0 +1,110 @@
+"""``tensor.data = other`` across devices, with which ``Module.to`` keeps each parameter's identity.
+
+Between a CPU and a CUDA tensor torch replaces the contents of a C++ tensor. A virtual tensor is an
+instance of another Python class and needs other dispatch keys, so here the two Python objects swap
+what they stand for.
+"""
+
+from typing import Any
+
+import torch
+
+from helpers.vgpu.dispatch.tensor import HELD, VirtualTensor
+
+_plain_data = torch._C.TensorBase.data  # the property in C++
+_plain_has_compatible_type = torch._has_compatible_shallow_copy_type
+
+
+def _get_data(tensor: torch.Tensor) -> torch.Tensor:
+    return _plain_data.__get__(tensor)  # type: ignore[attr-defined]
+
+
+def _set_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    if _of_other_kind(tensor, source):
+        become(tensor, source)
+        return
+    _plain_data.__set__(tensor, source)  # type: ignore[attr-defined]
+    if isinstance(tensor, VirtualTensor) and isinstance(source, VirtualTensor):
+        tensor.__class__ = source.__class__
+        for name in HELD:
+            setattr(tensor, name, getattr(source, name))
+
+
+# Stands on torch.Tensor, and so on virtual tensors too, while virtual GPUs are enabled.
+data = property(_get_data, _set_data)
+
+
+def has_compatible_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
+    """Whether ``input.data = from_`` works; torch asks before it moves a module's parameters.
+
+    The parameters are named as torch's own are: torch.compile compares the signatures.
+    """
+    if _of_other_kind(input, from_):
+        return input.layout is torch.strided and from_.layout is torch.strided
+    return _plain_has_compatible_type(input, from_)
+
+
+def _of_other_kind(tensor: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether C++ takes the two for tensors of different types."""
+    if isinstance(tensor, VirtualTensor) and isinstance(source, VirtualTensor):
+        # A shape on the host (shapes.py) is virtual as well.
+        return tensor._gpu.cpp_device.type != source._gpu.cpp_device.type
+    return isinstance(tensor, VirtualTensor) != isinstance(source, VirtualTensor)
+
+
+def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Make ``tensor`` a tensor of the kind and contents of ``source``; it stays the same object.
+
+    The two are of different kinds: one is virtual and the other not, or one is a shape on the
+    host. ``requires_grad`` and other attributes stay; a gradient follows to the device.
+    RuntimeError for a tensor that autograd computed.
+    """
+    if not tensor.is_leaf:
+        raise RuntimeError(
+            "assigning .data of another device type to a tensor that is not a leaf is not "
+            "supported on virtual GPUs; use .to(device) on it"
+        )
+    if torch.nn.parameter.is_lazy(tensor):
+        raise RuntimeError(
+            "a lazy module cannot move to a virtual GPU before it has seen its first batch"
+        )
+    grad = tensor.grad
+    if grad is not None:
+        tensor.grad = None
+        become(grad, grad.detach().to(source.device))
+    content: Any = source.detach().requires_grad_(tensor.requires_grad)
+    if tensor.requires_grad:
+        _refuse_backward(tensor)
+    attributes = {name: value for name, value in vars(tensor).items() if name not in HELD}
+    held = {name: value for name, value in vars(content).items() if name in HELD}
+    new_class: type[torch.Tensor] = torch.Tensor
+    if isinstance(tensor, torch.nn.Parameter):
+        attributes["_is_param"] = True
+        new_class = torch.nn.Parameter
+    if held:
+        new_class = type(content)
+    # The other object now stands for the old contents, which a graph may still need.
+    old_class, old_attributes = tensor.__class__, dict(vars(tensor))
+    torch._C._swap_tensor_impl(tensor, content)
+    for target, kind, names in (
+        (tensor, new_class, {**attributes, **held}),
+        (content, old_class, old_attributes),
+    ):
+        target.__class__ = kind
+        vars(target).clear()
+        vars(target).update(names)
+    if grad is not None:
+        tensor.grad = grad
+
+
+def _refuse_backward(tensor: torch.Tensor) -> None:
+    """Graphs made before the move would send their gradient to contents that nobody sees."""
+
+    def refuse(grad_outputs: Any) -> None:
+        raise RuntimeError(
+            "backward through a graph that was made before its parameters were moved to another "
+            "device: run the forward pass again, or move the module before it"
+        )
+
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    node.register_prehook(refuse)

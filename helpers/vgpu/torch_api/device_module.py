@@ -1,0 +1,279 @@
+"""``torch.vgpu``: what ``torch.cuda`` users reach for. This module itself is registered with torch.
+
+Where ``device`` is None it means the current device, as in ``torch.cuda``.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from helpers.vgpu.device import generators, gpus
+from helpers.vgpu.device.gpus import current_index as current_device
+from helpers.vgpu.device.gpus import device_count
+from helpers.vgpu.device.specs import GPUSpec
+from helpers.vgpu.timing import clock
+from helpers.vgpu.timing.streams import Event, Stream, current_stream, default_stream, set_stream
+from helpers.vgpu.torch_api import amp
+
+__all__ = [
+    "Event",
+    "OutOfMemoryError",
+    "Stream",
+    "amp",
+    "can_device_access_peer",
+    "current_device",
+    "current_stream",
+    "default_stream",
+    "device",
+    "device_count",
+    "device_of",
+    "empty_cache",
+    "get_device_capability",
+    "get_device_name",
+    "get_device_properties",
+    "get_rng_state",
+    "get_rng_state_all",
+    "init",
+    "initial_seed",
+    "ipc_collect",
+    "is_available",
+    "is_bf16_supported",
+    "is_initialized",
+    "manual_seed",
+    "manual_seed_all",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "mem_get_info",
+    "memory_allocated",
+    "memory_reserved",
+    "memory_stats",
+    "memory_summary",
+    "reset_peak_memory_stats",
+    "seed",
+    "seed_all",
+    "set_device",
+    "set_rng_state",
+    "set_rng_state_all",
+    "set_stream",
+    "stream",
+    "synchronize",
+]
+
+
+# torch.utils.checkpoint saves the state of the generators where it finds this mark.
+_initialized = True
+
+OutOfMemoryError = torch.OutOfMemoryError
+
+
+def is_available() -> bool:
+    return gpus.device_count() > 0
+
+
+def is_initialized() -> bool:
+    return is_available()
+
+
+def init() -> None:
+    """Nothing to prepare."""
+
+
+def _gpu(device: Any) -> gpus.VirtualGPU:
+    """The GPU that an int, a string, a torch.device or None (the current one) means."""
+    if device is None:
+        return gpus.by_index(gpus.current_index())
+    if isinstance(device, int):
+        return gpus.by_index(device)
+    gpu = gpus.resolve(torch.device(device))
+    if gpu is None:
+        raise ValueError(f"Expected a {gpus.DEVICE_TYPE} device, but got: {device}")
+    return gpu
+
+
+def set_device(device: Any) -> None:
+    gpus.exchange_index(_gpu(device).index)
+
+
+class device:
+    """Makes a device current while the block runs; None or a negative index changes nothing."""
+
+    def __init__(self, device: Any) -> None:
+        self.index = device if isinstance(device, int) and device < 0 else -1
+        if device is not None and self.index == -1 and device != -1:
+            self.index = _gpu(device).index
+
+    def __enter__(self) -> None:
+        self._before = gpus.exchange_index(self.index)
+
+    def __exit__(self, *exc_info: object) -> None:
+        gpus.exchange_index(self._before)
+
+
+class device_of(device):
+    """Makes a tensor's device current while the block runs; nothing for tensors elsewhere."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.device if tensor.device.type == gpus.DEVICE_TYPE else -1)
+
+
+def stream(stream: Stream | None) -> Any:
+    """A context that makes ``stream`` and its device current; None changes nothing."""
+    return device(None) if stream is None else stream
+
+
+def synchronize(device: Any = None) -> None:
+    """Wait for all work on a device; in a recording of virtual time the host waits."""
+    gpu = _gpu(device)
+    if clock.active is not None:
+        clock.active.synchronize(gpu)
+
+
+def get_device_name(device: Any = None) -> str:
+    return _gpu(device).spec.name
+
+
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    return _gpu(device).spec.compute_capability
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    """True: the arithmetic is the CPU's, which has bfloat16."""
+    return True
+
+
+def can_device_access_peer(device: Any, peer_device: Any) -> bool:
+    """True for two different GPUs: copies go straight from one to the other."""
+    return _gpu(device) is not _gpu(peer_device)
+
+
+class DeviceProperties:
+    """The fields of ``torch.cuda.get_device_properties`` that a virtual GPU has."""
+
+    def __init__(self, spec: GPUSpec, total_memory: int) -> None:
+        self.name = spec.name
+        self.total_memory = total_memory
+        self.multi_processor_count = spec.multi_processor_count
+        self.major, self.minor = spec.compute_capability
+
+    def __repr__(self) -> str:
+        return (
+            f"_VgpuDeviceProperties(name='{self.name}', major={self.major}, minor={self.minor}, "
+            f"total_memory={self.total_memory // 2**20}MB, "
+            f"multi_processor_count={self.multi_processor_count})"
+        )
+
+
+def get_device_properties(device: Any = None) -> DeviceProperties:
+    gpu = _gpu(device)
+    return DeviceProperties(gpu.spec, gpu.memory.capacity_bytes)
+
+
+def memory_allocated(device: Any = None) -> int:
+    """Bytes in live blocks, each rounded up to 512."""
+    return _gpu(device).memory.allocated_bytes
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    """The most bytes since the start or the last ``reset_peak_memory_stats``."""
+    return _gpu(device).memory.peak_bytes
+
+
+def memory_reserved(device: Any = None) -> int:
+    """Equal to ``memory_allocated``: no allocator keeps blocks in reserve here."""
+    return memory_allocated(device)
+
+
+def max_memory_reserved(device: Any = None) -> int:
+    return max_memory_allocated(device)
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    _gpu(device).memory.reset_peak()
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """Free and total bytes."""
+    memory = _gpu(device).memory
+    return memory.free_bytes, memory.capacity_bytes
+
+
+def nested_memory_stats(device: Any = None) -> dict[str, Any]:
+    """Bytes now and at the peak, in the form that ``torch.accelerator.memory_stats`` flattens."""
+    memory = _gpu(device).memory
+    now = {"current": memory.allocated_bytes, "peak": memory.peak_bytes}
+    return {name: {"all": dict(now)} for name in ("allocated_bytes", "reserved_bytes")}
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    """Bytes now and at the peak, flat: ``allocated_bytes.all.peak`` and the like."""
+    return {
+        f"{name}.{pool}.{when}": size_bytes
+        for name, pools in nested_memory_stats(device).items()
+        for pool, sizes in pools.items()
+        for when, size_bytes in sizes.items()
+    }
+
+
+def empty_cache() -> None:
+    """Nothing to release: a freed block is free at once."""
+
+
+def ipc_collect() -> None:
+    """Nothing to release: memory shared with another process goes with its last reference."""
+
+
+def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
+    """A small table of a device's bytes and blocks."""
+    return _gpu(device).memory.summary()
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the current device's generator."""
+    generators.default_generator(_gpu(None)).manual_seed(seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    """Seed every device's generator alike; ``torch.manual_seed`` calls it."""
+    for index in range(gpus.device_count()):
+        generators.default_generator(gpus.by_index(index)).manual_seed(seed)
+
+
+def seed() -> None:
+    """Seed the current device's generator at random."""
+    generators.default_generator(_gpu(None)).seed()
+
+
+def seed_all() -> None:
+    """Seed every device's generator at random, all alike."""
+    manual_seed_all(torch.Generator().seed())
+
+
+def initial_seed() -> int:
+    return generators.default_generator(_gpu(None)).initial_seed()
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    """The state of a device's generator, as a byte tensor on the CPU."""
+    return generators.default_generator(_gpu(device)).get_state()
+
+
+def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
+    generators.default_generator(_gpu(device)).set_state(new_state)
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    return [get_rng_state(index) for index in range(gpus.device_count())]
+
+
+def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
+    for index, state in enumerate(new_states):
+        set_rng_state(state, index)
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.float16, torch.bfloat16, torch.float32]

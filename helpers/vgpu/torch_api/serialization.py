@@ -1,0 +1,71 @@
+"""Saving and loading tensors of virtual GPUs in the format of CUDA checkpoints.
+
+The file holds storages, each tagged with its device (``vgpu:1``), so ``map_location`` and
+``weights_only=True`` work as ever, and a file can be read without this package by mapping it to
+the CPU. A storage cannot itself lie on a virtual GPU: one that is read for it carries a mark, and
+the tensors rebuilt from it are wrapped.
+"""
+
+import copyreg
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import warn_if_has_hooks
+
+from helpers.vgpu.device import gpus
+from helpers.vgpu.dispatch.tensor import OWN_ATTRIBUTES, VirtualTensor, wrap
+
+# Ahead of torch's own, which start at 10.
+PRIORITY = 5
+
+
+def reduce(tensor: VirtualTensor) -> tuple:
+    """What ``__reduce_ex__`` returns: torch's own function to rebuild, and its arguments."""
+    warn_if_has_hooks(tensor)
+    if isinstance(tensor, torch.nn.Parameter):
+        function: Any = torch._utils._rebuild_parameter
+        args: tuple = (tensor.data, tensor.requires_grad, OrderedDict())
+    elif tensor.layout is torch.strided and tensor.dtype not in torch.storage._new_dtypes():
+        inner = tensor._inner.resolve_conj().resolve_neg()
+        inner.untyped_storage()._vgpu_location = str(tensor.device)  # type: ignore[attr-defined]
+        function, args = inner._reduce_ex_internal(2)
+        args = (*args[:4], tensor.requires_grad, *args[5:])
+    else:
+        # Through a CPU tensor, as torch does for devices without storages; such a tensor always
+        # comes back to the device that it was saved from.
+        function = torch._utils._rebuild_device_tensor_from_cpu_tensor
+        args = (tensor.cpu(), tensor.dtype, str(tensor.device), tensor.requires_grad)
+    state = {k: v for k, v in vars(tensor).items() if k not in OWN_ATTRIBUTES}
+    if state and not isinstance(tensor, torch.nn.Parameter):
+        return torch._tensor._rebuild_from_type_v2, (function, VirtualTensor, args, state)
+    return function, args
+
+
+copyreg.pickle(VirtualTensor, reduce)  # type: ignore[type-var]
+
+
+def tag(storage: Any) -> str | None:
+    """The device that a storage is saved for; None for any storage that is not ours."""
+    return getattr(storage, "_vgpu_location", None)
+
+
+def restore(storage: Any, location: str) -> Any:
+    """Mark a loaded storage for the device that its tag or ``map_location`` names."""
+    if location.partition(":")[0] != gpus.DEVICE_TYPE:
+        return None
+    device = torch.serialization._validate_device(location, gpus.DEVICE_TYPE)
+    storage._vgpu_home = gpus.resolve(device)
+    return storage
+
+
+def wrapping(rebuild_tensor: Callable) -> Callable:
+    """``torch._utils._rebuild_tensor``, with tensors of marked storages put on their GPU."""
+
+    def _rebuild_tensor(storage: Any, storage_offset: int, size: Any, stride: Any) -> torch.Tensor:
+        tensor = rebuild_tensor(storage, storage_offset, size, stride)
+        gpu = getattr(storage._untyped_storage, "_vgpu_home", None)
+        return tensor if gpu is None else wrap(tensor, gpu, "load")
+
+    return _rebuild_tensor

@@ -1,0 +1,41 @@
+"""Every exercise: the stub is not attempted, typical wrong answers fail, the solution passes."""
+
+import pytest
+from wrong_answers import wrong_answers
+
+from helpers.checks import exercises
+from teaching import lessons
+from teaching.judge import outcome_of
+
+EXERCISES = [
+    (path, exercise_id) for path in lessons.NOTEBOOKS for exercise_id in lessons.exercise_ids(path)
+]
+each_exercise = pytest.mark.parametrize(
+    ("path", "exercise_id"), EXERCISES, ids=[exercise_id for _, exercise_id in EXERCISES]
+)
+
+
+@each_exercise
+def test_the_stub_alone_is_not_attempted(path, exercise_id):
+    (stub,) = lessons.tagged(path, f"stub-{exercise_id}")
+    assert outcome_of(path, exercise_id, stub.source).status == "not attempted"
+
+
+@each_exercise
+def test_the_folded_solution_passes(path, exercise_id):
+    outcome = outcome_of(path, exercise_id, lessons.solution(path, exercise_id))
+    assert outcome.status == "right", str(outcome)
+
+
+@each_exercise
+def test_typical_wrong_answers_fail_with_their_hint(path, exercise_id):
+    wrong = wrong_answers(exercise_id)
+    assert wrong
+    for source, phrase in wrong:
+        outcome = outcome_of(path, exercise_id, source)
+        assert outcome.status == "wrong", f"passed as {outcome.status}:\n{source}"
+        assert phrase in str(outcome), f"{phrase!r} is not in:\n{outcome}"
+
+
+def test_lessons_and_checks_name_the_same_exercises():
+    assert [item.id for item in exercises()] == [exercise_id for _, exercise_id in EXERCISES]

@@ -1,0 +1,158 @@
+"""What every lesson's file must be, before it is even run."""
+
+import ast
+import re
+from itertools import pairwise
+
+import pytest
+
+from teaching import lessons
+
+CELL_ID = re.compile(r"^[a-z0-9][a-z0-9-]*$")
+EXERCISE_PARTS = ("exercise", "stub", "check", "hint", "solution")
+
+each_lesson = pytest.mark.parametrize("path", lessons.NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def code(path):
+    return [cell for cell in lessons.cells(path) if cell.is_code]
+
+
+def prose(path):
+    return [cell for cell in lessons.cells(path) if not cell.is_code]
+
+
+def headings(source):
+    """Heading levels of a markdown cell, leaving out lines inside fenced code."""
+    bare = re.sub(r"```.*?```", "", source, flags=re.DOTALL)
+    return [len(marks) for marks in re.findall(r"^(#{1,6}) ", bare, flags=re.MULTILINE)]
+
+
+def test_the_lessons_are_numbered_once_each_from_00():
+    numbers = [lessons.number(path) for path in lessons.NOTEBOOKS if lessons.number(path)]
+    assert numbers == sorted(set(numbers)) and numbers[0] == "00"
+    # A lesson that is still to come has all its claims pending, which test_claims.py counts.
+    assert len(numbers) >= 4
+
+
+@each_lesson
+def test_no_outputs_are_committed(path):
+    for cell in lessons.raw(path)["cells"]:
+        assert not cell.get("outputs"), f"cell {cell.get('id')} has outputs"
+        assert cell.get("execution_count") is None, f"cell {cell.get('id')} was counted"
+    assert "widgets" not in lessons.raw(path)["metadata"], "saved widget state"
+
+
+@each_lesson
+def test_cell_ids_are_readable_and_unique(path):
+    ids = [cell.id for cell in lessons.cells(path)]
+    assert len(ids) == len(set(ids))
+    bad = [name for name in ids if not CELL_ID.match(name)]
+    assert not bad, f"ids are lower-case words with dashes, so that they stay stable: {bad}"
+
+
+@each_lesson
+def test_one_title_and_headings_in_order(path):
+    levels = [level for cell in prose(path) for level in headings(cell.source)]
+    assert levels and levels[0] == 1 and levels.count(1) == 1, "one H1, and it comes first"
+    for above, below in pairwise(levels):
+        assert below <= above + 1, f"a heading jumps from level {above} to {below}"
+
+
+@each_lesson
+def test_opening_and_closing(path):
+    (opening,) = lessons.tagged(path, "opening")
+    (closing,) = lessons.tagged(path, "closing")
+    assert opening == lessons.cells(path)[0]
+    for phrase in ("**You will be able to**", "**Time:**", "**You should know**"):
+        assert phrase in opening.source, f"the opening lacks {phrase}"
+    assert re.search(r"\*\*Time:\*\* about \d+ minutes", opening.source)
+    assert re.search(r"^\|.*\|\n\|[-| :]+\|", closing.source, re.MULTILINE), "no summary table"
+    assert "**Read on**" in closing.source
+    first_code = code(path)[0]
+    assert "setup" in first_code.tags, "the first code cell is the setup"
+    if lessons.number(path):  # an appendix need not use a device
+        shown = "devices.describe(" in "".join(cell.source for cell in code(path)[:3])
+        assert shown, "the opening shows what this machine will use"
+
+
+@each_lesson
+def test_links_within_a_lesson_and_to_others_lead_somewhere(path):
+    text = "\n".join(cell.source for cell in prose(path))
+    # JupyterLab names a heading's place after its text, with dashes for spaces.
+    places = {name.replace(" ", "-") for name in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+    for target in re.findall(r"\]\((#[^)]+|[\w.]+\.ipynb)\)", text):
+        if target.startswith("#"):
+            assert target[1:] in places, f"no heading for {target}"
+        else:
+            assert (path.parent / target).exists(), f"no notebook {target}"
+
+
+@each_lesson
+def test_a_lesson_with_an_explorer_asks_what_if_in_its_opening(path):
+    explorers = any(re.search(r"^\w+_explorer\(", cell.source, re.M) for cell in code(path))
+    opening = lessons.cells(path)[0].source
+    if explorers and lessons.number(path):
+        assert re.search(r"\*\*What if\*\* .*\[The explorer\]\(#", opening)
+
+
+@each_lesson
+def test_code_cells_are_short(path):
+    sizes = {cell.id: len(cell.source.splitlines()) for cell in code(path)}
+    long = {name: size for name, size in sizes.items() if size > 20}
+    assert not long, f"code cells over 20 lines: {long}"
+    # Stubs, setups and checks included; a lesson is read a few lines at a time.
+    assert sorted(sizes.values())[len(sizes) // 2] <= 9, f"the median is too long: {sizes}"
+
+
+@each_lesson
+def test_prose_is_short_and_close_to_the_code(path):
+    for cell in prose(path):
+        text = re.sub(r"```.*?```|^\|.*$|https?://\S+", "", cell.source, flags=re.DOTALL | re.M)
+        words = len(text.split())
+        assert words <= 150, f"{cell.id} has {words} words"
+    run = 0
+    for cell in lessons.cells(path):
+        run = run + 1 if cell.is_code else 0
+        assert run <= 3, f"{cell.id} is the fourth code cell in a row without prose"
+
+
+@each_lesson
+def test_figures_have_words_beside_them(path):
+    cells = lessons.cells(path)
+    for index, cell in enumerate(cells):
+        if cell.is_code and ("plt.show()" in cell.source or "plots." in cell.source):
+            assert "figure" in cell.tags, f"{cell.id} draws and lacks the tag 'figure'"
+            neighbours = cells[max(index - 1, 0) : index + 2]
+            assert any(not near.is_code for near in neighbours), f"{cell.id} stands without words"
+
+
+@each_lesson
+def test_exercises_are_whole(path):
+    ids = lessons.exercise_ids(path)
+    own = str(int(lessons.number(path))) if lessons.number(path) else ""
+    assert ids == [f"{own}.{index}" for index in range(1, len(ids) + 1)]
+    if own and own != "0":
+        assert 3 <= len(ids) <= 5, f"a lesson has 3 to 5 exercises, found {ids}"
+    for name in ids:
+        parts = [lessons.tagged(path, f"{part}-{name}") for part in EXERCISE_PARTS]
+        assert all(len(part) == 1 for part in parts), f"exercise {name} lacks one of its parts"
+        statement, stub, check, hint, solution = (part[0] for part in parts)
+        assert re.search(r"\*\*Difficulty:\*\* [1-5] of 5", statement.source)
+        assert re.search(r"\*\*Minutes:\*\* \d+", statement.source)
+        assert re.search(r"raise NotImplementedError|\.\.\.", stub.source)
+        assert f'check("{name}",' in check.source
+        for folded in (hint, solution):
+            assert folded.source.count("<details>") == folded.source.count("</details>") == 1
+            assert "<summary>" in folded.source
+        assert lessons.solution(path, name), f"exercise {name} has no code in its solution"
+
+
+@each_lesson
+def test_code_cells_parse_and_download_nothing(path):
+    for cell in code(path):
+        plain = re.sub(r"^\s*[%!].*$", "", cell.source, flags=re.MULTILINE)
+        ast.parse(plain)
+        assert "raises-exception" not in cell.tags, f"{cell.id}: use expected_error instead"
+        for word in ("download=True", "weights=", "urlopen", "requests.", "!pip", "%pip"):
+            assert word not in cell.source, f"{cell.id} would fetch something: {word}"

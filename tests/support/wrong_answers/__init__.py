@@ -1,0 +1,9 @@
+"""The typical mistakes in each exercise, one file a lesson."""
+
+import importlib
+
+
+def wrong_answers(exercise_id):
+    """The typical mistakes for an exercise: pairs of code and a phrase of the hint it must get."""
+    lesson = int(exercise_id.split(".")[0])
+    return importlib.import_module(f"wrong_answers.lesson_{lesson:02d}").WRONG[exercise_id]

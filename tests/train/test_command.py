@@ -1,0 +1,303 @@
+"""The module that torchrun starts: equal to one process, exact to resume, clear when it refuses."""
+
+import errno
+import os
+import re
+import subprocess
+import sys
+import uuid
+from dataclasses import fields
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from helpers import launch, train
+from helpers.launch import machine
+from helpers.models import DigitsCNN
+from helpers.train import Settings, Training, checkpoints
+
+TIME_S = 240  # for what takes seconds; a busy machine is slow to import torch
+SHORT = Settings(epochs=2, width=4, batch_size=96)  # 14 steps an epoch
+
+
+def trained(rank, world_size, settings, folder=None, save_at=None, stop_at=None):
+    """On a rank: the parameters after each step of this run, and what it was resumed from."""
+    torch.set_num_threads(1)  # a network this small only loses time with more
+    training = Training(settings, folder, cpu=True)
+    after_each_step = []
+    for images, labels in training.batches():
+        training.train_on(images, labels)
+        after_each_step.append(vector(training))
+        if training.step == save_at:
+            training.save()
+        if training.step == stop_at:
+            break
+    return after_each_step, training.resumed_from, training.history
+
+
+def vector(training):
+    return torch.nn.utils.parameters_to_vector(training.model.parameters()).detach()
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    [(steps, _, history)] = launch.run(trained, 1, SHORT)
+    return steps, history
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_step_equals_one_process_on_the_whole_batch(one_process, ranks):
+    expected, history = one_process
+    assert len(expected) == 28 and not torch.equal(expected[0], expected[-1])
+    results = launch.run(trained, ranks, SHORT)
+    for steps, _, _ in results:
+        torch.testing.assert_close(steps, expected, rtol=1e-9, atol=1e-12)
+    assert results[0][2] == pytest.approx(history)
+
+
+def test_resumed_in_the_middle_of_an_epoch_it_is_the_same_bits(tmp_path):
+    # With dropout the random numbers of each rank count, too.
+    settings = Settings(epochs=2, width=4, batch_size=96, dropout=0.5)
+    undisturbed = launch.run(trained, 2, settings)
+    assert not torch.equal(undisturbed[0][0][-1], undisturbed[0][0][-2])
+    launch.run(trained, 2, settings, tmp_path, 19, 22)  # saved after 19, lost after 22
+    for (steps, found, history), (expected, _, whole) in zip(
+        launch.run(trained, 2, settings, tmp_path), undisturbed, strict=True
+    ):
+        assert found == tmp_path / "step-00000019" and len(steps) == 28 - 19
+        torch.testing.assert_close(steps, expected[19:], rtol=0, atol=0)
+        # Rank 0 has noted the accuracies; the others read its notes with the checkpoint.
+        assert not whole or history == whole
+
+
+def test_resumed_on_another_number_of_ranks_it_is_equal(tmp_path, one_process):
+    launch.run(trained, 3, SHORT, tmp_path, 19, 19)
+    for steps, _, _ in launch.run(trained, 1, SHORT, tmp_path):
+        torch.testing.assert_close(steps, one_process[0][19:], rtol=1e-9, atol=1e-12)
+
+
+def test_a_sampler_begins_in_the_middle_of_its_epoch(alone):
+    sampler = Training(SHORT, cpu=True).sampler
+    sampler.set_epoch(3)
+    whole = list(sampler)
+    sampler.skip = 100
+    assert list(sampler) == whole[100:] and len(sampler) == len(whole) - 100
+
+
+def torchrun(*arguments, mark, **options):
+    """The one-host command of the help, with a mark in the environment of all its processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return subprocess.run(
+        [*command, "--max-restarts=2", "-m", "helpers.train", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=TIME_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TRAIN_TEST": mark},
+        **options,
+    )
+
+
+def marked(mark):
+    """The processes that have the mark in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TRAIN_TEST") == mark:
+                found.append(process)
+        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue  # not ours, or gone
+    return found
+
+
+def parameters(folder, to):
+    """The parameters in the checkpoint of a folder, through a plain file of torch.save."""
+    [checkpoint] = folder.glob("step-*")
+    dcp_to_torch_save(checkpoint, to)
+    model = DigitsCNN(width=4).double()
+    model.load_state_dict(torch.load(to)["model"])
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.mark.timeout(2 * TIME_S)
+def test_a_killed_rank_is_restarted_and_the_end_is_the_same_bits(tmp_path):
+    mark = uuid.uuid4().hex
+    options = [
+        "--epochs",
+        2,
+        "--width",
+        4,
+        "--batch-size",
+        96,
+        "--dropout",
+        0.5,
+        "--cpu",
+        "--threads",
+        1,
+    ]
+    folder = tmp_path / "run"
+    options += ["--save-every", 5, "--checkpoints", folder, "--lose", "1:18"]
+    done = torchrun(*options, mark=mark)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "exitcode: -9" in done.stderr, "no rank was killed"
+    shown = done.stdout.splitlines()
+    assert shown[2:4] == [shown[0], f"resumed from {folder / 'step-00000015'}"]
+    assert [line[:7] for line in shown if "epoch" in line] == ["epoch 1", "epoch 2"]
+    assert shown[-1].startswith("done: ")
+    assert marked(mark) == []
+
+    settings = Settings(epochs=2, width=4, batch_size=96, dropout=0.5)
+    undisturbed = launch.run(trained, 2, settings)[0][0][-1]
+    found = parameters(folder, tmp_path / "plain.pt")
+    torch.testing.assert_close(found, undisturbed, rtol=0, atol=0)
+
+
+def test_one_process_draws_a_progress_bar_where_somebody_looks(tmp_path):
+    pty = pytest.importorskip("pty", reason="a terminal to look at needs a POSIX system")
+    termios = pytest.importorskip("termios")
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    command = [sys.executable, "-m", "helpers.train", "--cpu", "--threads=1"]
+    command += ["--epochs=1", "--batch-size=240"]
+    with open(ours, "rb", buffering=0) as terminal:
+        process = subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=tmp_path)
+        os.close(theirs)
+        shown = b""
+        try:
+            while part := terminal.read(4096):
+                shown += part
+        except OSError as closed:
+            # Linux says so where the last process that had the terminal has closed it.
+            assert closed.errno == errno.EIO
+    assert process.wait(TIME_S) == 0, shown
+    text = shown.decode()
+    assert re.search(r"1 rank: 100%\|.*5/5 .*loss=\d", text)
+    assert re.search(r"epoch 1 of 1: \d+\.\d\d% of the held-out digits right", text)
+    assert not list(tmp_path.iterdir()), "nothing is written unless asked for"
+
+
+def test_the_help_names_every_setting_and_shows_commands_that_parse(capsys):
+    with pytest.raises(SystemExit) as left:
+        train.main(["--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    for field in fields(Settings):
+        assert f"--{field.name.replace('_', '-')}" in shown
+    assert "(default: 0.07)" in shown and max(map(len, shown.splitlines())) <= 100
+    commands = re.findall(r"^    .*-m helpers\.train(.*)$", shown, re.MULTILINE)
+    assert len(commands) == 4
+    for options in commands:
+        train.parser().parse_args(options.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--epochs 0", "argument --epochs: expected a whole number from 1, found '0'"),
+        ("--epochs two", "expected a whole number from 1, found 'two'"),
+        ("--dropout 1", "argument --dropout: expected a number from 0 and below 1, found '1'"),
+        ("--learning-rate nan", "expected a number above 0, found 'nan'"),
+        ("--seed -1", "expected a whole number from 0, found '-1'"),
+        ("--lose 3", "argument --lose: expected RANK:STEP, as in 1:150, found '3'"),
+        ("--precision half", "invalid choice: 'half'"),
+        ("--epoches 3", "unrecognized arguments: --epoches"),
+        (f"--checkpoints {__file__}", "is a file"),
+        ("--batch-size 1438", "a batch of 1438 is larger than the 1437 samples"),
+        ("--save-every 5", "--save-every says how often to write into --checkpoints FOLDER"),
+        ("--lose 1:5", "--lose names rank 1, and the ranks are 0 to 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(options, told, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    with pytest.raises(SystemExit) as left:
+        train.main([*options.split(), "--cpu"])
+    assert left.value.code == 2
+    assert told in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        train.parser().parse_args(["--epochs", "0"])
+    assert capsys.readouterr().err == "", "each rank said it"
+
+
+def test_a_batch_that_cannot_be_dealt_out_names_those_that_can():
+    message = "a batch of 32 cannot be dealt out evenly to 3 ranks; use --batch-size 30 or 33"
+    with pytest.raises(launch.RankRaised, match=message):
+        launch.run(trained, 3, Settings())
+
+
+def test_each_rank_has_its_share_of_the_cores(monkeypatch):
+    monkeypatch.setattr(machine, "cores", lambda: 12)
+    assert [machine.threads_per_rank(ranks) for ranks in (1, 2, 8, 12, 30)] == [12, 6, 1, 1, 1]
+
+
+def test_a_checkpoint_of_other_settings_is_refused(alone, tmp_path):
+    Training(SHORT, tmp_path, cpu=True).save()
+    with pytest.raises(checkpoints.CheckpointError) as refused:
+        Training(Settings(epochs=2, width=8, batch_size=96), tmp_path, cpu=True)
+    assert str(refused.value) == (
+        f"{tmp_path / 'step-00000000'} was made with --width 4, and this run has --width 8. "
+        "Use the same, or another folder for --checkpoints."
+    )
+
+
+def test_a_damaged_checkpoint_is_named(alone, tmp_path):
+    Training(SHORT, tmp_path, cpu=True).save()
+    [part] = tmp_path.glob("step-*/*.distcp")
+    part.unlink()
+    message = r"cannot read .*step-00000000: rank 0: FileNotFoundError.*delete that folder"
+    with pytest.raises(checkpoints.CheckpointError, match=message):
+        Training(SHORT, tmp_path, cpu=True)
+
+
+def test_only_the_last_whole_checkpoint_is_kept(alone, tmp_path):
+    training = Training(SHORT, tmp_path, cpu=True)
+    for step in (1, 2, 10):
+        training.step = step
+        training.save()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+
+
+@pytest.mark.parametrize("cut_off_in", [(dcp, "save"), (os, "replace")])
+def test_a_save_that_is_cut_off_leaves_the_one_before(alone, tmp_path, monkeypatch, cut_off_in):
+    training = Training(SHORT, tmp_path, cpu=True)
+    training.save()
+    with monkeypatch.context() as patch:
+        patch.setattr(*cut_off_in, cut_off)
+        training.step = 5
+        with pytest.raises(KeyboardInterrupt):
+            training.save()
+    assert (tmp_path / "unfinished").exists()
+    resumed = Training(SHORT, tmp_path, cpu=True)
+    assert resumed.resumed_from == tmp_path / "step-00000000" and resumed.step == 0
+    resumed.step = 6
+    resumed.save()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000006"]
+
+
+def cut_off(*_, **__):
+    raise KeyboardInterrupt
+
+
+def test_hosts_that_do_not_share_the_folder_are_told(tmp_path):
+    def save(rank, world_size):
+        Training(SHORT, tmp_path / str(rank), cpu=True).save()
+
+    with pytest.raises(launch.RankRaised, match=r"CheckpointError: .*All hosts must share"):
+        launch.run(save, 2)
+
+
+def test_a_folder_that_cannot_be_written_is_named(alone, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(checkpoints.CheckpointError, match=r"cannot write into .*file"):
+        Training(SHORT, tmp_path / "file" / "run", cpu=True).save()

@@ -1,0 +1,259 @@
+"""Where tensors are made and moved, what they say of themselves, and ``torch.vgpu``."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = pytest.mark.virtual_gpus(3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda d: torch.tensor([1.0, 2.0], device=d),
+        lambda d: torch.zeros(2, device=d),
+        lambda d: torch.ones(2).to(d),
+        lambda d: torch.ones(2).to(device=d, dtype=torch.int32),
+        lambda d: torch.ones(2).to(torch.ones(1, device=d)),
+        lambda d: torch.ones(2).vgpu(d),
+        lambda d: torch.ones(2, device="vgpu:0").to(d),
+        lambda d: torch.ones(2, device=d).clone(),
+        lambda d: torch.zeros_like(torch.ones(2, device=d)),
+        lambda d: torch.zeros_like(torch.ones(2), device=d),
+        lambda d: torch.ones(1, device=d).new_zeros(2),
+        lambda d: torch.ones(1, device=d).new_tensor([1, 2]),
+        lambda d: torch.ones(1, device=d).new_full((2,), 3.0),
+        lambda d: torch.as_tensor([1, 2], device=d),
+        lambda d: nn.Linear(2, 2).to(d).weight,
+        lambda d: nn.Linear(2, 2).vgpu(d).weight,
+        lambda d: nn.Linear(2, 2, device=d).bias,
+        lambda d: torch.sparse_coo_tensor([[0]], [1.0], (2,), device=d),
+        lambda d: torch.eye(2, device=d).to_sparse_csr(),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_tensors_are_where_they_were_asked_for(make):
+    tensor = make(torch.device("vgpu:1"))
+    assert tensor.device == torch.device("vgpu:1")
+    assert tensor.get_device() == 1
+    assert tensor.is_vgpu
+    assert not tensor.is_cpu
+    assert tensor.cpu().device.type == "cpu"
+    assert type(tensor.cpu()) is torch.Tensor or isinstance(tensor, nn.Parameter)
+
+
+def test_moving_to_the_same_device_returns_the_tensor_itself():
+    x = torch.ones(2, device="vgpu:1")
+    assert x.to("vgpu:1") is x
+    assert x.to(1) is x
+    assert x.to(x.device) is x
+    assert x.vgpu(1) is x
+    assert torch.as_tensor(x, device="vgpu:1") is x
+    assert x.to("vgpu:1", copy=True) is not x
+    assert x.to("vgpu:2").device.index == 2
+
+
+def test_devices_as_context_default_and_current():
+    with torch.device("vgpu:2"):
+        assert torch.zeros(1).device.index == 2
+    torch.set_default_device("vgpu:1")
+    try:
+        assert nn.Linear(2, 2).weight.device.index == 1
+    finally:
+        torch.set_default_device(None)
+    with torch.vgpu.device(2), torch.vgpu.device(None):
+        assert torch.zeros(1, device="vgpu").device.index == 2
+        assert torch.accelerator.current_device_index() == 2
+    with torch.accelerator.device_index(1):
+        assert torch.ones(1).vgpu().device.index == 1
+    with pytest.raises(ZeroDivisionError), torch.vgpu.device(1):
+        _ = 1 / 0
+    assert torch.vgpu.current_device() == 0
+    torch.vgpu.set_device("vgpu:2")
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(torch.vgpu.current_device()))
+    thread.start()
+    thread.join()
+    torch.vgpu.set_device(0)
+    assert seen == [0]
+
+
+def test_the_module_answers_as_torch_cuda_does():
+    assert torch.get_device_module("vgpu:1") is torch.vgpu
+    assert torch.vgpu.device_count() == torch.accelerator.device_count() == 3
+    assert torch.accelerator.current_accelerator().type == "vgpu"
+    properties = torch.vgpu.get_device_properties(1)
+    assert properties.total_memory == 16 * 2**30
+    assert properties.name == torch.vgpu.get_device_name("vgpu:1")
+    assert (properties.major, properties.minor) == torch.vgpu.get_device_capability()
+    torch.vgpu.synchronize()
+    torch.accelerator.synchronize(2)
+    assert torch.vgpu.memory_stats(1)["allocated_bytes.all.current"] == 0
+    assert torch.vgpu.can_device_access_peer(0, 1) and not torch.vgpu.can_device_access_peer(1, 1)
+    assert torch.vgpu.is_bf16_supported()
+    missing = [name for name in torch.vgpu.__all__ if not hasattr(torch.vgpu, name)]
+    assert not missing
+
+
+def test_printing_looks_like_cudas():
+    x = torch.arange(3.0, device="vgpu:1", requires_grad=True)
+    assert repr(x) == "tensor([0., 1., 2.], device='vgpu:1', requires_grad=True)"
+    assert repr(x * 2).startswith("tensor([0., 2., 4.], device='vgpu:1', grad_fn=<MulBackward")
+    assert repr(torch.zeros(0, 2, device="vgpu:0")) == "tensor([], device='vgpu:0', size=(0, 2))"
+    assert repr(nn.Parameter(x)).startswith("Parameter containing:\ntensor([0., 1., 2.], device=")
+    wide = torch.arange(40.0).reshape(2, 20)
+    plain, virtual = repr(wide), repr(wide.to("vgpu:0"))
+    assert virtual.startswith(plain.removesuffix(")"))
+    assert f"{x.sum():.2f}" == "3.00"
+    assert x.type() == "torch.vgpu.FloatTensor"
+    assert x.double().type() == "torch.vgpu.DoubleTensor"
+
+
+def test_python_values_come_out():
+    x = torch.arange(4, device="vgpu:0")
+    assert x.tolist() == [0, 1, 2, 3]
+    assert [int(v) for v in x] == [0, 1, 2, 3]
+    assert bool(x[1] == 1)
+    assert ["a", "b", "c"][x[2]] == "c"
+    assert x[[0, 2]].tolist() == [0, 2]
+    assert x[torch.tensor([True, False, True, False])].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_lazy_conjugation_and_negation(dtype):
+    z = torch.randn(4, dtype=dtype)
+    v = z.to("vgpu:1")
+    assert v.conj().is_conj()
+    assert v.conj().imag.is_neg()
+    torch.testing.assert_close(v.conj().resolve_conj().cpu(), z.conj().resolve_conj())
+    torch.testing.assert_close(torch.view_as_real(v.conj().resolve_conj()).cpu()[:, 1], -z.imag)
+    torch.testing.assert_close((v.conj() @ v).cpu(), z.conj() @ z)
+
+
+def test_modules_keep_their_parameters_identity_whatever_else_holds_them():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters = list(model.parameters())
+    x = torch.randn(5, 3)
+    old_graph = model(x).sum()
+    model(x).sum().backward()
+    grads = [p.grad.clone() for p in parameters]
+    for target in ("vgpu:0", "vgpu:2", "cpu", "vgpu:1"):
+        assert model.to(target) is model
+        assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+        for p, grad in zip(parameters, grads, strict=True):
+            assert isinstance(p, nn.Parameter)
+            assert str(p.device) == str(p.grad.device) == target
+            torch.testing.assert_close(p.grad.cpu(), grad)
+    before = parameters[0].detach().cpu()
+    optimizer.step()
+    torch.testing.assert_close(parameters[0].cpu(), before - 0.1 * grads[0])
+    with pytest.raises(RuntimeError, match="made before its parameters were moved"):
+        old_graph.backward()
+    model.half()
+    assert parameters[0].dtype == torch.float16
+    assert parameters[0].device.index == 1
+
+
+def test_assigning_data_moves_as_on_cuda():
+    p = torch.ones(2, requires_grad=True)
+    p.data = p.data.vgpu(1)
+    assert p.device.index == 1
+    (p * 3).sum().backward()
+    assert p.grad.tolist() == [3, 3]
+    p.data = torch.zeros(2)
+    assert type(p) is torch.Tensor
+    y = p * 2
+    with pytest.raises(RuntimeError, match="not a leaf"):
+        y.data = torch.ones(2, device="vgpu:0")
+
+
+def test_copies_keep_sharing_and_identity():
+    layer = nn.Linear(2, 2).to("vgpu:1")
+    twin = copy.deepcopy(layer)
+    assert twin.weight.device.index == 1
+    assert twin.weight.data_ptr() != layer.weight.data_ptr()
+    base = torch.arange(4.0, device="vgpu:0")
+    base_copy, view_copy = copy.deepcopy([base, base[1:]])
+    base_copy[1] = 9
+    assert view_copy[0].item() == 9
+    assert base[1].item() == 1
+    assert torch.equal(pickle.loads(pickle.dumps(base)), base)
+
+
+def test_a_dispatch_mode_sees_one_copy_per_move_and_none_without():
+    class Seen(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    def names(call):
+        with Seen() as mode:
+            call()
+        return mode.names
+
+    cpu, gpu = torch.ones(2), torch.ones(2, device="vgpu:0")
+    assert names(lambda: cpu.to("vgpu:0")) == ["aten::_to_copy"]
+    assert names(lambda: cpu.vgpu()) == ["aten::_to_copy"]
+    assert names(lambda: gpu.to("vgpu:0")) == []
+    assert names(lambda: torch.zeros(3, device="vgpu:0")) == ["aten::zeros"]
+    assert names(lambda: gpu[0].item())[-1] == "aten::_local_scalar_dense"
+    assert names(lambda: gpu.tolist()) == ["aten::_to_copy"]
+    assert "aten::_to_copy" not in names(lambda: torch.tensor([1, 2], device="vgpu:1"))
+
+
+def test_streams_and_events_keep_their_books():
+    default = torch.vgpu.current_stream()
+    assert default == torch.vgpu.default_stream()
+    stream = torch.vgpu.Stream("vgpu:2")
+    with torch.vgpu.stream(stream):
+        assert torch.vgpu.current_stream() == stream
+        assert torch.vgpu.current_device() == 2
+    assert torch.vgpu.current_device() == 0
+    assert torch.vgpu.current_stream(2) != stream
+    start, end = torch.vgpu.Event(enable_timing=True), torch.vgpu.Event(enable_timing=True)
+    with pytest.raises(ValueError, match="must be recorded"):
+        start.elapsed_time(end)
+    start.record()
+    stream.record_event(end)
+    assert start.elapsed_time(end) >= 0
+    with pytest.raises(ValueError, match="enable_timing=True"):
+        start.elapsed_time(torch.vgpu.Event())
+    torch.ones(2, device="vgpu:2").record_stream(stream)
+    generic = torch.Stream("vgpu:1")
+    assert generic.device.index == 1
+    assert isinstance(generic, torch.vgpu.Stream)
+    assert isinstance(generic, torch.Stream)
+    assert isinstance(torch.Event(), torch.vgpu.Event)
+    with generic:
+        assert torch.accelerator.current_stream() == generic
+    stream.wait_stream(default)
+    assert stream.query()
+
+
+def test_pinned_memory_says_that_it_is_pinned():
+    x = torch.arange(4.0)
+    assert not x.is_pinned()
+    assert x.pin_memory().is_pinned()
+    assert torch.equal(x.pin_memory(), x)
+    data = torch.utils.data.TensorDataset(x)
+    for (batch,) in torch.utils.data.DataLoader(data, batch_size=2, pin_memory=True):
+        assert batch.is_pinned()
+        assert batch.to("vgpu:1", non_blocking=True).device.index == 1
+    with pytest.raises(RuntimeError, match=r"cannot pin 'torch\.vgpu\.FloatTensor'"):
+        x.to("vgpu:0").pin_memory()
+
+
+def test_kernels_that_conjugate_lazily_inside_are_right():
+    z = torch.randn(4, 4, dtype=torch.complex128)
+    for call in (torch.linalg.pinv, torch.pinverse, lambda x: torch.linalg.lstsq(x, x)[0]):
+        torch.testing.assert_close(call(z.to("vgpu:1")).cpu(), call(z))

@@ -1,0 +1,38 @@
+"""A two-GPU script that knows nothing of this package, after ``s/cuda/vgpu/`` and one import."""
+
+import os
+import re
+import subprocess
+import sys
+
+from teaching import lessons
+
+SCRIPT = lessons.ROOT / "tests" / "support" / "foreign_two_gpu_script.py"
+
+
+def test_a_script_for_two_cuda_gpus_trains_on_virtual_ones(tmp_path):
+    source = SCRIPT.read_text(encoding="utf-8")
+    assert "vgpu" not in source and "helpers" not in source
+    script = tmp_path / "script.py"
+    script.write_text(f"import helpers.vgpu.enabled\n{source.replace('cuda', 'vgpu')}")
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", script],
+        cwd=tmp_path, capture_output=True, text=True, timeout=110,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(lessons.ROOT)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    said = result.stdout
+    first, last = map(float, re.search(r"data parallel: loss (\S+) -> (\S+)", said).groups())
+    assert last < first / 2
+    for line in (
+        "Let's use 2 GPUs!",
+        "checkpoint: equal on the other GPU",
+        "model parallel: vgpu:0 and vgpu:1",
+        "streams: True",
+        "MiB: VGPU out of memory",
+        "wrong device: Expected all tensors to be on the same device",
+        "no such GPU: VGPU error: invalid device ordinal",
+    ):
+        assert line in said, said
+    for gpu in (0, 1):  # both had work
+        assert float(re.search(rf"GPU {gpu} .*peak (\S+) MiB", said).group(1)) > 1, said

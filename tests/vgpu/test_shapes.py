@@ -1,0 +1,191 @@
+"""``shapes_only()``: the same sizes, bytes and times as with values, and no values."""
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from helpers import vgpu
+
+pytestmark = pytest.mark.virtual_gpus(2, gpu="H100")
+
+
+def train(model, inputs, optimizer):
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+
+
+def small():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(8 * 16, 10),
+    )
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_times_and_bytes_are_those_of_real_tensors(kind):
+    def run():
+        model = small().to("vgpu:0")
+        optimizer = kind(model.parameters(), lr=0.1)
+        inputs = torch.randn(4, 3, 8, 8).to("vgpu:0")
+        train(model, inputs, optimizer)
+        torch.vgpu.reset_peak_memory_stats(0)
+        before = torch.vgpu.memory_allocated(0)
+        with vgpu.record() as timeline:
+            train(model, inputs, optimizer)
+        return before, torch.vgpu.max_memory_allocated(0), timeline
+
+    real = run()
+    with vgpu.shapes_only():
+        shapes = run()
+    assert shapes[:2] == real[:2]
+    assert [e[:9] for e in shapes[2].events] == [e[:9] for e in real[2].events]
+    assert shapes[2].makespan_s == real[2].makespan_s
+    assert shapes[2].flop == real[2].flop
+
+
+def test_a_model_far_larger_than_this_machine():
+    with vgpu.enable(1, gpu="H100", memory_bytes=2**50), vgpu.shapes_only():
+        model = nn.Sequential(*[nn.Linear(2**17, 2**17, bias=False) for _ in range(4)])
+        model.to("vgpu:0")
+        assert torch.vgpu.memory_allocated(0) == 4 * 2**34 * 4
+        model(torch.randn(2, 2**17).to("vgpu:0")).sum().backward()
+        assert model[0].weight.grad.shape == (2**17, 2**17)
+
+
+def test_a_shape_that_does_not_fit_is_refused():
+    with vgpu.enable(1, memory_bytes=2**20), vgpu.shapes_only():
+        layer = nn.Linear(2**10, 2**10)
+        with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 4\.00 MiB"):
+            layer.to("vgpu:0")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x: x[0, 0].item(),
+        lambda x: float(x.sum()),
+        lambda x: bool((x > 0).any()),
+        lambda x: x.tolist(),
+        lambda x: x.cpu().numpy(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: torch.equal(x, x),
+    ],
+)
+def test_values_are_refused_with_the_reason(ask):
+    with vgpu.shapes_only():
+        x = torch.ones(3, 2, device="vgpu:1")
+        with pytest.raises(vgpu.NoValueError, match=r"only a shape.*shapes_only"):
+            ask(x)
+
+
+def test_what_is_made_or_moved_in_the_block_is_a_shape():
+    outside = torch.ones(3)
+    on_gpu = torch.ones(3, device="vgpu:0")
+    with vgpu.shapes_only():
+        made = torch.randn(3)
+        moved = outside.to("vgpu:0")
+        computed = on_gpu + on_gpu
+        listed = torch.tensor([1.0, 2.0])
+        still = outside + 1
+    assert [vgpu.is_shape(t) for t in (made, moved, computed)] == [True] * 3
+    assert [str(t.device) for t in (made, moved, computed)] == ["cpu", "vgpu:0", "vgpu:0"]
+    assert listed.tolist() == [1.0, 2.0] and still.tolist() == [2.0] * 3
+    assert not vgpu.is_shape(torch.randn(3))
+    assert repr(made) == "shape([3], device='cpu', dtype=torch.float32)"
+
+
+def test_a_shape_stays_one_after_the_block():
+    with vgpu.shapes_only():
+        model = nn.Linear(4, 2).to("vgpu:0")
+        x = torch.ones(3, 4, device="vgpu:0")
+    y = model(x)
+    assert vgpu.is_shape(y) and y.shape == (3, 2)
+    with pytest.raises(vgpu.NoValueError):
+        y.sum().item()
+
+
+def test_values_are_never_overwritten_by_shapes():
+    model = nn.Linear(4, 2).to("vgpu:0")
+    before = model.weight.detach().cpu()
+    with vgpu.shapes_only():
+        model(torch.ones(3, 4, device="vgpu:0")).sum().backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(RuntimeError, match=r"add_ would change .* that has values"):
+            optimizer.step()
+    assert torch.equal(model.weight.detach().cpu(), before)
+
+
+def test_two_devices_do_not_mix():
+    with vgpu.shapes_only():
+        x, y = torch.ones(2, device="vgpu:0"), torch.ones(2, device="vgpu:1")
+        with pytest.raises(RuntimeError, match="at least two devices, vgpu:0 and vgpu:1"):
+            x + y
+        with pytest.raises(RuntimeError, match="at least two devices"):
+            x + torch.ones(2)
+        assert (x + torch.ones(())).device == torch.device("vgpu:0")
+
+
+def test_parameters_stay_the_same_objects_when_they_move():
+    with vgpu.shapes_only():
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        weight = model.weight
+        model.to("vgpu:1")
+        assert model.weight is weight and isinstance(weight, nn.Parameter)
+        assert weight.device == torch.device("vgpu:1")
+        model(torch.ones(3, 4, device="vgpu:1")).sum().backward()
+        optimizer.step()
+
+
+def test_views_share_bytes_and_resizing_counts():
+    with vgpu.shapes_only():
+        before = torch.vgpu.memory_allocated(0)
+        x = torch.empty(1024, 1024, device="vgpu:0")
+        views = [x.t(), x[3:], x.view(-1).split(1000), x.detach()]
+        assert torch.vgpu.memory_allocated(0) - before == 4 * 2**20
+        assert views[0].stride() == (1, 1024)
+        x.resize_(1024, 2048)
+        assert x.shape == (1024, 2048)
+        assert torch.vgpu.memory_allocated(0) - before == 8 * 2**20
+        x.squeeze_().t_()
+        assert x.shape == (2048, 1024)
+    del x, views
+    assert torch.vgpu.memory_allocated(0) == before
+
+
+def test_the_real_data_parallel():
+    with vgpu.shapes_only():
+        model = nn.DataParallel(torchvision.models.resnet18().to("vgpu:0"), [0, 1])
+        out = model(torch.randn(6, 3, 64, 64).to("vgpu:0"))
+        out.sum().backward()
+        assert out.shape == (6, 1000) and out.device == torch.device("vgpu:0")
+        assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
+def test_a_transformer():
+    with vgpu.shapes_only():
+        layer = nn.TransformerEncoderLayer(64, 4, batch_first=True).to("vgpu:0")
+        tokens = torch.randint(0, 100, (2, 16)).to("vgpu:0")
+        embedded = nn.Embedding(100, 64).to("vgpu:0")(tokens)
+        with vgpu.record() as timeline:
+            layer(embedded).sum().backward()
+        assert timeline.flop > 6 * 32 * (4 * 64 * 64)
+
+
+def test_it_needs_virtual_gpus():
+    vgpu.disable()
+    with pytest.raises(RuntimeError, match=r"vgpu.enable"), vgpu.shapes_only():
+        pass
+
+
+def test_record_stream_needs_no_values():
+    with vgpu.shapes_only():
+        x = torch.randn(4, device="vgpu:0")
+        assert x.record_stream(torch.Stream("vgpu:0")) is None
