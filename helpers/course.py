@@ -4,13 +4,13 @@ import json
 import re
 from pathlib import Path
 
-from helpers.checks import exercises, minutes
+from helpers.checks import exercises, guesses, minutes
 from helpers.checks.solved import ids
 from helpers.tables import Table
 
 
 def overview(folder: Path | str = ".") -> Table:
-    """The lessons in ``folder``: minutes, yours so far, what they build on, exercises solved.
+    """The lessons in ``folder``: minutes, yours, what they build on, exercises, guesses.
 
     The caption says where to go on. Appendices come last. Read from each notebook's opening cell,
     so it cannot go stale. Raises FileNotFoundError for a folder without lessons.
@@ -19,7 +19,7 @@ def overview(folder: Path | str = ".") -> Table:
     if not paths:
         raise FileNotFoundError(f"no lessons in {Path(folder).resolve()}: run this in notebooks/")
     paths += sorted(Path(folder).glob("appendix_*.ipynb"))
-    done, spent = ids(), minutes.spent()
+    done, spent, guessed = ids(), minutes.spent(), guesses.counts()
     rows, links = [], {}
     for path in paths:
         opening = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
@@ -30,9 +30,11 @@ def overview(folder: Path | str = ".") -> Table:
         solved = f"{sum(name in done for name in own)} of {len(own)}" if own else ""
         yours = f"{spent[path.name[:2]]:.0f}" if path.name[:2] in spent else ""
         stated = _found(r"\*\*Time:\*\* about (\d+)", opening)
-        rows.append((heading, stated, yours, needed, solved))
+        made, right = guessed.get(path.name[:2], (0, 0))
+        hits = f"{right} of {made}" if made else ""
+        rows.append((heading, stated, yours, needed, solved, hits))
         links[heading] = path.name
-    header = ("lesson", "minutes", "yours", "builds on", "exercises solved")
+    header = ("lesson", "minutes", "yours", "builds on", "exercises solved", "guesses right")
     return Table(header, rows, caption=go_on(), links=links)
 
 

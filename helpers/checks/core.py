@@ -1,8 +1,9 @@
 """How an exercise is judged: the learner's answer goes in, an Outcome comes out.
 
-A lesson's checks stand in ``lessons/lesson_NN.py``. Each is a function of the answer that
-returns nothing when the answer is right and raises Wrong when it is not. The functions are found
-through the exercise's id: "4.2" is the second exercise of lesson 04.
+A lesson's checks stand in ``lessons/lesson_NN.py``. Each is a function of the answer that raises
+Wrong when the answer is not right. When it is, the function returns what the answer achieved, as
+names and values: ``{"your peak": "12.0 MiB", "budget": "16.0 MiB"}``; or None where there is nothing
+to show. The functions are found through the exercise's id: "4.2" is the second of lesson 04.
 """
 
 import html
@@ -12,7 +13,7 @@ import linecache
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from helpers.checks import minutes, solved
 from helpers.tables import Table
 
 Status = Literal["not attempted", "wrong", "right"]
-Checker = Callable[[Any], None]
+Checker = Callable[[Any], Mapping[str, Any] | None]
 
 _OURS = Path(__file__).resolve().parents[1]
 _LIBRARIES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib"))
@@ -67,6 +68,7 @@ class Outcome:
     given: str = ""
     hint: str = ""
     error: str = ""
+    achieved: tuple[tuple[str, str], ...] = ()
 
     def _rows(self) -> list[tuple[str, str]]:
         rows = [
@@ -75,6 +77,7 @@ class Outcome:
             ("expected", self.expected),
             ("error", self.error),
             ("hint", self.hint),
+            *self.achieved,
         ]
         return [(name, text) for name, text in rows if text]
 
@@ -83,7 +86,8 @@ class Outcome:
         return f"Exercise {self.exercise} · {self.title}: {said[self.status]}"
 
     def __str__(self) -> str:
-        rows = (f"  {name:<9}{text}" for name, text in self._rows())
+        width = max((len(name) for name, _ in self._rows()), default=0) + 2
+        rows = (f"  {name:<{max(width, 9)}}{text}" for name, text in self._rows())
         return "\n".join([self._headline(), *rows])
 
     __repr__ = __str__
@@ -153,7 +157,7 @@ def evaluate(exercise_id: str, answer: Any) -> Outcome:
                 expected="a function or class",
                 hint="Hand over the function itself, without calling it.",
             )
-        item.checker(answer)
+        achieved = item.checker(answer) or {}
     except Wrong as wrong:
         return Outcome(
             item.id, item.title, "wrong", wrong.yours, wrong.expected, wrong.given, wrong.hint
@@ -162,7 +166,8 @@ def evaluate(exercise_id: str, answer: Any) -> Outcome:
         if type(error) is NotImplementedError and not error.args:
             return Outcome(item.id, item.title, "not attempted")
         return Outcome(item.id, item.title, "wrong", error=_blame(error))
-    return Outcome(item.id, item.title, "right")
+    shown = tuple((name, describe(value)) for name, value in achieved.items())
+    return Outcome(item.id, item.title, "right", achieved=shown)
 
 
 def expect_equal(yours: Any, expected: Any, *, given: Any = None, hint: str = "") -> None:

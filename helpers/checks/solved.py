@@ -15,6 +15,7 @@ from helpers.tables import Table
 
 _SUFFIX = ".solved"
 MINUTES_SUFFIX = ".minutes"
+GUESS_SUFFIX = ".guess"
 
 
 def folder() -> Path:
@@ -43,9 +44,10 @@ def ids() -> set[str]:
 
 
 def reset() -> None:
-    """Forget all progress, minutes included; says how many exercises were forgotten."""
+    """Forget all progress, minutes and guesses included; says how many exercises were forgotten."""
     paths = list(folder().glob(f"*{_SUFFIX}"))
-    for path in (*paths, *folder().glob(f"*{MINUTES_SUFFIX}")):
+    others = [*folder().glob(f"*{MINUTES_SUFFIX}"), *folder().glob(f"*{GUESS_SUFFIX}")]
+    for path in (*paths, *others):
         path.unlink(missing_ok=True)
     print(f"Forgot {len(paths)} solved exercise{'' if len(paths) == 1 else 's'}.")
 

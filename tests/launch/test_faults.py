@@ -174,7 +174,7 @@ if rank:
     Fault(
         "a hang inside the package",
         """
-from helpers import checkpoints
+from helpers.train import checkpoints
 from pathlib import Path
 if rank: checkpoints.newest(Path("nowhere"))""",
         launch.RanksHung,

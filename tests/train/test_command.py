@@ -15,10 +15,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from helpers import launch, train
+from helpers import launch
 from helpers.launch import machine
 from helpers.models import DigitsCNN
 from helpers.train import Settings, Training, checkpoints
+from helpers.train import __main__ as command_line
 
 TIME_S = 240  # for what takes seconds; a busy machine is slow to import torch
 SHORT = Settings(epochs=2, width=4, batch_size=96)  # 14 steps an epoch
@@ -189,7 +190,7 @@ def test_one_process_draws_a_progress_bar_where_somebody_looks(tmp_path):
 
 def test_the_help_names_every_setting_and_shows_commands_that_parse(capsys):
     with pytest.raises(SystemExit) as left:
-        train.main(["--help"])
+        command_line.main(["--help"])
     assert left.value.code == 0
     shown = capsys.readouterr().out
     for field in fields(Settings):
@@ -198,7 +199,7 @@ def test_the_help_names_every_setting_and_shows_commands_that_parse(capsys):
     commands = re.findall(r"^    .*-m helpers\.train(.*)$", shown, re.MULTILINE)
     assert len(commands) == 4
     for options in commands:
-        train.parser().parse_args(options.split())
+        command_line.parser().parse_args(options.split())
 
 
 @pytest.mark.parametrize(
@@ -221,12 +222,12 @@ def test_the_help_names_every_setting_and_shows_commands_that_parse(capsys):
 def test_what_cannot_work_is_refused_in_a_sentence(options, told, capsys, monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     with pytest.raises(SystemExit) as left:
-        train.main([*options.split(), "--cpu"])
+        command_line.main([*options.split(), "--cpu"])
     assert left.value.code == 2
     assert told in capsys.readouterr().err
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
-        train.parser().parse_args(["--epochs", "0"])
+        command_line.parser().parse_args(["--epochs", "0"])
     assert capsys.readouterr().err == "", "each rank said it"
 
 
