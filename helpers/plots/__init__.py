@@ -17,7 +17,7 @@ from helpers.plots.model_parallel import repeated_times, stages_over_time
 from helpers.plots.pipeline import data_parallel_against_ddp, parts_of_time, split_sizes
 from helpers.plots.schedules import schedule, schedules
 from helpers.plots.shares import replica_sizes, share_bars, shares
-from helpers.plots.style import COLOURS, figure
+from helpers.plots.style import COLOURS, figure, show
 from helpers.plots.timeline import timeline
 from helpers.plots.training import digit_grid, learning_curves, resumed_curves
 
@@ -50,6 +50,7 @@ __all__ = [
     "schedules",
     "share_bars",
     "shares",
+    "show",
     "split_sizes",
     "stages_over_time",
     "step_by_cause",

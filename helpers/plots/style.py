@@ -1,8 +1,12 @@
 """The look that all figures share: one palette, units on the axes, readable on light and dark."""
 
+import base64
+import html
+import io
 from typing import Any
 
 import matplotlib.pyplot as plt
+from IPython.display import display
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -44,7 +48,7 @@ def figure(
     """``plt.subplots`` in the course's style; width and height in inches.
 
     Returns the figure and its axes: one Axes, or an array of them, as ``plt.subplots`` does. The
-    caller shows the figure with ``plt.show()``; a figure is laid out without overlaps by itself.
+    caller hands the figure to ``show``; it is laid out without overlaps by itself.
     """
     with plt.rc_context(_STYLE):
         made, axes = plt.subplots(
@@ -65,3 +69,39 @@ def title(axes: Axes, message: str, how: str) -> None:
 def headline(made: Figure, message: str, how: str) -> None:
     """As ``title``, over a figure of several panels."""
     made.suptitle(f"{message} · {how}", x=0.01, ha="left", fontsize=11, fontweight="bold")
+
+
+def show(made: Figure, alt: str) -> None:
+    """Show a finished figure with its alternative text, and close it.
+
+    alt: what a reader who cannot see the figure should know: its kind, what is on it, and the
+    numbers that make its point; one to three sentences. Raises ValueError for less than a sentence.
+    """
+    if len(alt.split()) < 5:
+        raise ValueError(f"alternative text says what a figure shows in a sentence, got {alt!r}")
+    display(_Picture(made, alt))
+    plt.close(made)
+
+
+class _Picture:
+    """A figure as notebooks, sites and screen readers take it.
+
+    Neither JupyterLab nor nbconvert writes alternative text for a bare PNG, so the HTML comes first;
+    exports to paper take the PNG, and a terminal prints the text.
+    """
+
+    def __init__(self, made: Figure, alt: str) -> None:
+        buffer = io.BytesIO()
+        made.savefig(buffer, format="png", bbox_inches="tight")
+        self.png = base64.b64encode(buffer.getvalue()).decode()
+        self.alt = " ".join(alt.split())
+
+    def __repr__(self) -> str:
+        return f"[Figure: {self.alt}]"
+
+    def _repr_html_(self) -> str:
+        alt = html.escape(self.alt, quote=True)
+        return f'<img alt="{alt}" src="data:image/png;base64,{self.png}" style="max-width:100%">'
+
+    def _repr_png_(self) -> str:
+        return self.png

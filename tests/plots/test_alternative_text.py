@@ -1,0 +1,86 @@
+"""Every figure carries alternative text, in JupyterLab, in exported HTML and on the site."""
+
+import ast
+import re
+
+import matplotlib
+import matplotlib.pyplot as plt
+import nbformat
+import pytest
+from bs4 import BeautifulSoup
+from nbconvert import HTMLExporter
+
+from helpers.plots import style
+from teaching import lessons
+
+matplotlib.use("Agg")
+
+PLOTS = sorted((lessons.ROOT / "helpers" / "plots").glob("[a-z]*.py"))
+# Files whose figures are still to be given their texts: take a name out when it is done.
+STILL_WITHOUT = {
+    "collectives",
+    "ddp",
+    "iteration",
+    "memory",
+    "model_parallel",
+    "pipeline",
+    "schedules",
+    "shares",
+    "timeline",
+}
+
+
+def shown(draw, monkeypatch):
+    """What a drawing function hands to the page."""
+    pictures = []
+    monkeypatch.setattr(style, "display", pictures.append)
+    draw()
+    return pictures
+
+
+def test_a_figure_is_handed_on_with_its_text_and_closed(monkeypatch):
+    before = plt.get_fignums()
+    alt = 'Bars: "a" is twice as high as b <and c>.'
+    (picture,) = shown(lambda: style.show(style.figure()[0], alt), monkeypatch)
+    assert plt.get_fignums() == before
+    assert repr(picture) == f"[Figure: {alt}]"
+    output = nbformat.v4.new_output(
+        "display_data",
+        data={"text/html": picture._repr_html_(), "image/png": picture._repr_png_()},
+    )
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("", outputs=[output])])
+    page, _ = HTMLExporter().from_notebook_node(notebook)
+    (image,) = BeautifulSoup(page, "html.parser").find_all("img")
+    assert image["alt"] == alt and image["src"].startswith("data:image/png;base64,")
+
+
+@pytest.mark.parametrize("alt", ["", "A figure", "Loss over epochs"])
+def test_a_label_is_no_alternative_text(alt):
+    made, _ = style.figure()
+    with pytest.raises(ValueError, match="in a sentence"):
+        style.show(made, alt)
+    plt.close(made)
+
+
+@pytest.mark.parametrize("path", PLOTS, ids=lambda path: path.stem)
+def test_no_figure_is_shown_in_another_way(path):
+    bare = [
+        node.lineno
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "plt.show"
+    ]
+    if path.stem in STILL_WITHOUT:
+        assert bare, f"{path.name} is done: take it off the list"
+    else:
+        assert not bare, f"{path.name} shows figures without a text in lines {bare}: style.show"
+
+
+@pytest.mark.parametrize("path", lessons.NOTEBOOKS, ids=lambda path: path.stem)
+def test_lessons_show_their_own_figures_with_a_text(path):
+    for cell in lessons.cells(path):
+        if cell.is_code:
+            assert not re.search(r"\bplt\.|imshow\(|savefig\(", cell.source), (
+                f"{cell.id} draws by itself: plots.figure and plots.show(figure, alt=...)"
+            )
+            drawn = len(re.findall(r"\bplots\.figure\(", cell.source))
+            assert len(re.findall(r"\bplots\.show\(", cell.source)) == drawn, cell.id
