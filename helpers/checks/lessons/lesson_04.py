@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +17,9 @@ def _sizes(batch_size: int, gpu_count: int) -> list[int]:
 
 
 @exercise("4.1", "Sizes for any batch")
-def replica_sizes(answer: Callable[[int, int], list[int]]) -> None:
-    for _ in range(40):
-        gpu_count, batch_size = random.randint(1, 12), random.randint(1, 100)
+def replica_sizes(answer: Callable[[int, int], list[int]]) -> dict[str, Any]:
+    cases = [(random.randint(1, 12), random.randint(1, 100)) for _ in range(40)]
+    for gpu_count, batch_size in cases:
         yours, expected = answer(batch_size, gpu_count), _sizes(batch_size, gpu_count)
         if isinstance(yours, tuple):
             yours = list(yours)
@@ -32,10 +33,15 @@ def replica_sizes(answer: Callable[[int, int], list[int]]) -> None:
                 hint = "DataParallel does not even the shares out: all but the last are equal."
         given = f"a batch of {batch_size} on {gpu_count} GPUs"
         expect_equal(yours, expected, given=given, hint=hint)
+    gpu_count, batch_size = max(cases)
+    return {
+        "compared": f"{len(cases)} batches, each with PyTorch's own cut",
+        f"a batch of {batch_size}": f"{answer(batch_size, gpu_count)} on {gpu_count} GPUs",
+    }
 
 
 @exercise("4.2", "The smallest batch that feeds all")
-def batch_for_all(answer: Callable[[int, int], int]) -> None:
+def batch_for_all(answer: Callable[[int, int], int]) -> dict[str, Any]:
     cases = [(random.randint(1, 120), random.randint(1, 12)) for _ in range(40)]
     for wanted, gpu_count in [(8, 8), (random.randint(1, 3), random.randint(5, 9)), *cases]:
         expected = max(wanted, gpu_count)
@@ -53,10 +59,16 @@ def batch_for_all(answer: Callable[[int, int], int]) -> None:
             elif yours > expected:
                 hint = "All GPUs work, but a smaller batch does it too. It need not be a multiple."
         expect_equal(yours, expected, given=given, hint=hint)
+    return {
+        "compared": f"{2 + len(cases)} pairs of wanted samples and GPUs",
+        "17 or more on 8 GPUs": f"{answer(17, 8)}, shared out as {_sizes(answer(17, 8), 8)}",
+    }
 
 
 @exercise("4.3", "Split along another dimension")
-def other_dimension(answer: Callable[[nn.Module, list[torch.device]], nn.Module]) -> None:
+def other_dimension(
+    answer: Callable[[nn.Module, list[torch.device]], nn.Module],
+) -> dict[str, Any]:
     gpus = devices.lab(3)
     # Both divide by three, so that a cut along either dimension feeds all three GPUs.
     steps, batch, features = (
@@ -74,12 +86,15 @@ def other_dimension(answer: Callable[[nn.Module, list[torch.device]], nn.Module]
     yours = wrapped(sequences.to(gpus[0]))
     given = f"sequences of shape (T, B, F) = {tuple(sequences.shape)} on {len(gpus)} GPUs"
     seen = sorted(lstm.seen, key=lambda note: str(note[0]))
-    if len({device for device, _ in seen}) < len(gpus):
+    used = sorted({str(device) for device, _ in seen})
+    if used != [str(gpu) for gpu in gpus]:
+        more = "Without device_ids, DataParallel takes every GPU there is. "
         raise Wrong(
-            yours=f"it ran on {', '.join(sorted({str(device) for device, _ in seen}))}",
+            yours=f"it ran on {', '.join(used)}",
             expected="it runs on " + ", ".join(map(str, gpus)),
             given=given,
-            hint="Use all of the GPUs that you were given: device_ids=gpus.",
+            hint=(more if len(used) > len(gpus) else "")
+            + "Use the GPUs that you were given, all of them and no others: device_ids=gpus.",
         )
     whole = (steps, batch // len(gpus), features)
     expect_equal(
@@ -89,6 +104,11 @@ def other_dimension(answer: Callable[[nn.Module, list[torch.device]], nn.Module]
         hint="Each replica must see all time steps of its sequences: cut dimension 1, not 0.",
     )
     expect_close(yours.cpu(), expected, given=given, hint="The output is not that of one GPU.")
+    return {
+        "given": given,
+        "each GPU saw": ", ".join(f"{shape} on {device}" for device, shape in seen),
+        "largest difference from one GPU": f"{(yours.cpu() - expected).abs().max().item():.1e}",
+    }
 
 
 class _RecordingLSTM(nn.LSTM):

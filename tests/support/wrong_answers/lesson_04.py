@@ -23,7 +23,16 @@ WRONG = {
         ("def batch_for_all(wanted, n):\n    return 10**6 * n", "smaller batch"),
     ],
     "4.3": [
-        ("def wrap(lstm, gpus):\n    return lstm.to(gpus[0])", "Use all of the GPUs"),
+        ("def wrap(lstm, gpus):\n    return lstm.to(gpus[0])", "all of them and no others"),
+        (
+            # The lesson has eight GPUs enabled, and three are given.
+            "def wrap(lstm, gpus):\n    return nn.DataParallel(lstm.to(gpus[0]), dim=1)",
+            "Without device_ids, DataParallel takes every GPU",
+        ),
+        (
+            "def wrap(lstm, gpus):\n    return nn.DataParallel(lstm.to(gpus[0]), gpus[:2], dim=1)",
+            "all of them and no others",
+        ),
         (
             "def wrap(lstm, gpus):\n    return nn.DataParallel(lstm.to(gpus[0]), gpus)",
             "cut dimension 1, not 0",
