@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-import matplotlib.pyplot as plt
 import torch
 
-from helpers.plots.style import COLOURS, figure, headline, title
+from helpers.plots.style import COLOURS, figure, headline, show, title
 
 
 def shares(runs: dict[int, list[tuple[torch.device, int]]]) -> None:
@@ -15,6 +14,7 @@ def shares(runs: dict[int, list[tuple[torch.device, int]]]) -> None:
     received nothing are marked with 0.
     """
     made, panels = figure(1, len(runs), width=8.5, height=2.9, sharey=True, squeeze=False)
+    texts = []
     for axes, (count, received) in zip(panels[0], runs.items(), strict=True):
         samples = [0] * count
         for device, size in received:
@@ -24,11 +24,11 @@ def shares(runs: dict[int, list[tuple[torch.device, int]]]) -> None:
         axes.set_xticks(range(count))
         axes.set_xlim(-0.8, max(count, 3) - 0.2)
         axes.set_xlabel(f"GPU (of {count})")
+        texts.append(f"Of {count} GPUs: {', '.join(map(str, samples))}.")
         axes.grid(axis="x", visible=False)
     panels[0][0].set_ylabel("samples received")
     headline(made, "Every GPU gets a share of the batch", "counted by a hook")
-    plt.show()
-    plt.close(made)
+    show(made, f"Bars of samples by GPU. {' '.join(texts)}")
 
 
 def share_bars(sizes: Sequence[int]) -> None:
@@ -42,8 +42,8 @@ def share_bars(sizes: Sequence[int]) -> None:
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="x", visible=False)
     title(axes, f"A batch of {sum(sizes)} on {len(sizes)} GPUs", "counted from PyTorch's scatter")
-    plt.show()
-    plt.close(made)
+    each = ", ".join(f"GPU {index} {size or 'idle'}" for index, size in enumerate(sizes))
+    show(made, f"Bars of samples by GPU, for a batch of {sum(sizes)}: {each}.")
 
 
 def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> None:
@@ -52,6 +52,7 @@ def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> N
     ``records[gpu_count][batch]`` lists ``(device, samples)`` of the replicas that ran.
     """
     made, panels = figure(1, len(records), width=8.5, height=3.1, sharey=True, squeeze=False)
+    texts = []
     for axes, (count, batches) in zip(panels[0], records.items(), strict=True):
         for index, received in enumerate(batches):
             bottom = 0
@@ -70,10 +71,11 @@ def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> N
                 bottom += size
         axes.set_xticks(range(1, len(batches) + 1))
         axes.set_xlabel(f"batch ({count} GPU{'s' if count > 1 else ''})")
+        cuts = ("+".join(str(size) for _, size in received) for received in batches)
+        texts.append(f"{count} GPU{'s' if count > 1 else ''}: {', '.join(cuts)}.")
         axes.grid(axis="x", visible=False)
     panels[0][0].set_ylabel("samples")
     headline(
         made, "The batch stays whole outside and is cut inside", "counted in forward, GPU 0 lowest"
     )
-    plt.show()
-    plt.close(made)
+    show(made, f"Stacked bars of samples, one a batch, cut by GPU. {' '.join(texts)}")

@@ -25,7 +25,6 @@ STILL_WITHOUT = {
     "model_parallel",
     "pipeline",
     "schedules",
-    "shares",
     "timeline",
 }
 
