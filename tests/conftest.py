@@ -8,6 +8,7 @@ import tempfile
 
 import pytest
 import yaml
+from broken_claims import all_broken
 
 from helpers import vgpu
 from teaching import lessons
@@ -31,4 +32,8 @@ def pytest_terminal_summary(terminalreporter):
     ledger = yaml.safe_load((lessons.ROOT / "notebooks" / "claims.yml").read_text("utf-8"))
     pending = [claim["id"] for claim in ledger if "pending" in claim]
     named = f": {', '.join(pending)}" if pending else ""
-    terminalreporter.write_line(f"{len(ledger)} claims, {len(pending)} of them pending{named}")
+    tried = len({broken.claim for broken in all_broken()})
+    terminalreporter.write_line(
+        f"{len(ledger)} claims, {len(pending)} of them pending{named}; "
+        f"{tried} are tried with their mechanism broken"
+    )
