@@ -4,7 +4,7 @@ Left out: the host's launches, and copies that hold up the computation of either
 schedule's execution on virtual GPUs has both.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,15 +28,21 @@ class Times:
 
     Where a device has v chunks, each takes 1 / v of it. A whole backward is both its halves.
     transfer: from the end of an action until a neighbour on another device can use its result.
+    by_stage: how many times as long each stage takes, in both directions; empty means all alike.
     """
 
     forward: float = 1
     input_gradient: float = 1
     weight_gradient: float = 1
     transfer: float = 0
+    by_stage: Sequence[float] = ()
 
-    def of_kinds(self, chunks: int) -> dict[str, float]:
-        """The time of each kind of action in one of ``chunks`` chunks."""
+    def of(self, action: Action, chunks: int) -> float:
+        """The time of one action, in one of ``chunks`` chunks."""
+        times_as_long = self.by_stage[action.stage] if self.by_stage else 1
+        return self._of_kinds(chunks)[action.kind] * times_as_long
+
+    def _of_kinds(self, chunks: int) -> dict[str, float]:
         return {
             FORWARD: self.forward / chunks,
             BACKWARD: (self.input_gradient + self.weight_gradient) / chunks,
@@ -79,10 +85,14 @@ class Play:
 def play(schedule: Schedule, times: Times | None = None) -> Play:
     """Let every device take its actions in order, each as soon as its results are there.
 
-    Raises DeadlockError where devices wait for each other.
+    Raises DeadlockError where devices wait for each other, and ValueError where ``times`` are of
+    another number of stages.
     """
     times = times or Times()
-    durations = times.of_kinds(schedule.chunks)
+    if times.by_stage and len(times.by_stage) != schedule.stages:
+        raise ValueError(
+            f"{schedule.name} has {schedule.stages} stages; by_stage has {len(times.by_stage)}"
+        )
     ended: dict[Action, float] = {}
     rows: list[list[Box]] = [[] for _ in schedule.rows]
     moved = True
@@ -98,7 +108,7 @@ def play(schedule: Schedule, times: Times | None = None) -> Play:
                     for need in needed
                 ]
                 start = max([done[-1].end if done else 0, *ready])
-                ended[action] = start + durations[action.kind]
+                ended[action] = start + times.of(action, schedule.chunks)
                 done.append(Box(action, start, ended[action]))
                 moved = True
     if any(len(done) < len(row) for done, row in zip(rows, schedule.rows, strict=True)):

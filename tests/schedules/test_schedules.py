@@ -237,3 +237,14 @@ def test_several_schedules_share_one_scale(monkeypatch):
     plots.schedules({name: play(make(4, 4)) for name, make in schedules.KINDS.items()})
     assert len(limits) == 4 and set(limits) == {(0, 21)}
     assert plt.get_fignums() == []
+
+
+def test_stages_take_as_long_as_they_are_said_to():
+    times = Times(by_stage=(1, 1, 2, 1))
+    played = play(schedules.one_forward_one_backward(4, 8), times)
+    assert [sum(box.end - box.start for box in row) for row in played.boxes] == [24, 24, 48, 24]
+    # The slow stage sets the pace: it hardly waits between its first action and its last.
+    slow = played.boxes[2]
+    assert slow[-1].end - slow[0].start - 48 <= 2
+    with pytest.raises(ValueError, match="has 4 stages; by_stage has 3"):
+        play(schedules.one_forward_one_backward(4, 8), Times(by_stage=(1, 1, 1)))
