@@ -1,4 +1,4 @@
-"""The explorer of lesson 10: depth and segments, each a real step."""
+"""The explorer of lesson 11: depth and segments, each a real step."""
 
 import pytest
 

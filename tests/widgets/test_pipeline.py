@@ -1,4 +1,4 @@
-"""The explorer of lesson 09: stages, micro-batches, schedule and GPU to time, bubble and memory."""
+"""The explorer of lesson 10: stages, micro-batches, schedule and GPU to time, bubble and memory."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Checks of lesson 09: split sizes, an order of a schedule, streams, a log that does not wait."""
+"""Checks of lesson 09: a pipeline in one loop, split sizes, and a missing wait of a stream."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -9,12 +9,153 @@ from torch import nn
 
 from helpers import vgpu
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
-from helpers.schedules import DeadlockError, Schedule, from_text, peaks_in_flight, play
 from helpers.units import format_seconds
 from helpers.vgpu import Timeline
 
 _MOST_RECORDINGS = 12
-_STAGES = 4
+
+
+def _stages(width: int, gpus: Sequence[torch.device]) -> list[nn.Module]:
+    """A stage on each GPU: a linear layer and a tanh."""
+    return [nn.Sequential(nn.Linear(width, width), nn.Tanh()).to(gpu) for gpu in gpus]
+
+
+def _ours(
+    stages: Sequence[nn.Module], gpus: Sequence[torch.device], size: int, batch: torch.Tensor
+) -> torch.Tensor:
+    """The loop as in the solution."""
+    outputs = []
+    for hidden in batch.split(size):
+        for stage, gpu in zip(stages, gpus, strict=True):
+            hidden = stage(hidden.to(gpu))
+        outputs.append(hidden)
+    return torch.cat(outputs)
+
+
+@exercise("9.1", "A pipeline in one loop")
+def pipelined(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
+    for count in (2, 3):
+        size, width = random.randint(3, 6), random.randint(3, 6)
+        # The last piece is smaller.
+        rows = size * random.randint(2, 4) + random.randint(1, size - 1)
+        given = f"{rows} samples in pieces of {size}, {count} stages"
+        with vgpu.enable(count) as lab:
+            stages, batch = _stages(width, lab.devices), torch.randn(rows, width)
+            _judge_calls(answer, stages, lab.devices, size, batch, given)
+            _judge_outputs(answer, stages, lab.devices, size, batch, given)
+    return _judge_overlap(answer)
+
+
+def _judge_calls(
+    answer: Callable[..., torch.Tensor],
+    stages: list[nn.Module],
+    gpus: list[torch.device],
+    size: int,
+    batch: torch.Tensor,
+    given: str,
+) -> None:
+    """Every stage sees every piece once, and what is returned is one tensor on the last GPU."""
+    seen: list[list[int]] = [[] for _ in stages]
+    hooks = [
+        stage.register_forward_pre_hook(lambda _, inputs, i=i: seen[i].append(len(inputs[0])))
+        for i, stage in enumerate(stages)
+    ]
+    yours = answer(list(stages), list(gpus), size, batch.clone())
+    for hook in hooks:
+        hook.remove()
+    pieces = [len(piece) for piece in batch.split(size)]
+    for stage, sizes in enumerate(seen):
+        if sorted(sizes) != sorted(pieces):
+            raise Wrong(
+                yours=f"stage {stage} was called with {sizes} samples",
+                expected=f"called with {pieces}",
+                given=given,
+                hint="Every stage sees every piece once; batch.split(split_size) makes the pieces.",
+            )
+    if not isinstance(yours, torch.Tensor):
+        hint = "Join the outputs of the pieces: torch.cat(outputs)."
+        raise Wrong(yours=type(yours).__name__, expected="one tensor", given=given, hint=hint)
+    expect_equal(yours.device, gpus[-1], given=given, hint="The outputs stay on the last GPU.")
+
+
+def _judge_outputs(
+    answer: Callable[..., torch.Tensor],
+    stages: list[nn.Module],
+    gpus: list[torch.device],
+    size: int,
+    batch: torch.Tensor,
+    given: str,
+) -> None:
+    """The outputs and the gradients are those of our loop."""
+    parameters = [parameter for stage in stages for parameter in stage.parameters()]
+    expected = _ours(stages, gpus, size, batch)
+    right = torch.autograd.grad(expected.sum(), parameters)
+    yours = answer(list(stages), list(gpus), size, batch.clone())
+    hint = "The outputs are not those of one device: are they in the order of the batch?"
+    expect_close(yours.detach().cpu(), expected.detach().cpu(), given=given, hint=hint)
+    if not yours.requires_grad:
+        raise Wrong(
+            yours="an output that no gradient comes back from",
+            expected="an output with a graph",
+            given=given,
+            hint="detach(), no_grad() and .data cut the graph; .to() does not.",
+        )
+    found = torch.autograd.grad(yours.sum(), parameters, allow_unused=True)
+    for mine, gradient in zip(found, right, strict=True):
+        if mine is None:
+            raise Wrong(
+                yours="a parameter without a gradient",
+                expected="a gradient for every parameter",
+                given=given,
+                hint="Something between the stages cuts the graph: move with .to() alone.",
+            )
+        expect_close(mine.cpu(), gradient.cpu(), given=given, hint="A gradient is wrong.")
+
+
+def _judge_overlap(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
+    """Virtual time on two K80s, beside our loop's."""
+    rows, size = 4096, 512
+    given = f"{rows} samples in pieces of {size}, two K80s"
+    waiting = "Python waits in the loop: ask for no value there."
+    times_s: dict[str, float] = {}
+    waits = 0
+    with vgpu.enable(2, gpu="K80") as lab, vgpu.shapes_only():
+        stages = _stages(4096, lab.devices)
+        batch = torch.randn(rows, 4096, device=lab.devices[0])
+        for name, loop, piece in (
+            ("the whole batch", _ours, rows),
+            ("ours", _ours, size),
+            ("yours", answer, size),
+        ):
+            with vgpu.record() as timeline:
+                try:
+                    output = loop(list(stages), list(lab.devices), piece, batch)
+                except vgpu.NoValueError as error:
+                    raise Wrong(
+                        yours="a loop that asks for a value of a tensor on a GPU",
+                        expected="a loop that hands over all pieces and waits for none",
+                        given=given,
+                        hint=waiting,
+                    ) from error
+                output.sum().backward()
+            times_s[name] = timeline.makespan_s
+            waits = sum(event.kind == "wait" for event in timeline.events)
+    most_s = 1.05 * times_s["ours"]
+    if times_s["yours"] > most_s:
+        raise Wrong(
+            yours=format_seconds(times_s["yours"]),
+            expected=f"at most {format_seconds(most_s)}, in virtual time",
+            given=given,
+            hint=waiting
+            if waits
+            else "A piece's copy to the next GPU is handed over behind the next pieces' work. Take "
+            "each piece through all stages, then begin the next.",
+        )
+    return {
+        "your virtual time": format_seconds(times_s["yours"]),
+        "budget": format_seconds(most_s),
+        "the whole batch at once": format_seconds(times_s["the whole batch"]),
+    }
 
 
 class Machine(NamedTuple):
@@ -65,7 +206,7 @@ def _stopwatch(machine: Machine) -> tuple[Callable[[int], float], list[int], dic
     return time_of, asked, times_s
 
 
-@exercise("9.1", "The best split size for another GPU")
+@exercise("9.2", "The best split size for another GPU")
 def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> None:
     answer(lambda size: float(size), 4)  # an untouched stub says so here
     for machine in _machines():
@@ -100,64 +241,6 @@ def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> Non
                 given=given,
                 hint=f"The best size here is {kind}. It depends on the GPU: ask time_of.",
             )
-
-
-@exercise("9.2", "A 1F1B order for four stages")
-def one_forward_order(answer: Callable[[int, int], Sequence[str]]) -> None:
-    # The sizes at the edges, some in between, and one at which GPipe would fill every memory.
-    for micro_batches in (8, 1, 3, 4, random.randint(5, 20), 100):
-        rows = [answer(stage, micro_batches) for stage in range(_STAGES)]
-        given = f"{micro_batches} micro-batches"
-        schedule = _rows_as_schedule(rows, micro_batches, given)
-        told = str(schedule)
-        try:
-            played = play(schedule)
-        except DeadlockError as error:
-            raise Wrong(
-                yours=told,
-                expected="four rows that do not wait for each other in a circle",
-                given=given,
-                hint=f"{error}. How many forwards must a stage take before its first backward?",
-            ) from error
-        budget = [min(_STAGES - stage, micro_batches) for stage in range(_STAGES)]
-        peaks = peaks_in_flight(schedule)
-        if any(peak > most for peak, most in zip(peaks, budget, strict=True)):
-            raise Wrong(
-                yours=f"{peaks} in flight, device by device\n{told}",
-                expected=f"at most {budget}",
-                given=given,
-                hint="Too many in flight: let a backward follow each forward as soon as it can.",
-            )
-        longest = 3 * (micro_batches + _STAGES - 1)
-        if played.makespan > longest:
-            raise Wrong(
-                yours=f"{played.makespan:g} units of time\n{told}",
-                expected=f"at most {longest}, as GPipe takes",
-                given=given,
-                hint="It fits, but devices wait: the first ones can take more forwards at first.",
-            )
-
-
-def _rows_as_schedule(rows: Any, micro_batches: int, given: str) -> Schedule:
-    """The rows, as a schedule of just so many micro-batches, whole on each device."""
-    try:
-        schedule = from_text(rows)
-    except (TypeError, ValueError) as error:
-        raise Wrong(
-            yours=rows,
-            expected='for each stage a list such as ["F0", "F1", "B0", "B1"]',
-            given=given,
-            hint=f"These rows are no schedule: {error}.",
-        ) from error
-    kinds = {action.kind for action in schedule.actions}
-    if schedule.micro_batches != micro_batches or schedule.chunks != 1 or kinds != {"F", "B"}:
-        raise Wrong(
-            yours=str(schedule),
-            expected=f"F0 to F{micro_batches - 1} and B0 to B{micro_batches - 1} in each row",
-            given=given,
-            hint="Each stage takes each micro-batch forward and backward, whole, and no others.",
-        )
-    return schedule
 
 
 def _products(batches: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
@@ -226,49 +309,3 @@ def _judge_products(
     for yours, right in zip(found, expected, strict=True):
         hint = "The products are wrong, though nothing races: which buffer is read?"
         expect_close(yours.cpu(), right, given=given, hint=hint, rtol=1e-3, atol=1e-3)
-
-
-@exercise("9.4", "A log that does not stop the GPUs")
-def all_losses(answer: Callable[[Callable[[Any], torch.Tensor], list[Any]], list[float]]) -> None:
-    for _ in range(2):
-        count, size = random.randint(4, 7), random.randint(64, 128)
-        batches = [torch.randn(size, 8) for _ in range(count)]
-        with vgpu.enable(2) as lab:
-            here, there = lab.devices
-            on_gpu = [batch.to(here) for batch in batches]
-
-            def step(batch: torch.Tensor, there: torch.device = there) -> torch.Tensor:
-                return (batch * 2).to(there).square().mean()
-
-            with vgpu.record() as timeline:
-                yours = answer(step, on_gpu)
-            _expect_numbers(yours, count)
-            expected = [(batch * 2).square().mean().item() for batch in batches]
-            expect_close(yours, expected, given=f"{count} batches", rtol=1e-4, atol=1e-6)
-            _expect_one_wait(timeline, count)
-
-
-def _expect_numbers(yours: Any, count: int) -> None:
-    numbers = isinstance(yours, list) and all(isinstance(loss, float) for loss in yours)
-    if not numbers or len(yours) != count:
-        raise Wrong(
-            yours=yours,
-            expected=f"a list of {count} Python numbers",
-            hint="Ask for the numbers once, after the last step.",
-        )
-
-
-def _expect_one_wait(timeline: Timeline, count: int) -> None:
-    waits = [event for event in timeline.events if event.kind == "wait"]
-    launched_s = max(e.launch_s for e in timeline.events if e.name == "mean")
-    early = [wait for wait in waits if wait.start_s < launched_s]
-    if early or len(waits) > 1:
-        hint = "Each .item() is a wait of its own: make one tensor of all losses first."
-        if early:
-            hint = "Python waited before it had handed over the last step: no .item() in the loop."
-        raise Wrong(
-            yours=f"{len(waits)} waits",
-            expected="one wait, after the last step",
-            given=f"{count} batches",
-            hint=hint,
-        )

@@ -1,4 +1,4 @@
-"""Checks of lesson 10: a step's peak, accumulation over ranks, and a budget for checkpoints."""
+"""Checks of lesson 11: a step's peak, accumulation over ranks, and a budget for checkpoints."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from helpers.units import format_bytes
 _FLOAT_BYTES = 4
 
 
-@exercise("10.1", "Say the peak before the run")
+@exercise("11.1", "Say the peak before the run")
 def peak_of_a_step(answer: Callable[[list[int], int, str], float]) -> None:
     def some(low: int, high: int) -> int:
         return random.randint(low, high)
@@ -98,7 +98,7 @@ def _peak_hint(yours: float, expected: int, sizes: Sequence[int], batch: int, na
     return "Not all of this is there at the same moment: what has been used is freed."
 
 
-@exercise("10.2", "Accumulate over ranks, unevenly")
+@exercise("11.2", "Accumulate over ranks, unevenly")
 def accumulate_over_ranks(answer: Callable[..., None]) -> None:
     ranks = 2
     for counts in ([random.randint(2, 3)] * ranks, random.sample(range(1, 5), ranks)):
@@ -226,7 +226,7 @@ def _peak_units(layers: Sequence[int], chosen: Sequence[int]) -> int:
     return most + 2
 
 
-@exercise("10.3", "Fit a budget with the least recomputation")
+@exercise("11.3", "Fit a budget with the least recomputation")
 def fit_a_budget(answer: Callable[[list[int], int, int], Any]) -> None:
     cases = [[6, 1, 1, 6], [5, 3, 2, 1], [2, 2, 6, 2]]
     cases += [[random.randint(1, 6) for _ in range(random.randint(3, 6))] for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Typical mistakes in the exercises of lesson 10, and what the learner must be told."""
+"""Typical mistakes in the exercises of lesson 11, and what the learner must be told."""
 
 _PEAK = (
     "def peak_bytes(sizes, batch_size, optimizer):\n"
@@ -22,7 +22,7 @@ _SUM = "F.mse_loss(parallel(x), y, reduction='sum')"
 _RIGHT = f"{_SUM} * dist.get_world_size() / total.item()"
 
 WRONG = {
-    "10.1": [
+    "11.1": [
         (_PEAK.format("4 * (always + sum(weights) + hidden)"), "sum of all causes"),
         (_PEAK.format("4 * (always + hidden)"), "one comes in, one goes out"),
         (
@@ -41,7 +41,7 @@ WRONG = {
         (_PEAK.format("0"), "is missing"),
         ("def peak_bytes(sizes, batch_size, optimizer):\n    return '1 MiB'", "a number of bytes"),
     ],
-    "10.2": [
+    "11.2": [
         (_ACCUMULATE.format(before="pass", loss="F.mse_loss(parallel(x), y)"), "of means"),
         (
             _ACCUMULATE.format(before="pass", loss=f"{_SUM} / total.item()"),
@@ -84,7 +84,7 @@ WRONG = {
         ),
         ("def accumulate(parallel, micro_batches):\n    pass", "left no gradient"),
     ],
-    "10.3": [
+    "11.3": [
         ("def choose(layers, unit_bytes, budget_bytes):\n    return []", "Over the budget"),
         (
             "def choose(layers, unit_bytes, budget_bytes):\n    return range(len(layers))",

@@ -1,0 +1,202 @@
+"""Checks of lesson 10: orders of a schedule, stages of unequal length, a log that does not wait."""
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import accumulate, combinations, pairwise
+from typing import Any
+
+import torch
+
+from helpers import vgpu
+from helpers.checks.core import Wrong, exercise, expect_close
+from helpers.schedules import (
+    DeadlockError,
+    Schedule,
+    Times,
+    from_text,
+    one_forward_one_backward,
+    peaks_in_flight,
+    play,
+)
+from helpers.vgpu import Timeline
+
+_STAGES = 4
+
+
+@exercise("10.1", "A 1F1B order for four stages")
+def one_forward_order(answer: Callable[[int, int], Sequence[str]]) -> None:
+    # The sizes at the edges, some in between, and one at which GPipe would fill every memory.
+    for micro_batches in (8, 1, 3, 4, random.randint(5, 20), 100):
+        rows = [answer(stage, micro_batches) for stage in range(_STAGES)]
+        given = f"{micro_batches} micro-batches"
+        schedule = _rows_as_schedule(rows, micro_batches, given)
+        told = str(schedule)
+        try:
+            played = play(schedule)
+        except DeadlockError as error:
+            raise Wrong(
+                yours=told,
+                expected="four rows that do not wait for each other in a circle",
+                given=given,
+                hint=f"{error}. How many forwards must a stage take before its first backward?",
+            ) from error
+        budget = [min(_STAGES - stage, micro_batches) for stage in range(_STAGES)]
+        peaks = peaks_in_flight(schedule)
+        if any(peak > most for peak, most in zip(peaks, budget, strict=True)):
+            raise Wrong(
+                yours=f"{peaks} in flight, device by device\n{told}",
+                expected=f"at most {budget}",
+                given=given,
+                hint="Too many in flight: let a backward follow each forward as soon as it can.",
+            )
+        longest = 3 * (micro_batches + _STAGES - 1)
+        if played.makespan > longest:
+            raise Wrong(
+                yours=f"{played.makespan:g} units of time\n{told}",
+                expected=f"at most {longest}, as GPipe takes",
+                given=given,
+                hint="It fits, but devices wait: the first ones can take more forwards at first.",
+            )
+
+
+def _rows_as_schedule(rows: Any, micro_batches: int, given: str) -> Schedule:
+    """The rows, as a schedule of just so many micro-batches, whole on each device."""
+    try:
+        schedule = from_text(rows)
+    except (TypeError, ValueError) as error:
+        raise Wrong(
+            yours=rows,
+            expected='for each stage a list such as ["F0", "F1", "B0", "B1"]',
+            given=given,
+            hint=f"These rows are no schedule: {error}.",
+        ) from error
+    kinds = {action.kind for action in schedule.actions}
+    if schedule.micro_batches != micro_batches or schedule.chunks != 1 or kinds != {"F", "B"}:
+        raise Wrong(
+            yours=str(schedule),
+            expected=f"F0 to F{micro_batches - 1} and B0 to B{micro_batches - 1} in each row",
+            given=given,
+            hint="Each stage takes each micro-batch forward and backward, whole, and no others.",
+        )
+    return schedule
+
+
+@exercise("10.2", "Cut for the pace")
+def layers_per_stage(answer: Callable[[list[float], int], Sequence[int]]) -> dict[str, str]:
+    shown = {}
+    for layer_times, devices in _unequal_networks():
+        given = f"layers of {layer_times} units, {devices} devices"
+        yours = answer(list(layer_times), devices)
+        counts = list(yours) if isinstance(yours, list | tuple) else []
+        whole = all(type(count) is int and count >= 1 for count in counts)
+        if not whole or len(counts) != devices or sum(counts) != len(layer_times):
+            raise Wrong(
+                yours=yours,
+                expected=f"{devices} whole numbers from 1 that add up to {len(layer_times)}",
+                given=given,
+                hint="Return how many layers each stage has, in order.",
+            )
+        best, taken = _shortest_step(layer_times, devices), _step(layer_times, counts)
+        if taken > 1.05 * best:
+            stages = _stage_times(layer_times, counts)
+            raise Wrong(
+                yours=f"stages of {stages} units, a step of {taken:g}",
+                expected=f"a step of at most {1.05 * best:g} units",
+                given=given,
+                hint=f"All stages run at the pace of the longest, {max(stages):g} units here. It "
+                "can be shorter.",
+            )
+        even = len(layer_times) // devices
+        equal = [*[even] * (devices - 1), len(layer_times) - even * (devices - 1)]
+        shown = {
+            "your step": f"{taken:g} units",
+            "budget": f"{1.05 * best:g} units",
+            "as many layers each": f"{_step(layer_times, equal):g} units",
+        }
+    return shown
+
+
+_PACE_MICRO_BATCHES = 64
+
+
+def _stage_times(layer_times: Sequence[float], counts: Sequence[int]) -> list[float]:
+    ends = [0, *accumulate(counts)]
+    return [sum(layer_times[begin:end]) for begin, end in pairwise(ends)]
+
+
+def _step(layer_times: Sequence[float], counts: Sequence[int]) -> float:
+    """Units of time of one step with 1F1B; a layer's forward takes a third of its time."""
+    times = Times(1 / 3, 1 / 3, 1 / 3, by_stage=_stage_times(layer_times, counts))
+    return play(one_forward_one_backward(len(counts), _PACE_MICRO_BATCHES), times).makespan
+
+
+def _shortest_step(layer_times: Sequence[float], devices: int) -> float:
+    """The step of the cut whose longest stage is shortest: within p / m of the very best."""
+
+    def counts(cuts: Sequence[int]) -> list[int]:
+        return [b - a for a, b in pairwise([0, *cuts, len(layer_times)])]
+
+    places = combinations(range(1, len(layer_times)), devices - 1)
+    best = min(places, key=lambda cuts: max(_stage_times(layer_times, counts(cuts))))
+    return _step(layer_times, counts(best))
+
+
+def _unequal_networks() -> list[tuple[list[float], int]]:
+    """An embedding in front, a loss behind, and one with layers of all sizes."""
+    networks = [
+        ([float(random.randint(4, 6))] + [1.0] * random.randint(10, 14), 4),
+        ([1.0] * random.randint(10, 14) + [float(random.randint(4, 6))], 3),
+    ]
+    while len(networks) < 4:
+        layer_times = [float(random.choice((1, 2, 4, 7))) for _ in range(random.randint(9, 14))]
+        even = len(layer_times) // 4
+        equal = [even, even, even, len(layer_times) - 3 * even]
+        if _step(layer_times, equal) > 1.1 * _shortest_step(layer_times, 4):
+            networks.append((layer_times, 4))
+    return networks
+
+
+@exercise("10.3", "A log that does not stop the GPUs")
+def all_losses(answer: Callable[[Callable[[Any], torch.Tensor], list[Any]], list[float]]) -> None:
+    for _ in range(2):
+        count, size = random.randint(4, 7), random.randint(64, 128)
+        batches = [torch.randn(size, 8) for _ in range(count)]
+        with vgpu.enable(2) as lab:
+            here, there = lab.devices
+            on_gpu = [batch.to(here) for batch in batches]
+
+            def step(batch: torch.Tensor, there: torch.device = there) -> torch.Tensor:
+                return (batch * 2).to(there).square().mean()
+
+            with vgpu.record() as timeline:
+                yours = answer(step, on_gpu)
+            _expect_numbers(yours, count)
+            expected = [(batch * 2).square().mean().item() for batch in batches]
+            expect_close(yours, expected, given=f"{count} batches", rtol=1e-4, atol=1e-6)
+            _expect_one_wait(timeline, count)
+
+
+def _expect_numbers(yours: Any, count: int) -> None:
+    numbers = isinstance(yours, list) and all(isinstance(loss, float) for loss in yours)
+    if not numbers or len(yours) != count:
+        raise Wrong(
+            yours=yours,
+            expected=f"a list of {count} Python numbers",
+            hint="Ask for the numbers once, after the last step.",
+        )
+
+
+def _expect_one_wait(timeline: Timeline, count: int) -> None:
+    waits = [event for event in timeline.events if event.kind == "wait"]
+    launched_s = max(e.launch_s for e in timeline.events if e.name == "mean")
+    early = [wait for wait in waits if wait.start_s < launched_s]
+    if early or len(waits) > 1:
+        hint = "Each .item() is a wait of its own: make one tensor of all losses first."
+        if early:
+            hint = "Python waited before it had handed over the last step: no .item() in the loop."
+        raise Wrong(
+            yours=f"{len(waits)} waits",
+            expected="one wait, after the last step",
+            given=f"{count} batches",
+            hint=hint,
+        )

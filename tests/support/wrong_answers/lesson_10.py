@@ -1,0 +1,75 @@
+"""Typical mistakes in the exercises of lesson 10, and what the learner must be told."""
+
+_LOSSES = "def all_losses(step, batches):\n    {}\n"
+
+_ORDER = """
+def order(stage, micro_batches):
+    warm = {warm}
+    row = [f"F{{i}}" for i in range(warm)]
+    for i in range(micro_batches):
+        {loop}
+    return row
+"""
+_NEXT = 'row += [f"F{warm + i}"] * (warm + i < micro_batches)'
+
+
+def _order(warm="min(3 - stage, micro_batches)", loop=f'{_NEXT} + [f"B{{i}}"]'):
+    return _ORDER.format(warm=warm, loop=loop)
+
+
+_CUT = "def layers_per_stage(layer_times, devices):\n    count = len(layer_times)\n    {}\n"
+
+WRONG = {
+    "10.1": [
+        # All forward, then all backward.
+        (_order(warm="micro_batches"), "Too many in flight"),
+        # The same warm-up on every stage: the last one holds four as well.
+        (_order(warm="min(3, micro_batches)"), "Too many in flight"),
+        # One more than needed.
+        (_order(warm="min(4 - stage, micro_batches)"), "Too many in flight"),
+        # No warm-up at all: everything fits, and nothing overlaps.
+        (_order(warm="0"), "the first ones can take more forwards"),
+        # The warm-up grows with the stage, where it should shrink.
+        (_order(warm="min(stage, micro_batches)"), "never ends"),
+        # Backward before forward in the steady part: the last stage has nothing to go back with.
+        (_order(loop=f'row.append(f"B{{i}}"); {_NEXT}'), "comes later in its own row"),
+        # With one micro-batch, three forwards of warm-up.
+        (_order(warm="3 - stage"), "These rows are no schedule"),
+        # Without the backwards at the end.
+        (
+            _order(loop='row += [f"F{warm + i}", f"B{i}"] * (warm + i < micro_batches)'),
+            "These rows are no schedule",
+        ),
+        # Numbers, not texts.
+        ("def order(stage, micro_batches):\n    return [0, 1, 2]\n", "These rows are no schedule"),
+    ],
+    "10.2": [
+        # As many layers each.
+        (
+            _CUT.format(
+                "each = count // devices; return [each] * (devices - 1) + "
+                "[count - each * (devices - 1)]"
+            ),
+            "the pace of the longest",
+        ),
+        # One layer each, and the rest on the last.
+        (
+            _CUT.format("return [1] * (devices - 1) + [count - devices + 1]"),
+            "the pace of the longest",
+        ),
+        (_CUT.format("return [count // devices] * devices + [count % devices]"), "add up to"),
+        (_CUT.format("return [0] * (devices - 1) + [count]"), "whole numbers from 1"),
+        (_CUT.format("return [sum(layer_times) / devices] * devices"), "how many layers"),
+        (_CUT.format("return 4"), "how many layers"),
+    ],
+    "10.3": [
+        (_LOSSES.format("return [step(batch).item() for batch in batches]"), "no .item() in"),
+        (
+            _LOSSES.format("losses = list(map(step, batches)); return [x.item() for x in losses]"),
+            "make one tensor",
+        ),
+        (_LOSSES.format("return [step(batch) for batch in batches]"), "Ask for the numbers once"),
+        (_LOSSES.format("return sum(map(step, batches)).item()"), "Python numbers"),
+        (_LOSSES.format("return torch.stack([step(b) for b in batches[1:]]).tolist()"), "a list"),
+    ],
+}
