@@ -23,6 +23,7 @@ ORDER = [
     "helpers.shell",
     "helpers.autograd_graph",
     # Virtual GPUs, in layers.
+    "helpers.vgpu.changes",
     "helpers.vgpu.device",
     "helpers.vgpu.dispatch",
     "helpers.vgpu.timing",

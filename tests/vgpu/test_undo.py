@@ -126,6 +126,19 @@ def test_the_context_gives_back_what_was_before():
     assert not vgpu.is_enabled()
 
 
+def test_the_context_gives_back_what_was_before_even_after_disable():
+    with vgpu.enable(2, gpu="A100"):
+        with vgpu.enable(5) as inner:
+            inner.disable()
+            assert not vgpu.is_enabled()
+        assert vgpu.is_enabled()
+        assert torch.vgpu.device_count() == 2
+        x = torch.ones(3, device="vgpu:1", requires_grad=True)
+        (x * 2).sum().backward()
+        assert x.grad.tolist() == [2, 2, 2]
+    assert not vgpu.is_enabled()
+
+
 def test_contexts_one_after_the_other_give_back_what_was_before_both():
     with vgpu.enable(3, gpu="A100"):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What virtual GPUs cannot do, refused in words before C++ fails in its own, or ends the process."""
+"""What virtual GPUs cannot do: a clear error, before C++ raises an obscure one or crashes."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -9,6 +9,7 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 
 _NESTED = (
@@ -54,6 +55,14 @@ FALLBACKS = {
 }
 
 
+def install(changes: Changes) -> None:
+    changes.wrap(torch.Tensor, "_make_wrapper_subclass", make_wrapper_subclass)
+    changes.wrap(torch.nested, "nested_tensor", nested_tensor)
+    changes.wrap(torch.UntypedStorage, "__new__", new_untyped_storage)
+    changes.wrap(forward_ad, "make_dual", make_dual)
+    changes.wrap(torch, "compile", refusing_virtual)
+
+
 def is_virtual_device(device: Any) -> bool:
     """Whether a torch.device, or the text of one, means a virtual GPU."""
     if isinstance(device, str):
@@ -62,52 +71,56 @@ def is_virtual_device(device: Any) -> bool:
     return isinstance(device, torch.device) and device.type in names
 
 
-_plain_nested_tensor = torch.nested.nested_tensor
+def nested_tensor(plain: Callable) -> Callable:
+    @functools.wraps(plain)
+    def nested_tensor(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        if is_virtual_device(device):
+            raise NotImplementedError(_NESTED)
+        return plain(*args, device=device, **kwargs)
+
+    return nested_tensor
 
 
-@functools.wraps(_plain_nested_tensor)
-def nested_tensor(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-    if is_virtual_device(device):
-        raise NotImplementedError(_NESTED)
-    return _plain_nested_tensor(*args, device=device, **kwargs)
-
-
-_plain_make_wrapper = torch.Tensor._make_wrapper_subclass
-
-
-def make_wrapper_subclass(cls: type, *args: Any, **kwargs: Any) -> torch.Tensor:
+def make_wrapper_subclass(plain: Callable) -> staticmethod:
     """``torch.Tensor._make_wrapper_subclass``, but no nested tensor around virtual ones.
 
     A jagged tensor is a Python class around its values; autograd would look for a queue of its
     device in C++, and there is none.
     """
-    if cls.__module__.startswith("torch.nested"):
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.device) and is_virtual_device(value):
-                raise NotImplementedError(_NESTED)
-    return _plain_make_wrapper(cls, *args, **kwargs)
+
+    def _make_wrapper_subclass(cls: type, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if cls.__module__.startswith("torch.nested"):
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.device) and is_virtual_device(value):
+                    raise NotImplementedError(_NESTED)
+        return plain(cls, *args, **kwargs)
+
+    return staticmethod(_make_wrapper_subclass)
 
 
-_plain_new_storage = torch.UntypedStorage.__new__
-
-
-def new_untyped_storage(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+def new_untyped_storage(plain: Callable) -> Callable:
     """``torch.UntypedStorage.__new__``; C++ finds no allocator for a virtual GPU and crashes."""
-    if is_virtual_device(device):
-        raise NotImplementedError(_STORAGE)
-    if device is not None:
-        kwargs["device"] = device
-    return _plain_new_storage(cls, *args, **kwargs)
+
+    def __new__(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if is_virtual_device(device):
+            raise NotImplementedError(_STORAGE)
+        if device is not None:
+            kwargs["device"] = device
+        return plain(cls, *args, **kwargs)
+
+    return __new__
 
 
-_plain_make_dual = forward_ad.make_dual
-
-
-def make_dual(tensor: torch.Tensor, tangent: torch.Tensor, *, level: int | None = None) -> Any:
+def make_dual(plain: Callable) -> Callable:
     """``torch.autograd.forward_ad.make_dual``, which C++ cannot do for virtual tensors."""
-    if is_virtual_device(tensor.device) or is_virtual_device(tangent.device):
-        raise NotImplementedError(_FORWARD_MODE)
-    return _plain_make_dual(tensor, tangent, level=level)
+
+    @functools.wraps(plain)
+    def make_dual(tensor: torch.Tensor, tangent: torch.Tensor, *, level: int | None = None) -> Any:
+        if is_virtual_device(tensor.device) or is_virtual_device(tangent.device):
+            raise NotImplementedError(_FORWARD_MODE)
+        return plain(tensor, tangent, level=level)
+
+    return make_dual
 
 
 _excluding = torch._C._SetExcludeDispatchKeyGuard  # type: ignore[attr-defined]
@@ -136,18 +149,18 @@ def refuse_tangents(values: Iterable) -> None:
                 raise NotImplementedError(_FORWARD_MODE)
 
 
-def refusing_virtual(plain_compile: Callable) -> Callable:
+def refusing_virtual(plain: Callable) -> Callable:
     """``torch.compile``, which would warn at length and then run what is virtual uncompiled."""
 
-    @functools.wraps(plain_compile)
+    @functools.wraps(plain)
     def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(model, "__self__", model)  # Module.compile hands over a bound method
         if isinstance(owner, torch.nn.Module):
             for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
                 if is_virtual_device(tensor.device):
                     raise _not_compiled(f"{name} is on {tensor.device}: run the model as it is")
-            return plain_compile(model, *args, **kwargs)
-        compiled = plain_compile(model, *args, **kwargs)
+            return plain(model, *args, **kwargs)
+        compiled = plain(model, *args, **kwargs)
         return compiled if model is None else _on_real_tensors(compiled)
 
     return compile

@@ -5,43 +5,49 @@ instance of another Python class and needs other dispatch keys, so here the two 
 what they stand for.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from helpers.vgpu.changes import Changes
 from helpers.vgpu.dispatch.tensor import HELD, VirtualTensor
 
-_plain_data = torch._C.TensorBase.data  # the property in C++
-_plain_has_compatible_type = torch._has_compatible_shallow_copy_type
+
+def install(changes: Changes) -> None:
+    changes.wrap(torch.Tensor, "data", data_across_devices)
+    changes.wrap(torch, "_has_compatible_shallow_copy_type", has_compatible_type)
 
 
-def _get_data(tensor: torch.Tensor) -> torch.Tensor:
-    return _plain_data.__get__(tensor)  # type: ignore[attr-defined]
+def data_across_devices(plain: Any) -> property:
+    """The property ``Tensor.data``, of virtual tensors too."""
+
+    def get(tensor: torch.Tensor) -> torch.Tensor:
+        return plain.__get__(tensor)
+
+    def set(tensor: torch.Tensor, source: torch.Tensor) -> None:
+        if _of_other_kind(tensor, source):
+            become(tensor, source)
+            return
+        plain.__set__(tensor, source)
+        if isinstance(tensor, VirtualTensor) and isinstance(source, VirtualTensor):
+            tensor.__class__ = source.__class__
+            for name in HELD:
+                setattr(tensor, name, getattr(source, name))
+
+    return property(get, set)
 
 
-def _set_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    if _of_other_kind(tensor, source):
-        become(tensor, source)
-        return
-    _plain_data.__set__(tensor, source)  # type: ignore[attr-defined]
-    if isinstance(tensor, VirtualTensor) and isinstance(source, VirtualTensor):
-        tensor.__class__ = source.__class__
-        for name in HELD:
-            setattr(tensor, name, getattr(source, name))
+def has_compatible_type(plain: Callable) -> Callable:
+    """Whether ``input.data = from_`` works; torch asks before it moves a module's parameters."""
 
+    # The parameters are named as torch's own are: torch.compile compares the signatures.
+    def _has_compatible_shallow_copy_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
+        if _of_other_kind(input, from_):
+            return input.layout is torch.strided and from_.layout is torch.strided
+        return plain(input, from_)
 
-# Stands on torch.Tensor, and so on virtual tensors too, while virtual GPUs are enabled.
-data = property(_get_data, _set_data)
-
-
-def has_compatible_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
-    """Whether ``input.data = from_`` works; torch asks before it moves a module's parameters.
-
-    The parameters are named as torch's own are: torch.compile compares the signatures.
-    """
-    if _of_other_kind(input, from_):
-        return input.layout is torch.strided and from_.layout is torch.strided
-    return _plain_has_compatible_type(input, from_)
+    return _has_compatible_shallow_copy_type
 
 
 def _of_other_kind(tensor: torch.Tensor, source: torch.Tensor) -> bool:

@@ -5,12 +5,14 @@ memory. The process that receives it must have enabled virtual GPUs; it counts t
 """
 
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch.multiprocessing import reductions
 from torch.utils.hooks import warn_if_has_hooks
 
+from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.dispatch.tensor import VirtualTensor, wrap
 
@@ -65,7 +67,7 @@ def reduce_storage(storage: torch.UntypedStorage) -> Any:
     return reductions.reduce_storage(storage)
 
 
-REDUCERS: dict[type, Callable] = {
-    VirtualTensor: reduce_tensor,
-    torch.UntypedStorage: reduce_storage,
-}
+def install(changes: Changes) -> None:
+    table = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    changes.item(table, VirtualTensor, reduce_tensor)
+    changes.item(table, torch.UntypedStorage, reduce_storage)

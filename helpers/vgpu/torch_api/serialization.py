@@ -14,11 +14,19 @@ from typing import Any
 import torch
 from torch.utils.hooks import warn_if_has_hooks
 
+from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.dispatch.tensor import OWN_ATTRIBUTES, VirtualTensor, wrap
 
 # Ahead of torch's own, which start at 10.
-PRIORITY = 5
+_PRIORITY = 5
+
+
+def install(changes: Changes) -> None:
+    changes.wrap(torch._utils, "_rebuild_tensor", wrapping)
+    entry = (_PRIORITY, tag, restore)
+    torch.serialization.register_package(*entry)
+    changes.callback(torch.serialization._package_registry.remove, entry)
 
 
 def reduce(tensor: VirtualTensor) -> tuple:
@@ -60,11 +68,11 @@ def restore(storage: Any, location: str) -> Any:
     return storage
 
 
-def wrapping(rebuild_tensor: Callable) -> Callable:
+def wrapping(plain: Callable) -> Callable:
     """``torch._utils._rebuild_tensor``, with tensors of marked storages put on their GPU."""
 
     def _rebuild_tensor(storage: Any, storage_offset: int, size: Any, stride: Any) -> torch.Tensor:
-        tensor = rebuild_tensor(storage, storage_offset, size, stride)
+        tensor = plain(storage, storage_offset, size, stride)
         gpu = getattr(storage._untyped_storage, "_vgpu_home", None)
         return tensor if gpu is None else wrap(tensor, gpu, "load")
 

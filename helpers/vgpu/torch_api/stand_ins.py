@@ -1,7 +1,23 @@
 """Classes in the place of torch's own, where C++ could not make an object for a virtual GPU."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
+
+import torch
+
+from helpers.vgpu.changes import Changes
+from helpers.vgpu.device import generators
+from helpers.vgpu.timing import streams
+
+
+def install(changes: Changes) -> None:
+    for name, make in (
+        ("Generator", generators.make_generator),
+        ("Stream", streams.make_stream),
+        ("Event", streams.make_event),
+    ):
+        changes.wrap(torch, name, functools.partial(standing_for, make=make))
 
 
 def standing_for(plain: Any, make: Callable) -> Any:

@@ -1,0 +1,45 @@
+"""What virtual GPUs change in torch, and how it is undone.
+
+Each file that replaces something of torch's has a function ``install(changes)`` that says what;
+``backend.py`` calls them all, and undoes everything when virtual GPUs are disabled.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_MISSING = object()
+
+
+class Changes(contextlib.ExitStack):
+    """A stack of changes; closing it undoes them, the last one first."""
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replace an attribute of a module or class, or add it."""
+        before = vars(owner).get(name, _MISSING)
+        setattr(owner, name, value)
+        if before is _MISSING:
+            self.callback(delattr, owner, name)
+        else:
+            self.callback(setattr, owner, name, before)
+
+    def wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace an attribute by what ``make`` makes of torch's own."""
+        self.set(owner, name, make(getattr(owner, name)))
+
+    def item(self, table: dict, key: Any, value: Any) -> None:
+        """Replace an entry of a dict, or add it."""
+        before = table.get(key, _MISSING)
+        table[key] = value
+        if before is _MISSING:
+            self.callback(table.pop, key)
+        else:
+            self.callback(table.__setitem__, key, before)
+
+    def library(self, namespace: str) -> torch.library.Library:
+        """A library whose registrations go when the changes are undone."""
+        library = torch.library.Library(namespace, "IMPL")
+        self.callback(library._destroy)
+        return library

@@ -1,0 +1,67 @@
+"""What torch's C++ dispatcher calls for virtual GPUs where no virtual tensor's Python is asked.
+
+An operator that needs a treatment of its own is not registered here: it gets a handler
+(handlers.py) or a refusal (refusals.py).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from helpers.vgpu.changes import Changes
+from helpers.vgpu.dispatch import autocast, handlers, refusals, rules
+from helpers.vgpu.dispatch.tensor import dispatch
+
+rules.use_handlers({**handlers.HANDLERS, **refusals.HANDLERS})
+
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
+def install(changes: Changes) -> None:
+    """Send to ``dispatch`` what reaches the two backends' keys without a virtual tensor."""
+    fallbacks = changes.library("_")
+    for key in ("PrivateUse1", "SparsePrivateUse1", "SparseCsrPrivateUse1", "Lazy"):
+        fallbacks.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), key)
+    for key, refuse in refusals.FALLBACKS.items():
+        fallbacks.fallback(refuse, key)
+    fallbacks.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    kernels = changes.library("aten")
+    # torch.tensor() and list indices read and copy with Python dispatch switched off. Then
+    # fallbacks are not looked up for Python tensors or below a dispatch mode: each operator needs
+    # its own entry.
+    for func in _computing_operators():
+        kernels.impl(func, functools.partial(_call, func), "Lazy")
+    aten = torch.ops.aten
+    for func in (aten.copy_.default, aten.empty.memory_format, aten.empty_strided.default):
+        kernels.impl(func, functools.partial(_call, func), "PrivateUse1")
+    kernels.impl("_pin_memory", handlers.pin_cpu_memory, "CPU")
+    kernels.impl("is_pinned", handlers.is_cpu_pinned, "CPU")
+    autocast.register(kernels)
+
+
+@functools.cache
+def _computing_operators() -> list[Callable]:
+    """The operators of ``aten`` that compute on the CPU by themselves, but for ``out=``."""
+    found = []
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        if not isinstance(packet, torch._ops.OpOverloadPacket):
+            continue
+        for func in (getattr(packet, overload) for overload in packet.overloads()):
+            full_name = func.name()
+            if not torch._C._dispatch_has_kernel(full_name):
+                continue
+            computes = _has_kernel(full_name, "CPU") or _has_kernel(
+                full_name, "CompositeExplicitAutograd"
+            )
+            composite = _has_kernel(full_name, "CompositeImplicitAutograd")
+            writes_out = any(argument.is_out for argument in func._schema.arguments)
+            if computes and not composite and not writes_out:
+                found.append(func)
+    return found
+
+
+def _call(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return dispatch(func, args, kwargs)

@@ -1,0 +1,35 @@
+"""``torch.accelerator`` and whoever asks torch which device type there is."""
+
+import sys
+
+import torch
+
+from helpers.vgpu.changes import Changes
+from helpers.vgpu.device import gpus
+from helpers.vgpu.torch_api import device_module
+
+# Functions behind torch.accelerator; its C++ half knows one device, and no streams.
+_ACCELERATOR = {
+    "getDeviceIndex": gpus.current_index,
+    "setDeviceIndex": gpus.exchange_index,
+    "exchangeDevice": gpus.exchange_index,
+    "maybeExchangeDevice": gpus.exchange_index,
+    "getStream": device_module.current_stream,
+    "setStream": device_module.set_stream,
+    "synchronizeDevice": device_module.synchronize,
+    "getMemoryInfo": device_module.mem_get_info,
+    "emptyCache": device_module.empty_cache,
+    "isAllocatorInitialized": device_module.is_available,
+    "getDeviceStats": device_module.nested_memory_stats,
+    "resetPeakStats": device_module.reset_peak_memory_stats,
+}
+
+
+def install(changes: Changes) -> None:
+    for name, function in _ACCELERATOR.items():
+        changes.set(torch._C, f"_accelerator_{name}", function)
+    # torch asks for CUDA and MPS first; whoever enables virtual GPUs means those.
+    for module in (torch._utils, sys.modules["torch.nn.parallel.data_parallel"]):
+        changes.set(module, "_get_available_device_type", lambda: gpus.DEVICE_TYPE)
+    # For "from torch.vgpu.amp import ...".
+    changes.item(sys.modules, f"torch.{gpus.DEVICE_TYPE}.amp", device_module.amp)

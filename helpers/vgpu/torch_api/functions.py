@@ -1,0 +1,49 @@
+"""Functions of torch that C++ answers without an operator, so that no dispatch sees them.
+
+A function goes here when it compares or names devices before it calls an operator. What is an
+operator (``torch.ops.aten``) belongs in ``dispatch/handlers.py``, a method of a tensor in
+``dispatch/tensor.py``, a name of ``torch.vgpu`` in ``device_module.py``, and what virtual GPUs
+cannot do in ``dispatch/refusals.py``.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from helpers.vgpu.changes import Changes
+from helpers.vgpu.dispatch.device_names import naming_devices
+from helpers.vgpu.dispatch.tensor import VirtualTensor
+
+# Functions that compare devices in C++ before they reach any kernel.
+_CHECK_IN_CPP = (
+    (torch._VF, "lstm"),
+    (torch._VF, "gru"),
+    (torch._VF, "rnn_tanh"),
+    (torch._VF, "rnn_relu"),
+    (torch, "grid_sampler"),
+    (torch, "tensor_split"),
+    (torch, "to_dlpack"),
+    (torch.utils.dlpack, "to_dlpack"),
+    (torch.nn.functional, "scaled_dot_product_attention"),
+    (torch.autograd, "_engine_run_backward"),
+)
+
+
+def install(changes: Changes) -> None:
+    changes.wrap(torch, "as_tensor", as_tensor)
+    for owner, name in _CHECK_IN_CPP:
+        changes.wrap(owner, name, naming_devices)
+
+
+def as_tensor(plain: Callable) -> Callable:
+    """``torch.as_tensor``; C++ would copy, because it compares its own name of the device."""
+
+    @functools.wraps(plain)
+    def as_tensor(data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
+        if isinstance(data, VirtualTensor):
+            return data.to(device=data.device if device is None else device, dtype=dtype)
+        return plain(data, dtype=dtype, device=device)
+
+    return as_tensor
