@@ -1,47 +1,10 @@
 """A claim whose mechanism is broken fails in its proving cell, so the cell is a proof."""
 
 from contextlib import ExitStack
-from dataclasses import replace
 
 import notebook_kernel
 import pytest
-from broken_claims import all_broken
-
-from teaching import lessons
-
-PROVING = {
-    (tag.removeprefix("claim-"), cell.id): path
-    for path in lessons.NOTEBOOKS
-    for cell in lessons.cells(path)
-    for tag in cell.tags
-    if tag.startswith("claim-")
-}
-
-
-def proving(broken):
-    """The notebook and the id of the cell that must fail."""
-    found = [
-        (path, cell)
-        for (claim, cell), path in PROVING.items()
-        if claim == broken.claim and broken.cell in ("", cell)
-    ]
-    assert len(found) == 1, f"{broken.claim} ({broken.how}): which of these cells? {found}"
-    return found[0]
-
-
-def upto(path, cell_id):
-    """A notebook's code cells up to one, that one included."""
-    code = [cell for cell in lessons.cells(path) if cell.is_code]
-    return code[: [cell.id for cell in code].index(cell_id) + 1]
-
-
-def edited(cells, old, new):
-    """The cells with one text replaced, and the id of the cell it stood in."""
-    places = [cell.id for cell in cells for _ in range(cell.source.count(old))]
-    assert len(places) == 1, f"the text to break stands in {places or 'no cell'}: {old!r}"
-    changed = [replace(cell, source=cell.source.replace(old, new)) for cell in cells]
-    return changed, places[0]
-
+from broken_claims import all_broken, broken_cells, proving, upto
 
 CASES = [(*proving(broken), broken) for broken in all_broken()]
 each_break = pytest.mark.parametrize(
@@ -79,17 +42,10 @@ def running():
 
 @each_break
 def test_a_claim_fails_where_its_mechanism_is_broken(running, path, cell_id, broken):
-    kernel, cells = running.of(path), upto(path, cell_id)
-    outcome = running.outcome_unbroken(cells, broken.needs)
+    kernel = running.of(path)
+    outcome = running.outcome_unbroken(upto(path, cell_id), broken.needs)
     assert outcome == ("", ""), f"unbroken, it must pass; does it need further cells? {outcome}"
-    places = set()
-    for old, new in broken.edits:
-        cells, place = edited(cells, old, new)
-        places.add(place)
-    cells = notebook_kernel.needed(cells, broken.needs)
-    unused = places - {cell.id for cell in cells}
-    assert not unused, f"{broken.claim} does not need the cells that are edited: {unused}"
-    failed, error = kernel.run(cells, broken.before)
+    failed, error = kernel.run(broken_cells(path, cell_id, broken), broken.before)
     assert failed, f"{cell_id} still passes, though {broken.how}"
     assert failed == cell_id, f"{failed} failed before {cell_id} was reached: {error}"
     assert broken.error in error

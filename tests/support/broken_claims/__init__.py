@@ -7,7 +7,13 @@ what is broken and how; ``tests/claims/test_broken_claims.py`` tries them.
 import importlib
 import pkgutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import notebook_kernel
+
+from teaching import lessons
+from teaching.lessons import Cell
 
 
 @dataclass(frozen=True)
@@ -38,3 +44,35 @@ def all_broken() -> list[Broken]:
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     files = [importlib.import_module(f"{__name__}.{name}") for name in names]
     return [broken for file in files for broken in file.BROKEN]
+
+
+def proving(broken: Broken) -> tuple[Path, str]:
+    """The notebook of the cell that must fail, and the cell's id."""
+    found = [
+        (path, cell.id)
+        for path in lessons.NOTEBOOKS
+        for cell in lessons.tagged(path, f"claim-{broken.claim}")
+        if broken.cell in ("", cell.id)
+    ]
+    assert len(found) == 1, f"{broken.claim} ({broken.how}): which of these cells? {found}"
+    return found[0]
+
+
+def upto(path: Path, cell_id: str) -> list[Cell]:
+    """A notebook's code cells up to one, that one included."""
+    code = [cell for cell in lessons.cells(path) if cell.is_code]
+    return code[: [cell.id for cell in code].index(cell_id) + 1]
+
+
+def broken_cells(path: Path, cell_id: str, broken: Broken) -> list[Cell]:
+    """The cells that the proving cell needs, itself included, with the edits made."""
+    cells, places = upto(path, cell_id), set()
+    for old, new in broken.edits:
+        found = [cell.id for cell in cells for _ in range(cell.source.count(old))]
+        assert len(found) == 1, f"the text to break stands in {found or 'no cell'}: {old!r}"
+        places.update(found)
+        cells = [replace(cell, source=cell.source.replace(old, new)) for cell in cells]
+    cells = notebook_kernel.needed(cells, broken.needs)
+    unused = places - {cell.id for cell in cells}
+    assert not unused, f"{broken.claim} does not need the cells that are edited: {unused}"
+    return cells
