@@ -1,5 +1,6 @@
 """The ledger of claims: read, searched, counted, and each led back to the cell that proves it."""
 
+import html
 import json
 import re
 from collections import Counter
@@ -13,6 +14,9 @@ from helpers.tables import Table
 
 ANY = "any"
 PENDING = "pending"
+VERDICTS = ("true", "dated", "false", "predicted", "open")
+"""``predicted``: only the cost model shows it. A second cell of the lesson, tagged ``moves-<id>``,
+shows how the outcome moves when the model's free figures do."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Claim:
 
     @property
     def status(self) -> str:
-        """The verdict: true, dated, false or open; "pending" where no cell has settled it yet."""
+        """One of ``VERDICTS``; "pending" where no cell has settled it yet."""
         return PENDING if self.pending else self.verdict
 
 
@@ -91,7 +95,7 @@ def search(
 def counts(claims: Iterable[Claim]) -> Table:
     """How many claims of each lesson have which verdict; the last row counts them all."""
     claims = list(claims)
-    statuses = [s for s in ("true", "dated", "false", "open", PENDING) if search(claims, verdict=s)]
+    statuses = [s for s in (*VERDICTS, PENDING) if search(claims, verdict=s)]
     rows: list[list[object]] = []
     for lesson in [*sorted({claim.lesson for claim in claims}), ANY]:
         found = Counter(claim.status for claim in search(claims, lesson=lesson))
@@ -115,6 +119,23 @@ def answers(claims: Sequence[Claim]) -> Table:
     header = ("claim", "what is said", "what holds", "why people believe it")
     widths = dict.fromkeys(header[1:], "31%")
     return Table(header, rows, links=_links(claims), widths=widths)
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A long table that a notebook shows as one line, until it is clicked."""
+
+    table: Table
+    summary: str
+
+    def __str__(self) -> str:
+        return f"{self.summary}\n{self.table}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        summary = html.escape(self.summary)
+        return f"<details><summary>{summary}</summary>{self.table._repr_html_()}</details>"
 
 
 def _links(claims: Sequence[Claim]) -> dict[str, str]:

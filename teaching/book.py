@@ -104,6 +104,7 @@ def write_sources(source: Path, cache: Path) -> None:
         "count": str(len(ledger)),
         "dated": str(verdicts.count("dated")),
         "false": str(verdicts.count("false")),
+        "predicted": str(verdicts.count("predicted")),
         "pages": "\n".join(path.stem for path in lessons.NOTEBOOKS),
     }.items():
         text = text.replace("{" + name + "}", value)
@@ -138,7 +139,8 @@ def claims_page(ledger: list[claims.Claim]) -> str:
             "# The claims",
             "",
             "What is said about several GPUs and PyTorch, and what running it today showed. "
-            "Each claim was settled by a cell of the lesson named, which asserts it.",
+            "Each claim was settled by a cell of the lesson named, which asserts it. Predicted "
+            "means that only a cost model shows it.",
             "",
             *rows,
             "",

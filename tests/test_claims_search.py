@@ -72,6 +72,15 @@ def test_counts_have_a_column_for_each_verdict_that_occurs(folder):
     assert table.rows == [["01", "", 1, "", 1], ["02", 1, "", 1, 2], ["all", 1, 1, 1, 3]]
 
 
+def test_predictions_are_counted_apart(folder):
+    ledger = claims.read(folder)
+    ledger.append(claims.Claim("X4", "Two GPUs are slower", "predicted", "02", "By 5 %"))
+    table = claims.counts(ledger)
+    assert list(table.header) == ["lesson", "true", "false", "predicted", "pending", "claims"]
+    assert table.rows[-1] == ["all", 1, 1, 1, 1, 4]
+    assert claims.search(ledger, verdict="predicted") == ledger[3:]
+
+
 def test_tables_link_what_is_proved(folder):
     ledger = claims.read(folder)
     listed = claims.listing(ledger)
@@ -95,3 +104,12 @@ def test_each_link_of_the_course_leads_to_a_cell_of_that_claim(claim):
     name, _, cell_id = claim.proof.address.partition("#cell-id=")
     (found,) = [cell for cell in lessons.cells(NOTEBOOKS / name) if cell.id == cell_id]
     assert f"claim-{claim.id}" in found.tags and claim.proof.heading
+
+
+def test_a_folded_table_is_one_line_in_a_notebook_and_whole_as_text(folder):
+    table = claims.answers(claims.read(folder)[:1])
+    folded = claims.Folded(table, "1 sentence & why")
+    shown = folded._repr_html_()
+    assert shown.startswith("<details><summary>1 sentence &amp; why</summary>")
+    assert table._repr_html_() in shown and "open" not in shown.partition(">")[0]
+    assert str(folded) == f"1 sentence & why\n{table}"

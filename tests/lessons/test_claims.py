@@ -6,6 +6,7 @@ import pytest
 import yaml
 from broken_claims import all_broken, broken_cells, proving
 
+from helpers.claims import VERDICTS
 from teaching import lessons
 
 LEDGER = yaml.safe_load((lessons.ROOT / "notebooks" / "claims.yml").read_text(encoding="utf-8"))
@@ -13,16 +14,20 @@ PROVED = [claim for claim in LEDGER if "pending" not in claim]
 ASSERTING = ("assert_close", "assert_equal", "expected_error", "expected_warning")
 
 
-def proving_cells():
-    """Claim id → the (lesson number, cell) pairs that carry its tag."""
+def cells_tagged(prefix):
+    """Claim id → the (lesson number, cell) pairs that carry its tag, as ``claim-A01``."""
     found = {}
     for path in lessons.NOTEBOOKS:
         for cell in lessons.cells(path):
             for tag in cell.tags:
-                if tag.startswith("claim-"):
+                if tag.startswith(prefix):
                     place = (lessons.number(path), cell)
-                    found.setdefault(tag.removeprefix("claim-"), []).append(place)
+                    found.setdefault(tag.removeprefix(prefix), []).append(place)
     return found
+
+
+def proving_cells():
+    return cells_tagged("claim-")
 
 
 def asserts_something(source):
@@ -40,7 +45,7 @@ def test_the_ledger_is_well_formed():
     assert len(ids) == len(set(ids)), "an id stands twice"
     for claim in LEDGER:
         assert set(claim) <= {"id", "claim", "verdict", "holds", "believed", "lesson", "pending"}
-        assert claim["verdict"] in ("true", "dated", "false", "open")
+        assert claim["verdict"] in VERDICTS
         if claim["verdict"] != "true" and "pending" not in claim:
             assert claim.get("holds"), f"{claim['id']} is {claim['verdict']}: say what holds"
         if claim["verdict"] in ("dated", "false") and "pending" not in claim:
@@ -56,8 +61,23 @@ def test_each_claim_is_proved_by_a_cell_of_its_lesson(claim):
         assert asserts_something(cell.source), f"lesson {number}, {cell.id} asserts nothing"
 
 
+@pytest.mark.parametrize("claim", PROVED, ids=lambda claim: claim["id"])
+def test_a_prediction_shows_how_it_moves_with_the_free_figures(claim):
+    places = cells_tagged("moves-").get(claim["id"], [])
+    if claim["verdict"] == "predicted":
+        assert places, f"no cell is tagged moves-{claim['id']}"
+        assert claim["lesson"] in [number for number, _ in places]
+    else:
+        assert not places, (
+            f"{claim['id']} is no prediction, and a cell is tagged moves-{claim['id']}"
+        )
+    for number, cell in places:
+        assert asserts_something(cell.source), f"lesson {number}, {cell.id} asserts nothing"
+
+
 def test_no_cell_names_an_unknown_or_pending_claim():
-    unknown = set(proving_cells()) - {claim["id"] for claim in PROVED}
+    named = set(proving_cells()) | set(cells_tagged("moves-"))
+    unknown = named - {claim["id"] for claim in PROVED}
     assert not unknown, f"cells are tagged for claims that are unknown or pending: {unknown}"
 
 
