@@ -1,5 +1,7 @@
-"""environment.yml, pyproject.toml and the CI script say the same as each other and the README."""
+"""The project's files say the same as each other: environments, CI, pre-commit, version, README."""
 
+import importlib.resources
+import re
 import tomllib
 
 import yaml
@@ -8,6 +10,16 @@ from teaching.lessons import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CONDA = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
+
+
+def text(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def recipe(target):
+    """The commands of a target of the Makefile."""
+    (found,) = re.findall(rf"^{target}:.*\n((?:\t.*\n)+)", text("Makefile"), re.MULTILINE)
+    return [line.strip().replace("$(BIN)", ".venv/bin") for line in found.splitlines()]
 
 
 def test_conda_and_pip_install_the_same_packages():
@@ -20,13 +32,19 @@ def test_conda_takes_a_python_that_the_package_allows():
 
 
 def test_ci_runs_the_readme_s_test_command():
-    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "make test" in script
-    assert "make test" in readme and "make lab" in readme
+    assert "make test" in text(".ci/run").splitlines()
+    assert "make test" in text("README.md") and "make lab" in text("README.md")
 
 
-def test_every_lesson_stands_in_the_readme():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for path in (ROOT / "notebooks").glob("*.ipynb"):
-        assert f"notebooks/{path.name}" in readme, f"the README's table lacks {path.name}"
+def test_a_commit_is_checked_as_make_check_does():
+    (local,) = yaml.safe_load(text(".pre-commit-config.yaml"))["repos"]
+    assert [hook["entry"] for hook in local["hooks"]] == recipe("check")
+
+
+def test_the_newest_change_is_that_of_the_version():
+    newest = re.search(r"^## (\S+)", text("CHANGELOG.md"), re.MULTILINE)
+    assert newest[1] == PROJECT["version"]
+
+
+def test_users_of_the_package_get_its_types():
+    assert importlib.resources.files("helpers").joinpath("py.typed").is_file()

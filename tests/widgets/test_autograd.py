@@ -60,7 +60,10 @@ def test_the_explorer_redraws_what_is_chosen(monkeypatch):
 
 def test_every_figure_draws_and_is_closed(monkeypatch):
     texts = []
-    read = lambda _: texts.append([t.get_text() for t in plt.gca().texts])
+
+    def read(_):
+        texts.append([t.get_text() for t in plt.gca().texts])
+
     monkeypatch.setattr("helpers.plots.style.display", read)
     for inner, outer in EXPRESSIONS:
         autograd.explore(inner, outer, "no_grad()")

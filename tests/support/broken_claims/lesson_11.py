@@ -1,4 +1,4 @@
-"""Lesson 10: what keeps accumulated and recomputed gradients equal to plain ones."""
+"""Lesson 11: what keeps accumulated and recomputed gradients equal to plain ones."""
 
 from broken_claims import Broken
 
