@@ -9,11 +9,9 @@ to show. The functions are found through the exercise's id: "4.2" is the second 
 import html
 import importlib
 import importlib.util
-import linecache
 import re
-import sysconfig
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,14 +19,13 @@ from typing import Any, Literal
 import torch
 from IPython.display import display
 
-from helpers.checks import minutes, solved
+from helpers.checks import blame, minutes, solved
+from helpers.checks.describing import describe, difference, told_apart
 from helpers.tables import Table
 
 Status = Literal["not attempted", "wrong", "right"]
 Checker = Callable[[Any], Mapping[str, Any] | None]
 
-_OURS = Path(__file__).resolve().parents[1]
-_LIBRARIES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib"))
 _exercises: dict[str, "Exercise"] = {}
 
 # A lesson imports ``check`` in its first cell: from there on its minutes are counted.
@@ -36,14 +33,32 @@ minutes.follow()
 
 
 class Wrong(Exception):
-    """An answer is wrong: what it gave, what was expected, for which input, and a hint."""
+    """An answer is wrong: what it gave, what was expected, for which input, and a hint.
 
-    def __init__(self, *, yours: Any, expected: Any, given: Any = None, hint: str = "") -> None:
+    yours, expected: a value, or a sentence about one. Where ``expected`` is a value, or with
+    ``values``, text is a value too and is quoted: '3' and 3 read differently. Two values are
+    compared, and where they differ most is said.
+    """
+
+    def __init__(
+        self, *, yours: Any, expected: Any, given: Any = None, hint: str = "", values: bool = False
+    ) -> None:
         super().__init__(hint)
-        self.yours = describe(yours)
-        self.expected = describe(expected)
-        self.given = "" if given is None else describe(given)
+        if values or not isinstance(expected, str):
+            self.yours, self.expected = told_apart(yours, expected)
+            self.difference = difference(yours, expected)
+        else:
+            self.yours, self.expected, self.difference = _as_text(yours), expected, ""
+        self.given = "" if given is None else _as_text(given)
         self.hint = hint
+
+
+class _Raised(Exception):
+    """The answer raised an error, which is this one's cause: for which input, and a hint."""
+
+    def __init__(self, given: str, hint: str) -> None:
+        super().__init__(hint)
+        self.given, self.hint = given, hint
 
 
 @dataclass(frozen=True)
@@ -65,6 +80,7 @@ class Outcome:
     status: Status
     yours: str = ""
     expected: str = ""
+    difference: str = ""
     given: str = ""
     hint: str = ""
     error: str = ""
@@ -75,6 +91,7 @@ class Outcome:
             ("for", self.given),
             ("yours", self.yours),
             ("expected", self.expected),
+            ("difference", self.difference),
             ("error", self.error),
             ("hint", self.hint),
             *self.achieved,
@@ -87,7 +104,10 @@ class Outcome:
 
     def __str__(self) -> str:
         width = max((len(name) for name, _ in self._rows()), default=0) + 2
-        rows = (f"  {name:<{max(width, 9)}}{text}" for name, text in self._rows())
+        further = "\n" + " " * (width + 2)
+        rows = (
+            f"  {name:<{width}}{further.join(text.splitlines())}" for name, text in self._rows()
+        )
         return "\n".join([self._headline(), *rows])
 
     __repr__ = __str__
@@ -160,14 +180,42 @@ def evaluate(exercise_id: str, answer: Any) -> Outcome:
         achieved = item.checker(answer) or {}
     except Wrong as wrong:
         return Outcome(
-            item.id, item.title, "wrong", wrong.yours, wrong.expected, wrong.given, wrong.hint
+            item.id,
+            item.title,
+            "wrong",
+            yours=wrong.yours,
+            expected=wrong.expected,
+            difference=wrong.difference,
+            given=wrong.given,
+            hint=wrong.hint,
         )
+    except _Raised as raised:
+        assert raised.__cause__ is not None
+        return _failed(item, raised.__cause__, raised.given, raised.hint)
     except Exception as error:
-        if type(error) is NotImplementedError and not error.args:
+        if _is_stub(error):
             return Outcome(item.id, item.title, "not attempted")
-        return Outcome(item.id, item.title, "wrong", error=_blame(error))
-    shown = tuple((name, describe(value)) for name, value in achieved.items())
+        return _failed(item, error, blame.call_of(error), "")
+    shown = tuple((name, _as_text(value)) for name, value in achieved.items())
     return Outcome(item.id, item.title, "right", achieved=shown)
+
+
+@contextmanager
+def for_input(given: Any, hint: str = "") -> Iterator[None]:
+    """Whatever goes wrong inside, the verdict says that it was for this input.
+
+    hint: for errors, and for a Wrong that has none of its own.
+    """
+    try:
+        yield
+    except Wrong as wrong:
+        wrong.given = wrong.given or _as_text(given)
+        wrong.hint = wrong.hint or hint
+        raise
+    except Exception as error:
+        if _is_stub(error):
+            raise
+        raise _Raised(_as_text(given), hint) from error
 
 
 def expect_equal(yours: Any, expected: Any, *, given: Any = None, hint: str = "") -> None:
@@ -175,7 +223,7 @@ def expect_equal(yours: Any, expected: Any, *, given: Any = None, hint: str = ""
     if isinstance(expected, torch.Tensor) or isinstance(yours, torch.Tensor):
         expect_close(yours, expected, given=given, hint=hint, rtol=0, atol=0)
     elif isinstance(yours, bool) != isinstance(expected, bool) or yours != expected:
-        raise Wrong(yours=yours, expected=expected, given=given, hint=hint)
+        raise Wrong(yours=yours, expected=expected, given=given, hint=hint, values=True)
 
 
 def expect_close(
@@ -190,23 +238,10 @@ def expect_close(
     """Raise Wrong unless both are close as ``torch.testing.assert_close`` has it."""
     try:
         torch.testing.assert_close(yours, expected, rtol=rtol, atol=atol)
-    except (AssertionError, TypeError, ValueError) as difference:
-        reason = str(difference).strip().splitlines()[0]
+    except (AssertionError, TypeError, ValueError) as unequal:
         raise Wrong(
-            yours=yours, expected=expected, given=given, hint=hint or reason
-        ) from difference
-
-
-def describe(value: Any, limit: int = 300) -> str:
-    """A value in one short text; large tensors by shape, dtype and device."""
-    if isinstance(value, str):
-        text = value
-    elif isinstance(value, torch.Tensor) and value.numel() > 12:
-        kind = str(value.dtype).removeprefix("torch.")
-        text = f"a tensor of shape {tuple(value.shape)}, {kind}, on {value.device}"
-    else:
-        text = repr(value)
-    return text if len(text) <= limit else text[: limit - 6] + " [...]"
+            yours=yours, expected=expected, given=given, hint=hint, values=True
+        ) from unequal
 
 
 def _find(exercise_id: str) -> Exercise:
@@ -228,22 +263,16 @@ def _untouched(answer: Any) -> bool:
     return answer is ...
 
 
-def _blame(error: Exception) -> str:
-    """The error, and the line of the learner's own code that it came from."""
-    said = f"{type(error).__name__}: {error}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_learners(frame.filename)]
-    if not own:
-        if len(frames) > 2 or not isinstance(error, TypeError):
-            said += " (raised inside a library, called with what your answer returned)"
-        return said
-    frame = own[-1]
-    line = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
-    return f"{said}\nin line {frame.lineno} of your cell: {line}"
+def _failed(item: Exercise, error: BaseException, given: str, hint: str) -> Outcome:
+    text = "\n".join(filter(None, (blame.said(error), blame.own_line(error))))
+    hint = hint or blame.hint_for(error)
+    return Outcome(item.id, item.title, "wrong", given=given, error=text, hint=hint)
 
 
-def _is_learners(filename: str) -> bool:
-    if filename.startswith("<frozen"):
-        return False
-    path = Path(filename).resolve()
-    return not any(path.is_relative_to(root) for root in (_OURS, *_LIBRARIES))
+def _is_stub(error: BaseException) -> bool:
+    """A function as it stands in the lesson, before anything was written."""
+    return type(error) is NotImplementedError and not error.args
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else describe(value)

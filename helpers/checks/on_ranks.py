@@ -1,6 +1,5 @@
 """Answers that run on real ranks: started under a short time limit, their collectives counted."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import launch
+from helpers.checks.blame import own_line_in
 from helpers.checks.core import Wrong
 
 TIMEOUT_S = 3.0
@@ -54,7 +54,7 @@ def on_ranks(function: Callable[..., Any], nprocs: int, *args: Any, given: str) 
             yours=str(raised).partition("\n")[0],
             expected="an answer from every rank",
             given=given,
-            hint=_last_own_line(str(raised)),
+            hint=own_line_in(str(raised)),
         ) from raised
     except launch.RankDied as died:
         raise Wrong(
@@ -63,15 +63,6 @@ def on_ranks(function: Callable[..., Any], nprocs: int, *args: Any, given: str) 
             given=given,
             hint="Sizes or dtypes that differ between ranks can end a process like this.",
         ) from died
-
-
-def _last_own_line(message: str) -> str:
-    """The innermost line of the answer in a rank's traceback."""
-    frames = re.findall(r'^  (?:File ")?(.+?)"?, line (\d+), in .*\n    (.*)$', message, re.M)
-    own = [
-        frame for frame in frames if "/helpers/" not in frame[0] and "-packages/" not in frame[0]
-    ]
-    return f"in line {own[-1][1]} of your cell: {own[-1][2]}" if own else ""
 
 
 def answer_counted(

@@ -1,12 +1,13 @@
 """The machinery of exercises: verdicts, blame, progress."""
 
 import linecache
+from pathlib import Path
 
 import pytest
 import torch
 
-from helpers.checks import check, core, evaluate, progress, reset, solved
-from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+from helpers.checks import blame, check, core, evaluate, progress, reset, solved
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 
 
 @pytest.fixture(autouse=True)
@@ -18,11 +19,18 @@ def own_progress(tmp_path, monkeypatch):
 def doubled(monkeypatch):
     """An exercise that exists for one test: double a random tensor."""
     monkeypatch.setattr(core, "_exercises", dict(core._exercises))
+    # Checks stand in the package; these ones stand here, and are no learner's code either.
+    monkeypatch.setattr(blame, "_LIBRARIES", (*blame._LIBRARIES, Path(__file__).parent))
 
     @exercise("99.1", "double it")
     def checker(answer):
         given = torch.randn(3)
         expect_close(answer(given), given * 2, given=given, hint="twice, not squared")
+
+    @exercise("99.2", "double ones")
+    def double_ones(answer):
+        with for_input("ones", hint="look at the sizes"):
+            expect_close(answer(torch.ones(3)), torch.full((3,), 2.0))
 
 
 def learner(source):
@@ -72,6 +80,42 @@ class TestVerdicts:
     def test_a_wrong_signature_is_said(self):
         outcome = evaluate("99.1", lambda: 1)
         assert outcome.status == "wrong" and "positional argument" in outcome.error
+        assert "stub's name and arguments" in outcome.hint
+
+    def test_an_error_comes_with_the_input_and_a_hint(self):
+        answer = learner("def answer(x):\n    return x @ torch.ones(7)\n")
+        outcome = evaluate("99.1", answer)
+        assert outcome.given.startswith("answer(x=tensor([") and "shape" in outcome.hint
+        own = evaluate("99.2", answer)
+        assert own.given == "ones" and own.hint == "look at the sizes"
+        assert "line 2 of your cell" in own.error
+
+    def test_a_wrong_without_an_input_gets_that_of_its_block(self):
+        outcome = evaluate("99.2", lambda x: x)
+        assert (outcome.given, outcome.hint) == ("ones", "look at the sizes")
+
+    def test_a_bare_not_implemented_in_a_block_is_not_attempted(self):
+        answer = learner("def answer(x):\n    raise NotImplementedError\n")
+        assert evaluate("99.2", answer).status == "not attempted"
+
+    def test_a_traceback_inside_a_message_is_cut_to_its_end(self):
+        answer = learner(
+            "def answer(x):\n"
+            "    try:\n"
+            "        [][1]\n"
+            "    except IndexError:\n"
+            "        import traceback\n"
+            "        raise RuntimeError('Caught in replica 0\\n' + traceback.format_exc())\n"
+        )
+        error = evaluate("99.1", answer).error
+        assert error.splitlines()[0] == "IndexError: list index out of range"
+        assert "Traceback" not in error and "of your cell" in error and len(error) < 300
+
+    def test_texts_of_several_lines_stay_in_their_column(self):
+        rows = str(evaluate("99.1", learner("def answer(x):\n    return x + y\n"))).splitlines()
+        column = next(row for row in rows if "NameError" in row).index("NameError")
+        (second,) = [row for row in rows if "in line 2" in row]
+        assert second.index("in line 2") == column and second[:column].isspace()
 
     def test_a_value_where_a_function_belongs(self):
         outcome = evaluate("99.1", torch.ones(2))

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from helpers.checks.core import Wrong, describe, exercise, expect_close, expect_equal
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+from helpers.checks.describing import describe
 from helpers.checks.on_ranks import answer_counted, counted, on_ranks
 
 

@@ -1,0 +1,102 @@
+"""An error that an answer raised, for the learner: what it says, their own line, and a hint."""
+
+import linecache
+import re
+import sysconfig
+import traceback
+from pathlib import Path
+from types import FrameType
+
+from helpers.checks.describing import describe
+
+_OURS = Path(__file__).resolve().parents[1]
+_LIBRARIES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib"))
+
+_ARGUMENTS = "Keep the stub's name and arguments: the check calls it with them."
+# A phrase of the error, and what to do about it; the first that fits.
+_HINTS = (
+    (r"^NameError", "Is it spelled as where it was made? Then run the cells above again."),
+    (r"^RecursionError", "A function that calls itself needs a case in which it does not."),
+    (r"positional argument|unexpected keyword|multiple values for argument", _ARGUMENTS),
+    (
+        r"'NoneType' object",
+        "Something there is None: a function without a return gives None, and so does list.append.",
+    ),
+    (
+        r"same device|should be the same",
+        "Print .device of each operand in that line, and follow the odd one back.",
+    ),
+    (
+        r"shapes? cannot|size mismatch|must match|number of elements|size of tensor|sizes? of tensors",
+        "Print the shape of each operand in that line.",
+    ),
+)
+_TRY_IT = "Call it with such an input in a cell of your own: there you can print along the way."
+
+
+def said(error: BaseException) -> str:
+    """The error in its own words, without the tracebacks that libraries write into a message."""
+    return in_short(f"{type(error).__name__}: {error}")
+
+
+def in_short(message: str) -> str:
+    """The first lines of an error's message; of a traceback that stands in it, the last."""
+    message = message.strip()
+    if "Traceback (most recent call last)" in message:
+        errors = re.findall(r"^(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$", message, re.MULTILINE)
+        message = errors[-1] if errors else message.splitlines()[-1]
+    text = "\n".join(message.partition("\n\n")[0].splitlines()[:3])
+    return text if len(text) <= 400 else text[:394] + " [...]"
+
+
+def own_line(error: BaseException) -> str:
+    """The innermost line of the learner's own code; "" where there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)]
+    own = [frame for frame in frames if _is_learners(frame.filename)]
+    if not own:
+        return own_line_in(str(error))
+    frame = own[-1]
+    line = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return f"in line {frame.lineno} of your cell: {line}"
+
+
+def own_line_in(message: str) -> str:
+    """The same, of a traceback that stands in a message."""
+    frames = re.findall(r'^\s*(?:File ")?(.+?)"?, line (\d+), in .*\n\s*(.*)$', message, re.M)
+    own = [frame for frame in frames if _is_learners(frame[0])]
+    return f"in line {own[-1][1]} of your cell: {own[-1][2]}" if own else ""
+
+
+def call_of(error: BaseException) -> str:
+    """The learner's function that was called, with its arguments as they were when it failed."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = frame.f_code.co_name
+        if _is_learners(frame.f_code.co_filename) and name != "<module>":
+            return f"{_called(frame)} when it failed"
+    return ""
+
+
+def hint_for(error: BaseException) -> str:
+    """What to try, by the kind of error."""
+    text = said(error)
+    if not own_line(error) and not isinstance(error, TypeError):
+        return f"It was raised in a library that got what your answer returned. {_TRY_IT}"
+    return next((hint for phrase, hint in _HINTS if re.search(phrase, text)), _TRY_IT)
+
+
+def _called(frame: FrameType) -> str:
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    values = {name: frame.f_locals[name] for name in names if name in frame.f_locals}
+    function = "your function" if code.co_name == "<lambda>" else code.co_name
+    if "self" in values:
+        function = f"{type(values.pop('self')).__name__}.{function}"
+    shown = (f"{name}={describe(value, limit=120)}" for name, value in values.items())
+    return f"{function}({', '.join(shown)})"
+
+
+def _is_learners(filename: str) -> bool:
+    if filename.startswith("<frozen"):
+        return False
+    path = Path(filename).resolve()
+    return not any(path.is_relative_to(root) for root in (_OURS, *_LIBRARIES))

@@ -1,0 +1,55 @@
+"""A prediction is worth as much as its secret: guess first, outcome next, the assert after that."""
+
+import re
+
+import pytest
+
+from teaching import lessons
+
+# Lessons whose predictions are still to be taken down with guess(): take a number out when done.
+STILL_WITHOUT = set(["00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10"])
+NUMBERED = [path for path in lessons.NOTEBOOKS if lessons.number(path)]
+each_lesson = pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
+
+
+def places(path, pattern):
+    """Guess id → index of the cell in which the pattern, with the id as its group, stands."""
+    found = {}
+    for index, cell in enumerate(lessons.cells(path)):
+        for name in re.findall(pattern, cell.source) if cell.is_code else ():
+            assert name not in found, f"{cell.id}: {name} a second time"
+            found[name] = index
+    return found
+
+
+@each_lesson
+def test_every_prediction_is_taken_down(path):
+    if lessons.number(path) in STILL_WITHOUT:
+        return
+    cells = lessons.cells(path)
+    asked = [i for i, cell in enumerate(cells) if not cell.is_code and "**Predict" in cell.source]
+    for index in asked:
+        after = cells[index + 1]
+        assert after.is_code and "guess(" in after.source, f"{cells[index].id}: no guess() after it"
+    taken = places(path, r'\bguess\("(\d+[a-z])"')
+    assert sorted(taken.values()) == [index + 1 for index in asked]
+    own = str(int(lessons.number(path)))
+    letters = "abcdefghijklmnopqrstuvwxyz"[: len(taken)]
+    assert list(taken) == [f"{own}{letter}" for letter in letters], "ids count up from a"
+
+
+@each_lesson
+def test_every_prediction_meets_its_outcome_before_anything_is_asserted(path):
+    if lessons.number(path) in STILL_WITHOUT:
+        return
+    cells = lessons.cells(path)
+    taken = places(path, r'\bguess\("(\d+[a-z])"')
+    met = places(path, r"\bguess_(\d+[a-z])\.compare\(")
+    assert taken.keys() == met.keys(), "each guess_1a = guess(...) meets guess_1a.compare(...)"
+    for name, index in taken.items():
+        assert f'guess_{name} = guess("{name}"' in cells[index].source
+        between = cells[index : met[name] + 1]
+        assert index < met[name] and len(between) <= 8, f"{name} meets its outcome too late"
+        for cell in between:
+            spoils = cell.is_code and re.search(r"\bassert|\bexpected_error", cell.source)
+            assert not spoils, f"{cell.id} tells the answer to {name} before it is shown"
