@@ -9,7 +9,8 @@ LESSON_SECONDS := 300
 OUT ?=
 CLASS ?=
 
-.PHONY: help venv lab test test-browser check format bench student solved class slides book clean
+.PHONY: help venv lab test test-browser check format bench student solved class slides book \
+  lesson clean
 help:
 	@echo "make lab      set up and open JupyterLab at lesson 00 (ARGS=\"--no-browser --port 9999\")"
 	@echo "make test     set up and run every test and every lesson"
@@ -21,6 +22,7 @@ help:
 	@echo "make solved   the same, solved"
 	@echo "make class CLASS=folder   check the exercises that a class handed in"
 	@echo "make slides   slides of each lesson in build/slides"
+	@echo "make lesson TITLE=\"...\"   the skeleton of the next lesson"
 	@echo "make book     the course as a site to read, in build/book"
 	@echo "make clean    remove .venv and caches"
 	@echo "CPU=1         with any of them, on Linux: PyTorch without CUDA, a smaller download"
@@ -73,6 +75,9 @@ slides: venv
 book: venv
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --editable ".[book]"
 	$(BIN)/python -m teaching.book $(or $(OUT),build/book)
+
+lesson: venv
+	$(BIN)/python -m teaching.new_lesson "$(TITLE)"
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist
