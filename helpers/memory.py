@@ -23,10 +23,15 @@ _ROUNDING_BYTES = 512
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One moment: for each device, bytes by cause, in the order in which causes were given."""
+    """One moment: for each device, bytes by cause, in the order in which causes were given.
+
+    ``peak_bytes`` is the most that was allocated on each device since the snapshot before, or since
+    the peak was last reset.
+    """
 
     step: str
     by_cause: dict[torch.device, dict[str, int]]
+    peak_bytes: dict[torch.device, int]
 
     def total_bytes(self, device: torch.device) -> int:
         """All that is allocated on ``device``."""
@@ -40,9 +45,11 @@ def snapshot(
 
     ``known`` maps a cause to its tensors, wherever they are. A tensor counts once, for the first
     cause that names it. What is allocated beyond the known tensors is ``OTHER``: mostly what
-    autograd saved for the backward pass, and the allocator's rounding to 512 bytes.
+    autograd saved for the backward pass, and the allocator's rounding to 512 bytes. The device's
+    count of its peak starts anew.
     """
     module = torch.get_device_module(gpus[0])
+    peak_bytes = {gpu: module.max_memory_allocated(gpu) for gpu in gpus}
     seen: set[tuple[torch.device, int]] = set()
     by_cause: dict[torch.device, dict[str, int]] = {}
     sizes = {gpu: dict.fromkeys(known, 0) for gpu in gpus}
@@ -55,7 +62,8 @@ def snapshot(
     for gpu in gpus:
         rest = module.memory_allocated(gpu) - sum(sizes[gpu].values())
         by_cause[gpu] = {**sizes[gpu], OTHER: rest}
-    return Snapshot(step, by_cause)
+        module.reset_peak_memory_stats(gpu)
+    return Snapshot(step, by_cause, peak_bytes)
 
 
 def peaks_during(step: Callable[[], object], gpus: Sequence[torch.device]) -> list[int]:

@@ -29,6 +29,15 @@ def test_the_first_cause_that_names_a_tensor_has_it(gpus):
     assert seen.by_cause[gpus[1]]["first"] == 4096 and seen.by_cause[gpus[1]]["second"] == 0
 
 
+def test_a_snapshot_has_the_peak_since_the_one_before(gpus):
+    memory.snapshot("before", gpus, {})
+    torch.ones(1024, device=gpus[0]).add(1)
+    first = memory.snapshot("first", gpus, {})
+    second = memory.snapshot("second", gpus, {})
+    assert first.peak_bytes == {gpus[0]: 8192, gpus[1]: 0}
+    assert second.peak_bytes == {gpus[0]: 0, gpus[1]: 0}
+
+
 def test_peaks_are_those_of_the_step_alone(gpus):
     kept = torch.ones(10_000, device=gpus[0])
 

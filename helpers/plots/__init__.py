@@ -3,7 +3,7 @@
 from helpers.plots.autograd import gradients, graph_before_and_after, kept_per_step
 from helpers.plots.collectives import before_and_after, busiest_rank
 from helpers.plots.ddp import bytes_sent, hands, interrupted
-from helpers.plots.iteration import iteration, one_step, peaks_before_and_after
+from helpers.plots.iteration import four_parts, iteration, one_step, peaks_before_and_after
 from helpers.plots.memory import (
     against_k,
     against_segments,
@@ -32,6 +32,7 @@ __all__ = [
     "digit_grid",
     "figure",
     "fitting",
+    "four_parts",
     "gradients",
     "graph_before_and_after",
     "hands",

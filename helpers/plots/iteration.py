@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import torch
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyBboxPatch
 
 from helpers.memory import OTHER, Snapshot
-from helpers.plots.style import COLOURS, figure, headline
+from helpers.plots.style import COLOURS, figure, headline, show
+from helpers.units import format_bytes
 
 _MIB = 2**20
 _OF_CAUSE = {
@@ -21,23 +23,128 @@ _OF_CAUSE = {
 }
 
 
+# Columns of the drawing of one call, and the part that leads from each to the next.
+_COLUMNS = ("batch", "scatter", "replicate", "parallel_apply", "gather", "backward, reduce")
+
+
+def four_parts(
+    chunks: Sequence[torch.Tensor],
+    weights: Sequence[int],
+    outputs: Sequence[torch.Tensor],
+    output: torch.Tensor,
+) -> None:
+    """One call of DataParallel and its backward, as boxes with sizes: a row a GPU, time to the right.
+
+    chunks and outputs: one tensor a GPU, in their order; weights: how many numbers each replica
+    has; output: what was gathered on the first GPU.
+    """
+    gpus = [chunk.device for chunk in chunks]
+    made, axes = figure(width=9, height=1.1 + 0.85 * len(gpus))
+    _box(axes, 0, 0, f"batch\n{len(output)} × {chunks[0].shape[1]}", "grey")
+    for row, (gpu, chunk, out) in enumerate(zip(gpus, chunks, outputs, strict=True)):
+        axes.text(-0.55, row, str(gpu), ha="right", va="center", fontweight="bold")
+        _box(axes, 1, row, f"chunk\n{_by(chunk)}", "grey")
+        what = "your model" if row == 0 else "a copy"
+        _box(axes, 2, row, f"{what}\n{weights[row]:,} weights", "blue" if row == 0 else "sky")
+        _box(axes, 3, row, f"output\n{_by(out)}", "orange")
+        _box(axes, 5, row, f"gradients\n{weights[row]:,}", "vermilion")
+        _arrow(axes, (0, 0), (1, row))
+        _arrow(axes, (1, row), (2, row))
+        _arrow(axes, (2, row), (3, row))
+        _arrow(axes, (3, row), (4, 0))
+        _arrow(axes, (4, 0), (5, row))
+        if row > 0:
+            _arrow(axes, (2, row - 1), (2, row), down=True)
+            _arrow(axes, (5, row), (5, row - 1), down=True)
+            axes.text(5.06, row - 0.5, "+", fontsize=13, va="center")
+    _box(axes, 4, 0, f"output\n{_by(output)}", "orange")
+    axes.set(xlim=(-1.2, 5.5), ylim=(len(gpus) - 0.55, -0.85))
+    for column, name in enumerate(_COLUMNS):
+        axes.text(column, -0.65, name, ha="center", va="center", color="#444444", fontsize=9)
+    axes.axis("off")
+    headline(made, "Cut, copied, computed, joined: and back again", "sizes of a real call")
+    cut = ", ".join(f"{_by(chunk)} on {gpu}" for chunk, gpu in zip(chunks, gpus, strict=True))
+    show(
+        made,
+        f"Boxes and arrows, a row for each GPU. The batch on {gpus[0]} is scattered: {cut}. The "
+        f"model's {weights[0]:,} weights are copied from {gpus[0]} to the others. Each replica's "
+        f"output goes back to {gpus[0]}, {_by(output)} in all. In backward each GPU computes its "
+        f"own gradients, and they are added up on {gpus[0]}.",
+    )
+
+
+def _by(tensor: torch.Tensor) -> str:
+    return " × ".join(map(str, tensor.shape))
+
+
+def _box(axes: Axes, column: int, row: int, text: str, colour: str) -> None:
+    axes.add_patch(
+        FancyBboxPatch(
+            (column - 0.34, row - 0.24),
+            0.68,
+            0.48,
+            boxstyle="round,pad=0.03",
+            facecolor=COLOURS[colour],
+            alpha=0.35,
+            edgecolor=COLOURS[colour],
+        )
+    )
+    axes.text(column, row, text, ha="center", va="center", fontsize=8)
+
+
+def _arrow(
+    axes: Axes, start: tuple[float, float], end: tuple[float, float], *, down: bool = False
+) -> None:
+    """From one box's edge to another's: right to left edges, or along a column."""
+    if down:
+        step = 0.3 if end[1] > start[1] else -0.3
+        ends = (start[0], start[1] + step), (end[0], end[1] - step)
+    else:
+        ends = (start[0] + 0.38, start[1]), (end[0] - 0.38, end[1])
+    axes.annotate(
+        "", xy=ends[1], xytext=ends[0], arrowprops={"arrowstyle": "->", "color": "#555555"}
+    )
+
+
 def iteration(steps: Sequence[Snapshot]) -> None:
-    """A panel for each GPU: one stacked bar after each step, MiB by cause."""
+    """A panel for each GPU: one stacked bar after each step, MiB by cause; a mark at each peak."""
     gpus = list(steps[-1].by_cause)
-    made, panels = figure(len(gpus), 1, width=8, height=2.1 * len(gpus), sharex=True, sharey=True)
+    made, panels = figure(len(gpus), 1, width=8, height=2.2 * len(gpus), sharex=True, sharey=True)
     for gpu, axes in zip(gpus, panels, strict=True):
         bottom = [0.0] * len(steps)
         for cause in steps[-1].by_cause[gpu]:
             sizes = [step.by_cause[gpu].get(cause, 0) / _MIB for step in steps]
             axes.bar(range(len(steps)), sizes, 0.7, bottom, color=_OF_CAUSE[cause], label=cause)
             bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
+        peaks = [step.peak_bytes[gpu] / _MIB for step in steps]
+        places = range(len(steps))
+        axes.hlines(peaks, [x - 0.42 for x in places], [x + 0.42 for x in places], color="black")
+        highest = max(places, key=lambda place: peaks[place])
+        axes.annotate(
+            f"peak {peaks[highest]:.1f}",
+            (highest, peaks[highest]),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+        )
         axes.set_ylabel(f"{gpu}\nMiB")
         axes.grid(axis="x", visible=False)
+    top = max(step.peak_bytes[gpu] for step in steps for gpu in gpus) / _MIB
+    panels[0].set_ylim(0, 1.25 * top)
     panels[-1].set_xticks(range(len(steps)), [_two_lines(step.step) for step in steps], fontsize=8)
     panels[0].legend(loc="upper left", ncols=2, fontsize=8)
-    headline(made, "GPU 0 carries what the others do not", "bytes counted after each step")
-    plt.show()
-    plt.close(made)
+    headline(made, "GPU 0 carries what the others do not", "counted; a line marks the peak")
+    told = "; ".join(
+        f"{gpu} holds "
+        + ", ".join(f"{format_bytes(step.total_bytes(gpu))} after {step.step}" for step in steps)
+        + f", at its peak {format_bytes(max(step.peak_bytes[gpu] for step in steps))}"
+        for gpu in gpus
+    )
+    show(
+        made,
+        f"Stacked bars of bytes by cause, a panel for each GPU and a bar for each step: {told}.",
+    )
 
 
 def one_step(step: Snapshot, most_bytes: int) -> None:
@@ -56,8 +163,15 @@ def one_step(step: Snapshot, most_bytes: int) -> None:
     axes.grid(axis="y", visible=False)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     headline(made, f"After step {step.step}", "bytes by cause")
-    plt.show()
-    plt.close(made)
+    told = "; ".join(
+        f"{gpu} "
+        + (
+            ", ".join(f"{name} {format_bytes(size)}" for name, size in causes.items() if size)
+            or "0"
+        )
+        for gpu, causes in step.by_cause.items()
+    )
+    show(made, f"A bar of bytes by cause for each GPU, after step {step.step}: {told}.")
 
 
 def peaks_before_and_after(
@@ -81,8 +195,11 @@ def peaks_before_and_after(
     axes.grid(axis="x", visible=False)
     axes.legend()
     headline(made, "Returning the loss from forward evens the memory out", "counted")
-    plt.show()
-    plt.close(made)
+    each = "; ".join(
+        f"{gpu} {format_bytes(before)} with the loss outside, {format_bytes(after)} in forward"
+        for gpu, before, after in zip(gpus, outside, inside, strict=True)
+    )
+    show(made, f"Bars of one step's peak bytes by GPU: {each}.")
 
 
 def _two_lines(step: str) -> str:

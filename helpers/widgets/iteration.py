@@ -1,15 +1,39 @@
-"""Stepping through one DataParallel iteration: which tensors are where, and each GPU's bytes."""
+"""One DataParallel iteration: its parts as a drawing, and a walk through each GPU's bytes."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import ipywidgets
+import torch
 from IPython.display import display
+from torch import nn
 
 from helpers import plots
 from helpers.memory import Snapshot
 from helpers.tables import Table
 from helpers.units import format_bytes
 from helpers.widgets.live import live
+
+
+def show_parts(module: nn.Module, batch: torch.Tensor, gpus: Sequence[torch.device]) -> None:
+    """Draw one call of nn.DataParallel on ``gpus``, with the sizes that its replicas saw.
+
+    ``module`` is on the first of ``gpus`` and is not changed.
+    """
+    names = [name for name, _ in module.named_parameters()]
+    seen = {}
+
+    def note(replica: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        # A replica's parameters are plain tensors, which parameters() does not list.
+        weights = sum(attrgetter(name)(replica).numel() for name in names)
+        seen[output.device] = inputs[0], weights, output
+
+    handle = module.register_forward_hook(note)
+    with torch.no_grad():
+        output = nn.DataParallel(module, list(gpus))(batch)
+    handle.remove()
+    chunks, weights, outputs = zip(*(seen[gpu] for gpu in gpus), strict=True)
+    plots.four_parts(chunks, weights, outputs, output)
 
 
 def step_table(steps: Sequence[Snapshot], number: int) -> Table:

@@ -20,7 +20,6 @@ PLOTS = sorted((lessons.ROOT / "helpers" / "plots").glob("[a-z]*.py"))
 STILL_WITHOUT = {
     "collectives",
     "ddp",
-    "iteration",
     "memory",
     "model_parallel",
     "pipeline",
