@@ -1,9 +1,10 @@
-"""Checks of lesson 05: counters, memory and checkpoints under DataParallel."""
+"""Checks of lesson 05: the parts, memory, counters and checkpoints of DataParallel."""
 
 import copy
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -15,9 +16,185 @@ from helpers.memory import peaks_during
 from helpers.units import format_bytes
 
 
-@exercise("5.1", "A counter that survives")
-def counting_model(answer: Callable[[], nn.Module]) -> None:
+class _Noting(nn.Module):
+    """A small network that notes how many samples each of its replicas saw, and where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        self.seen: list[tuple[str, int]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append((str(x.device), len(x)))
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise Wrong(
+        yours="a call of nn.DataParallel",
+        expected="its four parts, called by you",
+        hint="Use scatter, replicate, parallel_apply and gather.",
+    )
+
+
+@exercise("5.1", "DataParallel from its four parts")
+def from_four_parts(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
+    all_gpus = devices.lab(3)
+    apart, seen = 0.0, []
+    for count, size in ((2, 2 * random.randint(3, 9) + 1), (3, 12), (3, 2)):
+        gpus = all_gpus[:count]
+        given = f"a batch of {size} on {count} GPUs"
+        single, module = _pair(gpus[0])
+        x = torch.randn(size, 6)
+        expected = single(x)
+        expected.square().sum().backward()
+        module.seen.clear()
+        try:
+            with patch.object(nn.DataParallel, "__init__", _refuse):
+                yours = answer(module, x.to(gpus[0]), gpus)
+        except AssertionError as unequal:
+            # parallel_apply wants as many modules as inputs, and says so in numbers alone.
+            raise Wrong(
+                yours=f"AssertionError: {unequal}",
+                expected="an output",
+                given=given,
+                hint="parallel_apply takes as many replicas as chunks, and a small batch has fewer "
+                "chunks than there are GPUs.",
+            ) from unequal
+        if not isinstance(yours, torch.Tensor):
+            raise Wrong(
+                yours=yours, expected="a tensor", given=given, hint="Return what gather gives you."
+            )
+        if yours.device != gpus[0]:
+            raise Wrong(
+                yours=f"an output on {yours.device}",
+                expected=f"an output on {gpus[0]}",
+                given=given,
+                hint="gather takes the device where the outputs are joined.",
+            )
+        chunks = [(str(gpu), len(chunk)) for gpu, chunk in zip(gpus, x.chunk(count), strict=False)]
+        if not yours.requires_grad:
+            raise Wrong(
+                yours="an output without a graph",
+                expected="an output that backward can start from",
+                given=given,
+                hint="Call the four parts with gradients enabled, and detach nothing.",
+            )
+        seen = sorted(module.seen)
+        if seen != chunks:
+            raise Wrong(
+                yours=_samples(seen),
+                expected=_samples(chunks),
+                given=given,
+                hint="Each GPU runs its own chunk once: scatter first, then parallel_apply.",
+            )
+        hint = "The output is not that of one GPU on the whole batch."
+        expect_close(yours.cpu(), expected, given=given, hint=hint)
+        yours.square().sum().backward()
+        for (name, mine), theirs in zip(
+            module.named_parameters(), single.parameters(), strict=True
+        ):
+            hint = f"The gradient of {name} is not that of one GPU: is everything in the graph?"
+            if mine.grad is None:
+                raise Wrong(yours="no gradient", expected="a gradient", given=given, hint=hint)
+            assert theirs.grad is not None
+            expect_close(mine.grad.cpu(), theirs.grad, given=given, hint=hint)
+            apart = max(apart, (mine.grad.cpu() - theirs.grad).abs().max().item())
+    return {
+        "2 samples on 3 GPUs": _samples(seen),
+        "largest difference from one GPU": f"{apart:.1e}, in any gradient of 3 batches",
+    }
+
+
+def _pair(gpu: torch.device) -> tuple[_Noting, _Noting]:
+    """A network on the CPU, and the same one on ``gpu``."""
+    single = _Noting()
+    return single, copy.deepcopy(single).to(gpu)
+
+
+def _samples(seen: list[tuple[str, int]]) -> str:
+    return ", ".join(f"{size} on {device}" for device, size in seen) or "no forward at all"
+
+
+class _LossInForward(nn.Module):
+    """The reference for the budget: one summed loss from each replica."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.module(batch), labels, reduction="sum").unsqueeze(0)
+
+
+@exercise("5.2", "Within a budget of bytes")
+def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
+    gpus = devices.lab(2)
+    size = 2 * random.randint(90, 110) + 1
+    batch, labels = torch.randn(size, 64), torch.randint(2000, (size,))
+    given = f"a batch of {size}, outputs of 2000 numbers, 2 GPUs"
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 2000))
+    single = copy.deepcopy(model)
+    F.cross_entropy(single(batch), labels).backward()
+
+    def gathered(module: nn.Module, x: torch.Tensor, y: torch.Tensor, gpus: Any) -> None:
+        F.cross_entropy(nn.DataParallel(module, gpus)(x), y).backward()
+
+    def in_forward(module: nn.Module, x: torch.Tensor, y: torch.Tensor, gpus: Any) -> None:
+        (nn.DataParallel(_LossInForward(module), gpus)(x, y).sum() / len(x)).backward()
+
+    def peak_of(step: Callable[..., object]) -> tuple[list[int], nn.Module]:
+        module = copy.deepcopy(model).to(gpus[0])
+        x, y = batch.to(gpus[0]), labels.to(gpus[0])
+        return peaks_during(lambda: step(module, x, y, gpus), gpus), module
+
+    # Halfway between the usual way and the lean one, whatever this machine's allocator does.
+    usual = max(peak_of(gathered)[0])
+    budget = (usual + max(peak_of(in_forward)[0])) // 2
+    peaks, module = peak_of(answer)
+    for (name, mine), theirs in zip(module.named_parameters(), single.parameters(), strict=True):
+        hint = f"The gradient of {name} is not that of the mean loss over the whole batch."
+        if mine.grad is None:
+            raise Wrong(yours="no gradient", expected="a gradient", given=given, hint=hint)
+        assert theirs.grad is not None
+        scale = (mine.grad.cpu() / theirs.grad).median().item()
+        if abs(scale - 1) > 0.2:
+            hint += f" It is {scale:.3g} times too large: divide once, by the batch size."
+        else:
+            hint += " The mean of the means is not the mean when the chunks differ in size."
+        if not torch.allclose(mine.grad.cpu(), theirs.grad, rtol=1e-3, atol=1e-6):
+            apart = (mine.grad.cpu() - theirs.grad).abs()
+            raise Wrong(
+                yours=f"a gradient of {name} that is off by up to {apart.max().item():.2g}",
+                expected=f"that of one GPU, within {1e-3 * theirs.grad.abs().max().item():.2g}",
+                given=given,
+                hint=hint,
+            )
+    if min(peaks) < batch.nbytes // 4:
+        raise Wrong(
+            yours=f"{gpus[1]} is unused",
+            expected="both GPUs compute",
+            given=given,
+            hint="Split the batch over both GPUs.",
+        )
+    if max(peaks) > budget:
+        raise Wrong(
+            yours=", ".join(f"{g}: {format_bytes(p)}" for g, p in zip(gpus, peaks, strict=True)),
+            expected=f"at most {format_bytes(budget)} on each",
+            given=given,
+            hint="The outputs of the whole batch are on GPU 0. Return the loss from forward.",
+        )
+    return {
+        **{f"your peak on {g}": format_bytes(p) for g, p in zip(gpus, peaks, strict=True)},
+        "budget": f"{format_bytes(budget)}; with outputs gathered it is {format_bytes(usual)}",
+    }
+
+
+@exercise("5.3", "A counter that survives")
+def counting_model(answer: Callable[[], nn.Module]) -> dict[str, Any]:
     gpus = devices.lab(3)
+    counted = {}
     for count in (2, 3, 1):
         batches = random.randint(2, 5)
         given = f"{batches} batches on {count} GPU{'s' if count > 1 else ''}"
@@ -43,76 +220,18 @@ def counting_model(answer: Callable[[], nn.Module]) -> None:
                 given=given,
                 hint="Only parameters and registered buffers are saved with the model.",
             )
+        counted[given] = f"calls = {yours}"
+    return counted
 
 
-class _LossInForward(nn.Module):
-    """The reference for the budget: one summed loss from each replica."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, batch: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.module(batch), labels, reduction="sum").unsqueeze(0)
-
-
-@exercise("5.2", "Within a budget of bytes")
-def lean_step(answer: Callable[..., object]) -> None:
-    gpus = devices.lab(2)
-    size = 2 * random.randint(90, 110) + 1
-    batch, labels = torch.randn(size, 64), torch.randint(2000, (size,))
-    given = f"a batch of {size}, outputs of 2000 numbers, 2 GPUs"
-    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 2000))
-    single = copy.deepcopy(model)
-    F.cross_entropy(single(batch), labels).backward()
-
-    def gathered(module: nn.Module, x: torch.Tensor, y: torch.Tensor, gpus: Any) -> None:
-        F.cross_entropy(nn.DataParallel(module, gpus)(x), y).backward()
-
-    def in_forward(module: nn.Module, x: torch.Tensor, y: torch.Tensor, gpus: Any) -> None:
-        (nn.DataParallel(_LossInForward(module), gpus)(x, y).sum() / len(x)).backward()
-
-    def peak_of(step: Callable[..., object]) -> tuple[list[int], nn.Module]:
-        module = copy.deepcopy(model).to(gpus[0])
-        x, y = batch.to(gpus[0]), labels.to(gpus[0])
-        return peaks_during(lambda: step(module, x, y, gpus), gpus), module
-
-    # Halfway between the usual way and the lean one, whatever this machine's allocator does.
-    budget = (max(peak_of(gathered)[0]) + max(peak_of(in_forward)[0])) // 2
-    peaks, module = peak_of(answer)
-    for (name, mine), theirs in zip(module.named_parameters(), single.parameters(), strict=True):
-        hint = f"The gradient of {name} is not that of the mean loss over the whole batch."
-        if mine.grad is None:
-            raise Wrong(yours="no gradient", expected="a gradient", given=given, hint=hint)
-        assert theirs.grad is not None
-        scale = (mine.grad.cpu() / theirs.grad).median().item()
-        if abs(scale - 1) > 0.2:
-            hint += f" It is {scale:.3g} times too large: divide once, by the batch size."
-        elif not torch.allclose(mine.grad.cpu(), theirs.grad, rtol=1e-3, atol=1e-6):
-            hint += " The mean of the means is not the mean when the chunks differ in size."
-        expect_close(mine.grad.cpu(), theirs.grad, given=given, hint=hint, rtol=1e-3, atol=1e-6)
-    if min(peaks) < batch.nbytes // 4:
-        raise Wrong(
-            yours=f"{gpus[1]} is unused",
-            expected="both GPUs compute",
-            given=given,
-            hint="Split the batch over both GPUs.",
-        )
-    if max(peaks) > budget:
-        raise Wrong(
-            yours=", ".join(f"{g}: {format_bytes(p)}" for g, p in zip(gpus, peaks, strict=True)),
-            expected=f"at most {format_bytes(budget)} on each",
-            given=given,
-            hint="The outputs of the whole batch are on GPU 0. Return the loss from forward.",
-        )
-
-
-@exercise("5.3", "Load any checkpoint into any model")
-def load_any(answer: Callable[[nn.Module, dict[str, torch.Tensor]], str]) -> None:
+@exercise("5.4", "Load any checkpoint into any model")
+def load_any(answer: Callable[[nn.Module, dict[str, torch.Tensor]], str]) -> dict[str, Any]:
     gpus = devices.lab(2)
 
     def model() -> nn.Module:
-        return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).to(gpus[0])
+        # A part that is itself called "module": only the first "module." of a key may be the prefix.
+        parts = {"body": nn.Linear(3, 4), "module": nn.Linear(4, 2)}
+        return nn.ModuleDict(parts).to(gpus[0])
 
     def wrapped() -> nn.Module:
         return nn.DataParallel(model(), gpus)
@@ -127,7 +246,17 @@ def load_any(answer: Callable[[nn.Module, dict[str, torch.Tensor]], str]) -> Non
         given = f"the state of a {source_name} model, into a {target_name} one"
         state, target = make_source().state_dict(), make_target()
         before = dict(state)
-        said = answer(target, state)
+        try:
+            said = answer(target, state)
+        except NotImplementedError:
+            raise
+        except RuntimeError as refused:
+            raise Wrong(
+                yours=_first_lines(refused),
+                expected=expected,
+                given=f"{given}; a part of it is itself called module",
+                hint="Take off, or put on, exactly one module. at the start of each key.",
+            ) from refused
         expect_equal(
             list(state),
             list(before),
@@ -142,10 +271,15 @@ def load_any(answer: Callable[[nn.Module, dict[str, torch.Tensor]], str]) -> Non
     try:
         answer(model(), stranger)
     except RuntimeError:
-        return
+        return {f"{a} into {b}": said for a, _, b, _, said in cases}
     raise Wrong(
         yours="no error",
         expected="the RuntimeError of load_state_dict",
         given="the state of quite another model",
         hint="strict=False loads nothing and says nothing. Leave it out.",
     )
+
+
+def _first_lines(error: RuntimeError) -> str:
+    """What load_state_dict says, without the rest of a long list of keys."""
+    return " ".join(str(error).split())[:200]

@@ -1,8 +1,32 @@
-"""Lesson 05: what DataParallel makes anew at every forward, and throws away."""
+"""Lesson 05: what DataParallel sums, sends, makes anew at every forward, and throws away."""
 
 from broken_claims import Broken
 
+FRESH = "by_hand, real, single = fresh(), fresh(), fresh()"
+MEAN_FOR_SUM = """
+import unittest.mock
+def mean_for_sum(inputs, destination=None):
+    return tuple(sum(g.to(gpus[0]) for g in grads) / len(grads) for grads in zip(*inputs))
+unittest.mock.patch("torch.nn.parallel.comm.reduce_add_coalesced", mean_for_sum).start()
+"""
+
 BROKEN = [
+    Broken(
+        "B13",
+        "the outputs are small",
+        edits=[
+            ("torch.randint(4096, (batch_size,))", "torch.randint(8, (batch_size,))"),
+            (
+                "nn.Linear(128, 4096)).to(gpus[0])\n    batch",
+                "nn.Linear(128, 8)).to(gpus[0])\n    batch",
+            ),
+        ],
+    ),
+    Broken(
+        "B27",
+        "the replicas' gradients are averaged",
+        edits=[(FRESH, FRESH + MEAN_FOR_SUM)],
+    ),
     Broken(
         "B16",
         "replicas are kept from one forward to the next",
@@ -14,10 +38,40 @@ patch("torch.nn.DataParallel.replicate", replicate_once)
 """,
     ),
     Broken(
-        "B17",
-        "the module itself stands in for its replicas",
+        "B16",
+        "the weights stay on GPU 0 and the module is shared",
         before="""
 patch("torch.nn.DataParallel.replicate", lambda self, module, ids: [module] * len(ids))
 """,
+    ),
+    Broken(
+        "B17",
+        "one GPU, so nothing is replicated",
+        edits=[("nn.DataParallel(counter, gpus)", "nn.DataParallel(counter, gpus[:1])")],
+    ),
+    Broken(
+        "B18",
+        "one GPU, which sees the whole batch",
+        edits=[("nn.DataParallel(norm, gpus)", "nn.DataParallel(norm, gpus[:1])")],
+    ),
+    Broken(
+        "B31",
+        "the replicas overlap, as they would without the lock",
+        edits=[
+            (
+                "while time.thread_time() < started_s + 0.1:\n            pass",
+                "time.sleep(0.02)",
+            )
+        ],
+    ),
+    Broken(
+        "C20",
+        "the chunks come through GPU 0",
+        edits=[
+            (
+                "lambda: scatter(wide_batch, gpus)",
+                "lambda: scatter(wide_batch.to(gpus[0]), gpus)",
+            )
+        ],
     ),
 ]

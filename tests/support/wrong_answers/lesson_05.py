@@ -37,8 +37,57 @@ def load_any(model, state):
     return "as it is"
 """
 
+_PARTS = """
+def data_parallel(module, batch, gpus):
+    chunks = scatter(batch, gpus)
+    {body}
+"""
+
 WRONG = {
     "5.1": [
+        (
+            "def data_parallel(module, batch, gpus):\n"
+            "    return nn.DataParallel(module, gpus)(batch)",
+            "its four parts",
+        ),
+        ("def data_parallel(module, batch, gpus):\n    return module(batch)", "its own chunk once"),
+        (
+            _PARTS.format(
+                body="return gather(parallel_apply(replicate(module, gpus), chunks), gpus[0])"
+            ),
+            "as many replicas as chunks",
+        ),
+        (
+            _PARTS.format(
+                body="return parallel_apply(replicate(module, gpus[: len(chunks)]), chunks)"
+            ),
+            "Return what gather gives",
+        ),
+        (
+            _PARTS.format(
+                body="replicas = replicate(module, gpus[: len(chunks)])\n"
+                "    return gather(parallel_apply(replicas, chunks), gpus[1])"
+            ),
+            "where the outputs are joined",
+        ),
+        (
+            _PARTS.format(
+                body="with torch.no_grad():\n"
+                "        replicas = replicate(module, gpus[: len(chunks)])\n"
+                "    return gather(parallel_apply(replicas, chunks), gpus[0])"
+            ),
+            "gradients enabled",
+        ),
+        (
+            _PARTS.format(
+                body="replicas = replicate(module, gpus[: len(chunks)])\n"
+                "    outputs = parallel_apply(replicas, chunks)\n"
+                "    return gather(outputs[::-1], gpus[0])"
+            ),
+            "not that of one GPU",
+        ),
+    ],
+    "5.3": [
         (_counter("self.calls = 0", "self.calls += 1"), "thrown away"),
         (
             _counter(
@@ -69,12 +118,12 @@ WRONG = {
         ),
         ("def lean_step(module, batch, labels, gpus):\n    pass", "no gradient"),
     ],
-    "5.3": [
+    "5.4": [
         (_LOAD.format(body="pass", strict=""), "Missing key(s)"),
         (_LOAD.format(body="pass", strict=", strict=False"), "not those of the state"),
         (
             "def load_any(model, state):\n"
-            "    bare = getattr(model, 'module', model)\n"
+            "    bare = model.module if isinstance(model, nn.DataParallel) else model\n"
             "    for name in list(state):\n"
             "        state[name.removeprefix('module.')] = state.pop(name)\n"
             "    bare.load_state_dict(state)\n"
@@ -83,11 +132,33 @@ WRONG = {
         ),
         (
             "def load_any(model, state):\n"
-            "    bare = getattr(model, 'module', model)\n"
+            "    bare = model.module if isinstance(model, nn.DataParallel) else model\n"
             "    state = {k.removeprefix('module.'): v for k, v in state.items()}\n"
             "    bare.load_state_dict(state)\n"
             "    return 'done'",
             "in those words",
+        ),
+        (
+            # A bare model may have a part called module, too.
+            "def load_any(model, state):\n"
+            "    bare = getattr(model, 'module', model)\n"
+            "    bare.load_state_dict({k.removeprefix('module.'): v for k, v in state.items()})\n"
+            "    return 'prefix removed'",
+            "exactly one module.",
+        ),
+        (
+            # Also takes the name of a part away.
+            "def load_any(model, state):\n"
+            "    bare = model.module if isinstance(model, nn.DataParallel) else model\n"
+            "    wrapped = isinstance(model, nn.DataParallel)\n"
+            "    if all(k.startswith('module.') for k in state) != wrapped:\n"
+            "        if wrapped:\n"
+            "            state = {'module.' + k: v for k, v in state.items()}\n"
+            "        else:\n"
+            "            state = {k.replace('module.', ''): v for k, v in state.items()}\n"
+            "    model.load_state_dict(state)\n"
+            "    return 'prefix removed'",
+            "exactly one module.",
         ),
     ],
 }
