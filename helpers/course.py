@@ -1,4 +1,4 @@
-"""The course as a whole: its lessons, read from the notebooks themselves, and how far you are."""
+"""The course as a whole: its routes, its lessons, read from the notebooks, and how far you are."""
 
 import json
 import re
@@ -8,6 +8,20 @@ from helpers.checks import exercises, guesses, minutes
 from helpers.checks.solved import ids
 from helpers.tables import Table
 
+# Name and whom it is for, and its lessons; in brackets the part that is read, and its share.
+ROUTES = (
+    (
+        "quick: from one GPU to many by the shortest way",
+        ("00", ("01", "first half", 0.5), ("02", "first section", 0.2), *["04", "06", "07", "12"]),
+    ),
+    ("old code: written before 2018, or with DataParallel", ("02", "03", "05")),
+    (
+        "large models: one GPU does not hold them",
+        tuple(["06", "07", "08", "11", "12", "13", "14", "15"]),
+    ),
+    ("everything, in order", ()),
+)
+
 
 def overview(folder: Path | str = ".") -> Table:
     """The lessons in ``folder``: minutes, yours, what they build on, exercises, guesses.
@@ -15,27 +29,44 @@ def overview(folder: Path | str = ".") -> Table:
     The caption says where to go on. Appendices come last. Read from each notebook's opening cell,
     so it cannot go stale. Raises FileNotFoundError for a folder without lessons.
     """
-    paths = sorted(Path(folder).glob("[0-9][0-9]_*.ipynb"))
-    if not paths:
-        raise FileNotFoundError(f"no lessons in {Path(folder).resolve()}: run this in notebooks/")
+    paths = _lessons(folder)
     paths += sorted(Path(folder).glob("appendix_*.ipynb"))
     done, spent, guessed = ids(), minutes.spent(), guesses.counts()
     rows, links = [], {}
     for path in paths:
-        opening = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
+        opening = _opening(path)
         heading = _found(r"^# (.*)$", opening)
         own = [e.id for e in exercises() if f"{int(e.id.split('.')[0]):02}_" == path.name[:3]]
         known = opening.partition("**You should know**")[2]
         needed = ", ".join(sorted(set(re.findall(r"lesson (\d\d)", known)))) or "nothing"
         solved = f"{sum(name in done for name in own)} of {len(own)}" if own else ""
         yours = f"{spent[path.name[:2]]:.0f}" if path.name[:2] in spent else ""
-        stated = _found(r"\*\*Time:\*\* about (\d+)", opening)
+        stated = _minutes(opening)
         made, right = guessed.get(path.name[:2], (0, 0))
         hits = f"{right} of {made}" if made else ""
         rows.append((heading, stated, yours, needed, solved, hits))
         links[heading] = path.name
     header = ("lesson", "minutes", "yours", "builds on", "exercises solved", "guesses right")
     return Table(header, rows, caption=go_on(), links=links)
+
+
+def routes(folder: Path | str = ".") -> Table:
+    """Ways through the lessons in ``folder``: which ones, and how long they take together.
+
+    A lesson that is not there is left out. Raises FileNotFoundError as ``overview`` does.
+    """
+    minutes_of = {path.name[:2]: int(_minutes(_opening(path))) for path in _lessons(folder)}
+    rows = []
+    for name, stops in ROUTES:
+        parts = [stop if isinstance(stop, tuple) else (stop, "", 1.0) for stop in stops]
+        there = [part for part in parts if part[0] in minutes_of]
+        shown = ", ".join(f"{lesson} ({which})" if which else lesson for lesson, which, _ in there)
+        if not stops:
+            there = [(lesson, "", 1.0) for lesson in minutes_of]
+            shown = f"{there[0][0]} to {there[-1][0]}"
+        whole = sum(minutes_of[lesson] * share for lesson, _, share in there)
+        rows.append((name, shown, f"{whole / 60:.1f}"))
+    return Table(("route", "lessons", "hours"), rows)
 
 
 def go_on() -> str:
@@ -49,6 +80,21 @@ def go_on() -> str:
         return f"Still open: {', '.join(left)}." if left else "Every exercise is solved."
     lesson = int(later[0].id.split(".")[0])
     return f"Go on in lesson {lesson:02d}, to exercise {later[0].id} · {later[0].title}."
+
+
+def _lessons(folder: Path | str) -> list[Path]:
+    paths = sorted(Path(folder).glob("[0-9][0-9]_*.ipynb"))
+    if not paths:
+        raise FileNotFoundError(f"no lessons in {Path(folder).resolve()}: run this in notebooks/")
+    return paths
+
+
+def _opening(path: Path) -> str:
+    return "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
+
+
+def _minutes(opening: str) -> str:
+    return _found(r"\*\*Time:\*\* about (\d+)", opening)
 
 
 def _found(pattern: str, text: str) -> str:

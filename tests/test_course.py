@@ -1,6 +1,7 @@
 """The overview of lesson 00 is read from the lessons themselves."""
 
 import itertools
+import json
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -18,6 +19,23 @@ def test_every_lesson_is_listed_with_its_link_and_minutes():
         assert int(row[1]) > 0
         own = lessons.exercise_ids(path)
         assert row[4].endswith(f"of {len(own)}") if own else row[4] == ""
+
+
+def test_routes_name_lessons_that_are_there_and_add_up_their_minutes(tmp_path):
+    for name, text in {"00_a": "15", "02_b": "50", "04_c": "30", "12_d": "60"}.items():
+        opening = {"source": [f"# {name}\n", "\n", f"**Time:** about {text} minutes"]}
+        (tmp_path / f"{name}.ipynb").write_text(json.dumps({"cells": [opening]}))
+    rows = {row[0].split(":")[0]: row[1:] for row in course.routes(tmp_path).rows}
+    assert rows["quick"] == ("00, 02 (first section), 04, 12", "1.9")
+    assert rows["old code"] == ("02", "0.8")
+    assert rows["everything, in order"] == ("00 to 12", "2.6")
+
+
+def test_routes_of_the_course_have_their_lessons():
+    for _, lessons_of_route, hours in course.routes(lessons.ROOT / "notebooks").rows:
+        assert len(lessons_of_route) > 2 and float(hours) > 1
+    with pytest.raises(FileNotFoundError, match="no lessons in"):
+        course.routes(lessons.ROOT / "tests")
 
 
 def test_progress_is_counted(tmp_path, monkeypatch):

@@ -29,7 +29,7 @@ class Guess:
         """Whether there is one: the ``...`` was replaced."""
         return self.value is not ...
 
-    def compare(self, outcome: Any, *, within: float = 0.0, unit: str = "") -> "Guess":
+    def compare(self, outcome: Any, *, within: float = 0.0, unit: str = "") -> None:
         """Show the guess beside what came out, and remember whether they agree.
 
         within: how far a number may be off, as a share of the outcome; 0.25 is a quarter. Lists and
@@ -39,7 +39,6 @@ class Guess:
         if self.made:
             comparison.remember()
         display(comparison)
-        return self
 
     def __repr__(self) -> str:
         if self.made:
@@ -132,5 +131,10 @@ def agree(value: Any, outcome: Any, within: float = 0.0) -> bool:
 
 
 def _text(value: Any, unit: str) -> str:
-    shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return f"{shown} {unit}".strip()
+    return f"{_number(value)} {unit}".strip()
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_number, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

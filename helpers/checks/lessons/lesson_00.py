@@ -3,29 +3,38 @@
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
-from helpers.checks.core import Wrong, exercise, expect_equal
+from helpers.checks.core import Wrong, exercise, expect_equal, for_input
 
 
 @exercise("0.1", "The largest share")
-def largest_share(answer: Callable[[int, int], int]) -> None:
+def largest_share(answer: Callable[[int, int], int]) -> dict[str, Any]:
     even = random.randint(2, 9)
-    expect_equal(
-        answer(even * 8, 8),
-        even,
-        given=f"a batch of {even * 8} on 8 GPUs",
+    _expect_share(
+        answer,
+        even * 8,
+        8,
         hint="This batch divides evenly: every GPU gets batch_size / gpu_count images.",
     )
     uneven = (even * 8 + random.randint(1, 7), 8)
     drawn = [(random.randint(1, 100), random.randint(1, 8)) for _ in range(20)]
     for batch_size, gpu_count in [uneven, *drawn]:
-        expect_equal(
-            answer(batch_size, gpu_count),
-            math.ceil(batch_size / gpu_count),
-            given=f"a batch of {batch_size} on {gpu_count} GPUs",
-            hint="Nothing may be left over: a share is rounded up when the batch does not divide.",
-        )
+        hint = "Nothing may be left over: a share is rounded up when the batch does not divide."
+        _expect_share(answer, batch_size, gpu_count, hint)
     yours = answer(even * 8, 8)
     if not isinstance(yours, int):
         hint = "The number is right; make it a whole number (an int), as images are."
         raise Wrong(yours=yours, expected=even, given=f"a batch of {even * 8} on 8 GPUs", hint=hint)
+    return {
+        "your largest share": f"{answer(100, 8)} of 100 images on 8 GPUs",
+        "tried": f"{2 + len(drawn)} batches",
+    }
+
+
+def _expect_share(
+    answer: Callable[[int, int], int], batch_size: int, gpu_count: int, hint: str
+) -> None:
+    with for_input(f"a batch of {batch_size} on {gpu_count} GPUs"):
+        share = answer(batch_size, gpu_count)
+        expect_equal(share, math.ceil(batch_size / gpu_count), hint=hint)
