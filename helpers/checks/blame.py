@@ -2,15 +2,11 @@
 
 import linecache
 import re
-import sysconfig
 import traceback
-from pathlib import Path
 from types import FrameType
 
 from helpers.checks.describing import describe
-
-_OURS = Path(__file__).resolve().parents[1]
-_LIBRARIES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib"))
+from helpers.launch.own_code import is_learners
 
 _ARGUMENTS = "Keep the stub's name and arguments: the check calls it with them."
 # A phrase of the error, and what to do about it; the first that fits.
@@ -52,7 +48,7 @@ def in_short(message: str) -> str:
 def own_line(error: BaseException) -> str:
     """The innermost line of the learner's own code; "" where there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)]
-    own = [frame for frame in frames if _is_learners(frame.filename)]
+    own = [frame for frame in frames if is_learners(frame.filename)]
     if not own:
         return own_line_in(str(error))
     frame = own[-1]
@@ -63,7 +59,7 @@ def own_line(error: BaseException) -> str:
 def own_line_in(message: str) -> str:
     """The same, of a traceback that stands in a message."""
     frames = re.findall(r'^\s*(?:File ")?(.+?)"?, line (\d+), in .*\n\s*(.*)$', message, re.M)
-    own = [frame for frame in frames if _is_learners(frame[0])]
+    own = [frame for frame in frames if is_learners(frame[0])]
     return f"in line {own[-1][1]} of your cell: {own[-1][2]}" if own else ""
 
 
@@ -71,7 +67,7 @@ def call_of(error: BaseException) -> str:
     """The learner's function that was called, with its arguments as they were when it failed."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = frame.f_code.co_name
-        if _is_learners(frame.f_code.co_filename) and name != "<module>":
+        if is_learners(frame.f_code.co_filename) and name != "<module>":
             return f"{_called(frame)} when it failed"
     return ""
 
@@ -93,10 +89,3 @@ def _called(frame: FrameType) -> str:
         function = f"{type(values.pop('self')).__name__}.{function}"
     shown = (f"{name}={describe(value, limit=120)}" for name, value in values.items())
     return f"{function}({', '.join(shown)})"
-
-
-def _is_learners(filename: str) -> bool:
-    if filename.startswith("<frozen"):
-        return False
-    path = Path(filename).resolve()
-    return not any(path.is_relative_to(root) for root in (_OURS, *_LIBRARIES))

@@ -1,11 +1,11 @@
 """Why ranks hang, worked out from where each of them is."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from helpers.launch.places import Collective, Place, Snapshot
 
-# Every rank has to bring a tensor of the same size and type to these.
+# To these every rank has to bring as many elements of the same type; shapes may differ.
 _ALIKE = {"all_reduce", "broadcast", "reduce"}
 
 
@@ -39,7 +39,7 @@ def is_deadlock(snapshots: Sequence[Snapshot | None], within_s: float = float("i
             assert snapshot is not None
             first = snapshot.unfinished[0]
             awaited = set(_missing(snapshots, first)) & (held_up | returned)
-            if awaited or len(_names(snapshots, first)) > 1:
+            if awaited or _is_mismatch(_records(snapshots, first).values()):
                 hopeless.add(rank)
         if hopeless == held_up:
             return bool(held_up)
@@ -114,14 +114,14 @@ def _who_misses(snapshots: Sequence[Snapshot | None]) -> list[str]:
         if silent:
             absent += f", of {ranks_text(silent)} nothing is known"
         where = f"collective {number} of {_group_name(first.group)}"
-        if len({c.name for c in records.values()}) > 1:
+        if not _is_mismatch(records.values()):
+            lines.append(f"{first.name}, {where}: {ranks_text(records)} came, {absent}.")
+        elif len({c.name for c in records.values()}) > 1:
             calls = "; ".join(f"rank {r} calls {c.name}" for r, c in sorted(records.items()))
             lines.append(f"Mismatch at {where}: {calls}; {absent}.")
-        elif first.name in _ALIKE and len({c.tensors for c in records.values()}) > 1:
+        else:
             sizes = "; ".join(f"rank {r} brings {c.tensors}" for r, c in sorted(records.items()))
             lines.append(f"Mismatch in {first.name}, {where}: {sizes}; {absent}.")
-        else:
-            lines.append(f"{first.name}, {where}: {ranks_text(records)} came, {absent}.")
     if not any(s is None or s.waits or s.stage == "is starting" for s in snapshots):
         lines.append("No rank waits for another: they may just need more time (timeout_s).")
     return lines
@@ -137,8 +137,10 @@ def _records(snapshots: Sequence[Snapshot | None], wanted: Collective) -> dict[i
     }
 
 
-def _names(snapshots: Sequence[Snapshot | None], wanted: Collective) -> set[str]:
-    return {collective.name for collective in _records(snapshots, wanted).values()}
+def _is_mismatch(records: Collection[Collective]) -> bool:
+    """Whether ranks came to the same collective with what cannot go together."""
+    names = {c.name for c in records}
+    return len(names) > 1 or (names <= _ALIKE and len({c.amounts for c in records}) > 1)
 
 
 def _missing(snapshots: Sequence[Snapshot | None], wanted: Collective) -> list[int]:

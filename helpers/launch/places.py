@@ -6,10 +6,10 @@ program (``async_op=True``) or below it (DistributedDataParallel in ``backward``
 """
 
 import linecache
+import math
 import os
 import pickle
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-import helpers
+from helpers.launch.own_code import is_learners, is_library
 
 RECORDER = {"TORCH_FR_BUFFER_SIZE": "1000", "TORCH_FR_CPP_STACK": "0"}
 """Environment that switches the flight recorder on; it counts collectives per group."""
@@ -28,14 +28,6 @@ _LATELY = 200
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 _DDP = os.path.join(_TORCH, "nn", "parallel", "distributed.py")
-_PACKAGE = os.path.dirname(helpers.__file__) + os.sep
-_LAUNCHER = os.path.dirname(__file__) + os.sep
-_FOREIGN = (
-    "<frozen",
-    _TORCH,
-    *(sysconfig.get_path(p) + os.sep for p in ("stdlib", "platstdlib", "purelib", "platlib")),
-    _LAUNCHER,
-)
 
 
 @dataclass(frozen=True)
@@ -59,6 +51,8 @@ class Collective:
     place: Place | None
     tensors: str
     """Sizes and types of what the rank put in."""
+    amounts: tuple[tuple[int, str], ...]
+    """For each of these tensors its number of elements and their type."""
     finished: bool
 
 
@@ -116,8 +110,8 @@ def own_place(frames: Iterable[tuple[str, int]]) -> Place | None:
 
     This package counts as a library, an exercise's check for one, unless it is all that runs.
     """
-    found = [frame for frame in frames if not frame[0].startswith(_FOREIGN)]
-    learners = [frame for frame in found if not frame[0].startswith(_PACKAGE)]
+    found = [frame for frame in frames if not is_library(frame[0])]
+    learners = [frame for frame in found if is_learners(frame[0])]
     for filename, line in (*learners, *found)[:1]:
         return Place(filename, line, linecache.getline(filename, line).strip())
     return None
@@ -138,7 +132,7 @@ def _call(stack: list[FrameType]) -> tuple[str, bool]:
             found, is_distributed = "backward", False
         elif filename.startswith(_DISTRIBUTED) and not filename.endswith("c10d_logger.py"):
             found, is_distributed = name + _peer(name, frame.f_locals), True
-        elif not filename.startswith((*_FOREIGN, _PACKAGE)):
+        elif is_learners(filename):
             break
     return found, is_distributed
 
@@ -174,13 +168,15 @@ def _recorded() -> list[Collective]:
         if not entry["is_p2p"]:
             backend, _, operation = entry["profiling_name"].partition(":")
             frames = [(f["filename"], f["line"]) for f in entry.get("frames", [])]
+            sizes, types = entry["input_sizes"], entry["input_dtypes"]
             found.append(
                 Collective(
                     group=f"{entry['process_group'][0]}/{backend}",
                     number=entry["collective_seq_id"],
                     name=operation,
                     place=own_place(frames),
-                    tensors=f"{entry['input_sizes']} {', '.join(entry['input_dtypes'])}",
+                    tensors=f"{sizes} {', '.join(types)}",
+                    amounts=tuple(zip(map(math.prod, sizes), types, strict=True)),
                     finished=entry["retired"] or entry["state"] == "completed",
                 )
             )

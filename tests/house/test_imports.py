@@ -39,6 +39,9 @@ ORDER = [
     # A function on several processes: what a rank needs before what its parent needs.
     "helpers.launch.errors",
     "helpers.launch.machine",
+    "helpers.launch.own_code",
+    "helpers.launch.guard",
+    "helpers.launch.payload",
     "helpers.launch.output",
     "helpers.launch.places",
     "helpers.launch.rank",

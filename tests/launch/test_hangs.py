@@ -1,5 +1,7 @@
 """Which hangs are certain, and who is told to be missing: worked out from where ranks are."""
 
+import math
+
 import torch.distributed as dist
 
 import helpers.checks.on_ranks
@@ -11,8 +13,9 @@ PLACE = Place("train.py", 3, "dist.all_reduce(t)")
 BOTH = {"0": [0, 1]}
 
 
-def started(number, *, group="0", finished=False, name="all_reduce"):
-    return Collective(f"{group}/gloo", number, name, PLACE, "[[2]] Float", finished)
+def started(number, *, group="0", finished=False, name="all_reduce", shape=(2,)):
+    amounts = ((math.prod(shape), "Float"),)
+    return Collective(f"{group}/gloo", number, name, PLACE, f"{[*shape]} Float", amounts, finished)
 
 
 def waiting(*collectives, members=None):
@@ -63,6 +66,22 @@ def test_different_collectives_at_the_same_number():
     assert "rank 0 calls all_reduce; rank 1 calls broadcast; no rank is missing" in explain(
         ranks, str
     )
+
+
+def test_different_sizes_in_one_all_reduce():
+    ranks = [waiting(started(1)), waiting(started(1, shape=(3,)))]
+    assert is_deadlock(ranks)
+    assert "Mismatch in all_reduce" in explain(ranks, str)
+    # One has got through with what there was, and waits for the other at the next.
+    ahead = waiting(started(1, finished=True), started(2, name="barrier"))
+    assert is_deadlock([ahead, waiting(started(1, shape=(3,)))])
+
+
+def test_as_many_elements_in_another_shape_are_no_mismatch():
+    ranks = [waiting(started(1, shape=(2, 3))), waiting(started(1, shape=(6,)))]
+    assert not is_deadlock(ranks) and "Mismatch" not in explain(ranks, str)
+    uneven = [waiting(started(1, name="all_gather", shape=(n,))) for n in (2, 3)]
+    assert not is_deadlock(uneven), "NCCL gathers unequal shares"
 
 
 def test_a_group_that_gives_up_in_time_is_left_to_say_so():

@@ -1,0 +1,31 @@
+"""Which lines of a stack are the learner's own: one rule, for hangs, crashes and wrong answers."""
+
+import sysconfig
+from pathlib import Path
+
+import torch
+
+_LAUNCHER = Path(__file__).resolve().parent
+_PACKAGE = _LAUNCHER.parent
+_INSTALLED = {"site-packages", "dist-packages"}
+# torch is named because a build from source is imported from where it was built.
+_LIBRARIES = (
+    *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")),
+    Path(torch.__file__).resolve().parent,
+    _LAUNCHER,
+)
+
+
+def is_library(filename: str) -> bool:
+    """Whether a frame's file belongs to Python, to an installed package or to the launcher."""
+    if filename.startswith("<"):
+        return filename.startswith("<frozen")  # any other is code that was typed in
+    path = Path(filename).resolve()
+    return not _INSTALLED.isdisjoint(path.parts) or any(map(path.is_relative_to, _LIBRARIES))
+
+
+def is_learners(filename: str) -> bool:
+    """Whether a frame's file is the learner's: not a library's, and not this course's package."""
+    if is_library(filename):
+        return False
+    return filename.startswith("<") or not Path(filename).resolve().is_relative_to(_PACKAGE)
