@@ -1,7 +1,10 @@
-"""What this machine has for its ranks: cores to share out, and a network that stays inside."""
+"""What this machine has for its ranks: cores, GPUs, and a network that stays inside."""
 
 import os
 import socket
+
+import torch
+import torch.distributed as dist
 
 
 def cores() -> int:
@@ -14,6 +17,21 @@ def cores() -> int:
 def threads_per_rank(ranks: int) -> int:
     """Each rank's share of the cores, at least 1, for ``torch.set_num_threads``."""
     return max(1, cores() // ranks)
+
+
+def each_rank_has_a_gpu(ranks: int | None = None) -> bool:
+    """Whether each of this machine's ranks can have a GPU of its own, with NCCL between them.
+
+    Without a number they are as many as torchrun or ``launch.run`` has started on this machine.
+    """
+    if ranks is None:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return dist.is_nccl_available() and torch.cuda.device_count() >= ranks
+
+
+def backend(on_gpus: bool) -> str:
+    """What ``init_process_group`` takes: NCCL for tensors on GPUs, which it needs; gloo on CPUs."""
+    return "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
 
 
 def loopback() -> str | None:

@@ -197,8 +197,7 @@ def _say(training: Training, line: str) -> None:
 @contextmanager
 def _group(cpu: bool) -> Iterator[None]:
     """The process group that the environment describes; without one, a group of this process."""
-    own_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) and not cpu
-    backend = "cpu:gloo,cuda:nccl" if own_gpus and dist.is_nccl_available() else "gloo"
+    backend = machine.backend(machine.each_rank_has_a_gpu() and not cpu)
     one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     if one_host and (loopback := machine.loopback()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from helpers.data import Digits
+from helpers.launch import machine
 from helpers.models import DigitsCNN
 from helpers.train import checkpoints
 from helpers.train.checkpoints import CheckpointError
@@ -196,10 +197,9 @@ class Training:
 
 
 def _device(cpu: bool) -> torch.device:
-    """This rank's own GPU where each rank of this host has one, else the CPU."""
-    number = int(os.environ.get("LOCAL_RANK", 0))
-    if cpu or torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+    """This rank's own GPU if each rank of this machine has one, else the CPU."""
+    if cpu or not machine.each_rank_has_a_gpu():
         return torch.device("cpu")
-    device = torch.device("cuda", number)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     return device
