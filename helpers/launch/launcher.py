@@ -13,17 +13,14 @@ import pickle
 import socket
 import time
 from collections.abc import Callable
-from inspect import getclosurevars, isfunction, signature
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
-
-import cloudpickle
-import torch
-import torch.distributed as dist
 
 from helpers.launch import faults, hangs, machine, places
 from helpers.launch.errors import LaunchError, RankDied, RankRaised, RanksHung
 from helpers.launch.output import Output
+from helpers.launch.payload import pack
 from helpers.launch.rank import Job, inside_rank, report, result_path
 from helpers.launch.team import Member, Team
 
@@ -62,12 +59,13 @@ def run(
     ``launch.report(content)`` of a rank. ``timeout_s`` limits the whole run; None waits for ever.
 
     Raises RankRaised, RankDied or RanksHung (all of them LaunchError) when a rank does not return;
-    TypeError or ValueError for arguments that cannot work. No process outlives the call.
+    TypeError or ValueError for arguments that cannot work. No process outlives the call; outside
+    Linux, one that a rank has started in a session of its own does.
     """
     __tracebackhide__ = True
     _check(function, nprocs, timeout_s, output)
     _check_call(function, nprocs, args)
-    payload = _pack(function, args)
+    payload = pack(function, args)
     jobs = _jobs(nprocs)
     with Team(jobs, payload, Output(nprocs, by_rank=output == "by rank"), on_report) as team:
         try:
@@ -125,35 +123,9 @@ def _check_call(function: Callable[..., Any], nprocs: int, args: tuple[Any, ...]
         ) from None
 
 
-def _pack(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    try:
-        return cloudpickle.dumps((function, args))
-    except Exception as error:
-        name = getattr(function, "__name__", repr(function))
-        culprit = _unpicklable_part(function, args)
-        raise TypeError(
-            f"launch.run cannot send {name} to other processes{culprit}: {error}. "
-            "Make such a thing inside the function, on each rank."
-        ) from error
-
-
-def _unpicklable_part(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    parts = {f"argument {i} after the number of ranks": arg for i, arg in enumerate(args, start=1)}
-    if isfunction(function):
-        names = getclosurevars(function)
-        for name, value in {**names.globals, **names.nonlocals}.items():
-            parts[f"the variable {name!r} that it uses"] = value
-    for where, value in parts.items():
-        try:
-            cloudpickle.dumps(value)
-        except Exception:
-            return f", because of {where} ({type(value).__name__})"
-    return ""
-
-
 def _jobs(world_size: int) -> list[Job]:
     threads = machine.threads_per_rank(world_size)
-    own_gpus = dist.is_nccl_available() and torch.cuda.device_count() >= world_size
+    backend = machine.backend(machine.each_rank_has_a_gpu(world_size))
     shared = {
         # A figure drawn in a rank is shown by the notebook, not by the rank.
         "MPLBACKEND": "agg",
@@ -174,7 +146,7 @@ def _jobs(world_size: int) -> list[Job]:
         Job(
             rank=rank,
             world_size=world_size,
-            backend="cpu:gloo,cuda:nccl" if own_gpus else "gloo",
+            backend=backend,
             threads=threads,
             environment={
                 **defaults,

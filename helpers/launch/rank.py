@@ -13,19 +13,20 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from helpers.launch import places
+from helpers.launch import guard, places
 from helpers.launch.output import redirect
+from helpers.launch.payload import dump, dumps
 
 SOCKETS_FOLDER = "LAUNCH_SOCKETS_FOLDER"
 """The environment variable that tells a forkserver which folder to remove at its end."""
@@ -162,7 +163,7 @@ def report(content: Any) -> None:
     whatever pickling ``content`` raises.
     """
     if _rank is not None:
-        _rank.send(Report(time.monotonic_ns(), cloudpickle.dumps(content)))
+        _rank.send(Report(time.monotonic_ns(), dumps(content)))
 
 
 def main(control: Connection, output: Connection, scratch: Path) -> None:
@@ -176,6 +177,7 @@ def main(control: Connection, output: Connection, scratch: Path) -> None:
         # parent's to handle, and what this rank starts can be ended together with it.
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    guard.enter()
     redirect(output)
     _rank = _Rank(control, scratch)
     job: Job = _rank.next_order()
@@ -219,7 +221,7 @@ def _attempt(rank: _Rank, job: Job) -> Result | Failure:
         rank.stage = "has returned"
         kind = "unpicklable"
         with result_path(rank.scratch, job.rank).open("wb") as file:
-            cloudpickle.dump(value, file)
+            dump(value, file)
     except SystemExit as error:
         return _failure("exited", error)
     except BaseException as error:
@@ -245,7 +247,7 @@ def _failure(kind: str, error: BaseException) -> Failure:
     _leave_out_own_frames(error)
     told = traceback.TracebackException.from_exception(error)
     try:
-        content = cloudpickle.dumps(error.with_traceback(None))
+        content = dumps(error.with_traceback(None))
         pickle.loads(content)
     except Exception:
         # Many exceptions do not survive pickling; the text always does.
@@ -268,4 +270,6 @@ def _leave_out_own_frames(error: BaseException) -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        # The function may have closed or replaced them; its result counts all the same.
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()

@@ -6,7 +6,6 @@ import multiprocessing.util
 import os
 import pickle
 import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+from helpers.launch import guard
 from helpers.launch.output import Output
 from helpers.launch.places import Snapshot
 from helpers.launch.rank import (
@@ -36,6 +36,9 @@ from helpers.launch.rank import (
 
 PRELOAD = ("torch", "torch._dynamo", "helpers.launch.rank")
 """What the forkserver imports once, for all ranks. Every optimizer imports torch._dynamo."""
+
+END_LIMIT_S = 10.0
+"""For a rank and what it has started to be gone once they are told to end."""
 
 _PIPE_BYTES = 1 << 16
 _starting = threading.Lock()
@@ -206,13 +209,10 @@ class Team:
 
     def _end(self) -> None:
         for member in self.members:
-            if hasattr(os, "killpg"):
-                # The rank leads a group of its own, with whatever it has started. Very early the
-                # group does not exist yet, later it may be empty.
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(member.process.pid, signal.SIGKILL)
-            member.process.kill()
+            guard.end(member.process.pid)
         for member in self.members:
+            member.process.join(END_LIMIT_S)
+            member.process.kill()
             member.process.join()
             if member.ended_ns is None:
                 self._read_output(member, everything=True)

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from cells import cell
 
 from helpers import launch
+from helpers.launch import launcher, machine
+from helpers.train import training
 
 
 def run(source, nprocs, *args, **options):
@@ -142,6 +144,14 @@ def test_errors_warnings_and_what_programs_print_is_shown(capsys):
     assert "[rank 0] to stderr\n" in shown.err
     assert "[rank 0] from a program\n" in shown.out + shown.err
     assert "[rank 0] no newline\n" in shown.out
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["sys.stdout.close()", "sys.stderr.close()", "sys.stdout = None", "sys.stdout = object()"],
+)
+def test_a_function_may_close_or_replace_its_streams_and_its_result_arrives(line):
+    assert run(f"def main(rank, world_size):\n    {line}\n    return rank", 2) == [0, 1]
 
 
 def test_reports_reach_the_parent_in_turn_with_the_prints(capsys):
@@ -309,3 +319,22 @@ def test_a_function_that_does_not_take_rank_and_world_size_is_told_before_anythi
 def test_the_parent_joins_no_group():
     run("def main(rank, world_size): return None", 2)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nccl", "ranks", "expected"),
+    [(0, True, 1, False), (2, True, 2, True), (2, True, 3, False), (2, False, 2, False)],
+)
+def test_each_rank_has_a_gpu_is_decided_in_one_place(monkeypatch, gpus, nccl, ranks, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    backend = "cpu:gloo,cuda:nccl" if expected else "gloo"
+    assert machine.each_rank_has_a_gpu(ranks) is machine.each_rank_has_a_gpu() is expected
+    assert {job.backend for job in launcher._jobs(ranks)} == {backend}
+    assert training._device(cpu=False) == torch.device("cuda:1" if expected else "cpu")
+    assert training._device(cpu=True) == torch.device("cpu")
+    assert chosen == [torch.device("cuda:1")] * expected

@@ -1,0 +1,112 @@
+"""A process that nothing it starts can outlive, wherever that has gone.
+
+A child may begin a session of its own and fork twice: no process group and no list of children has
+it then, and as an orphan it belongs to init. Linux lets a process adopt such orphans
+(PR_SET_CHILD_SUBREAPER, man 2 prctl), so ``enter`` puts a guard above the caller that does so, and
+that ends whatever is left below it. Other systems have nothing of the kind: there ``end`` reaches
+the process and its group, and what has left the group stays.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from typing import NoReturn
+
+import psutil
+
+if sys.platform == "linux":
+    import resource
+
+GRACE_S = 0.5
+"""For what a process has started to notice that it has ended, and to tidy up."""
+
+_SUBREAPER, _SIGNAL_ON_PARENTS_DEATH = 36, 1  # linux/prctl.h
+_NOTICED = (signal.SIGCHLD, signal.SIGTERM) if sys.platform == "linux" else ()
+# Killed processes are gone at once, unless a driver or a network disk holds them.
+_KILL_S = 5.0
+
+
+def enter() -> None:
+    """Go on as the child of a guard, in a session of its own; the guard keeps this process's id.
+
+    The guard ends as the child does, after everything that the child has started. It ends them all
+    at SIGTERM, and when its own parent dies. Nothing happens on other systems than Linux. The
+    process must not have threads yet.
+    """
+    if sys.platform != "linux":
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOTICED)
+    _prctl(_SUBREAPER, 1)
+    _prctl(_SIGNAL_ON_PARENTS_DEATH, signal.SIGTERM)
+    child = os.fork()
+    if child == 0:
+        _prctl(_SIGNAL_ON_PARENTS_DEATH, signal.SIGKILL)
+        os.setsid()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    try:
+        _end_as(_guarded(child))
+    finally:
+        os._exit(1)  # whatever happens, only the child goes on
+
+
+def end(pid: int) -> None:
+    """End the process with that id, which has called ``enter``, and all that it has started."""
+    with suppress(ProcessLookupError, PermissionError):
+        if sys.platform == "linux":
+            os.kill(pid, signal.SIGTERM)
+        elif hasattr(os, "killpg"):
+            # Very early the group does not exist yet, later it may be empty.
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _guarded(child: int) -> int:
+    """Wait for the child's end or the order to end it: its status once nothing of it is left."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A pipe's end tells its reader of the child's end; no copy of ours may delay that.
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            os.close(int(descriptor))
+    statuses: dict[int, int] = {}
+    while child not in statuses and signal.sigwait(_NOTICED) == signal.SIGCHLD:
+        _reap(statuses)
+    if child in statuses and _reap(statuses):
+        until_s = time.monotonic() + GRACE_S
+        while _reap(statuses) and (left_s := until_s - time.monotonic()) > 0:
+            signal.sigtimedwait(_NOTICED, left_s)
+    until_s = time.monotonic() + _KILL_S
+    while _reap(statuses) and time.monotonic() < until_s:
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):  # it has just ended, or belongs to another user
+                process.kill()
+        signal.sigtimedwait(_NOTICED, 0.05)
+    return statuses.get(child, signal.SIGKILL)
+
+
+def _reap(statuses: dict[int, int]) -> bool:
+    """Note the statuses of children that have ended; whether there are others."""
+    try:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            statuses[ended[0]] = ended[1]
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _end_as(status: int) -> NoReturn:
+    """End this process in the way of another one, given its status as ``os.waitpid`` has it."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+        with suppress(OSError):
+            signal.signal(number, signal.SIG_DFL)  # SIGKILL needs no such thing
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
