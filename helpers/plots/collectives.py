@@ -6,12 +6,11 @@ it: 110 holds something of ranks 1 and 2. The colours of a cell are read off its
 
 from collections.abc import Sequence
 
-import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 
-from helpers.plots.style import COLOURS, figure, title
+from helpers.plots.style import COLOURS, figure, show, title
 
 RANK_COLOURS = tuple(
     COLOURS[name]
@@ -69,8 +68,18 @@ def before_and_after(held: dict[str, Held]) -> None:
         axes.set(xlim=(-1.4, max(start + after_cells, 15)), ylim=(ranks - 0.4, -1.1))
         axes.axis("off")
         title(axes, name, f"values returned by {ranks} real ranks")
-    plt.show()
-    plt.close(made)
+    told = "; ".join(
+        f"{name} leaves "
+        + ", ".join(
+            f"rank {rank} with {_numbers(after) or 'nothing'}"
+            for rank, (_, after) in enumerate(runs)
+        )
+        for name, runs in held.items()
+    )
+    starts = ", ".join(str(_numbers(before)) for before, _ in next(iter(held.values())))
+    show(
+        made, f"Rows of cells, one a rank, before and after. The ranks start with {starts}; {told}."
+    )
 
 
 def busiest_rank(counted: dict[str, dict[int, float]]) -> None:
@@ -94,8 +103,11 @@ def busiest_rank(counted: dict[str, dict[int, float]]) -> None:
     )
     axes.legend()
     title(axes, "A ring has no busiest rank", "bytes counted on the rank that sends most")
-    plt.show()
-    plt.close(made)
+    told = "; ".join(
+        f"{name}: " + ", ".join(f"{most:.2f} with {ranks} ranks" for ranks, most in points.items())
+        for name, points in counted.items()
+    )
+    show(made, f"Points of bytes sent by the busiest rank, in multiples of the tensor. {told}.")
 
 
 def ring(held: Sequence[Sequence[int]], sent: Sequence[int], message: str) -> None:
@@ -116,8 +128,9 @@ def ring(held: Sequence[Sequence[int]], sent: Sequence[int], message: str) -> No
     axes.set(xlim=(-0.9, ranks), ylim=(ranks - 0.3, -1.1))
     axes.axis("off")
     title(axes, message, "computed: every colour in a cell is a rank whose numbers it holds")
-    plt.show()
-    plt.close(made)
+    told = "; ".join(f"rank {rank} holds {list(numbers)}" for rank, numbers in enumerate(held))
+    moves = ", ".join(f"chunk {chunk} from rank {rank}" for rank, chunk in enumerate(sent))
+    show(made, f"A grid of chunks by rank, {message}: {told}. Just sent: {moves or 'nothing yet'}.")
 
 
 def _numbers(tensor: torch.Tensor | None) -> list[int]:

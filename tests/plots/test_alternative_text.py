@@ -18,7 +18,6 @@ matplotlib.use("Agg")
 PLOTS = sorted((lessons.ROOT / "helpers" / "plots").glob("[a-z]*.py"))
 # Files whose figures are still to be given their texts: take a name out when it is done.
 STILL_WITHOUT = {
-    "collectives",
     "ddp",
     "memory",
     "model_parallel",

@@ -14,10 +14,10 @@ def shown(monkeypatch):
     """Figures that would have been shown, as the texts on them."""
     figures = []
 
-    def keep():
+    def keep(picture):
         figures.append([text.get_text() for axes in plt.gcf().axes for text in axes.texts])
 
-    monkeypatch.setattr(plt, "show", keep)
+    monkeypatch.setattr("helpers.plots.style.display", keep)
     return figures
 
 

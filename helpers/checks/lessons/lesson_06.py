@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+from helpers.checks.core import Wrong, exercise, expect_close
 from helpers.checks.describing import describe
 from helpers.checks.on_ranks import answer_counted, counted, on_ranks
 
 
 @exercise("6.1", "all_reduce out of two halves")
-def all_reduce_of_two_halves(answer: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def all_reduce_of_two_halves(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     for ranks, dtype in ((2, torch.float64), (3, torch.int64)):
         length = ranks * random.randint(2, 9)
         tensors = [torch.randint(-99, 99, (length,)).to(dtype) for _ in range(ranks)]
@@ -39,6 +39,10 @@ def all_reduce_of_two_halves(answer: Callable[[torch.Tensor], torch.Tensor]) -> 
                     hint="The numbers are right, at more than the budget. Collecting whole "
                     "tensors sends n - 1 of them to each rank; parts of the sum are enough.",
                 )
+    return {
+        "sums": "equal on 2 and on 3 ranks, to the last digit",
+        "each rank called": ", then ".join(f"{name} of {size} numbers" for name, size in calls),
+    }
 
 
 def _hint_for_sum(yours: Any, total: Any, own: torch.Tensor) -> str:
@@ -54,7 +58,7 @@ def _hint_for_sum(yours: Any, total: Any, own: torch.Tensor) -> str:
 
 
 @exercise("6.2", "A mean over unequal shards")
-def mean_over_unequal_shards(answer: Callable[[torch.Tensor], Any]) -> None:
+def mean_over_unequal_shards(answer: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
     for ranks, with_empty in ((2, False), (3, True)):
         lengths = random.sample(range(1, 9), ranks)
         if with_empty:
@@ -64,10 +68,10 @@ def mean_over_unequal_shards(answer: Callable[[torch.Tensor], Any]) -> None:
         expected = torch.cat(shards).mean()
         given = f"{ranks} ranks with {', '.join(map(str, lengths))} values"
         results = on_ranks(answer_counted, ranks, answer, shards, given=given)
-        for rank, (yours, _) in enumerate(results):
+        for rank, (yours, calls) in enumerate(results):
             where = f"{given}; on rank {rank}"
             number = _number(yours, where)
-            hint = _hint_for_mean(number, shards, rank)
+            hint = _hint_for_mean(number, shards, rank, talked=bool(calls))
             expect_close(number, expected.double(), given=where, hint=hint, rtol=1e-4, atol=1e-4)
         for rank, (_, calls) in enumerate(results):
             if len(calls) != 1 or calls[0][1] > 2:
@@ -79,6 +83,11 @@ def mean_over_unequal_shards(answer: Callable[[torch.Tensor], Any]) -> None:
                     hint="The mean is right, at more than the budget. Put the two numbers that "
                     "the ranks must add into one tensor.",
                 )
+    return {
+        "given": given,
+        "your mean": f"{number.item():.6f} on every rank",
+        "sent": "one collective, of two numbers",
+    }
 
 
 def _number(yours: Any, where: str) -> torch.Tensor:
@@ -93,7 +102,9 @@ def _number(yours: Any, where: str) -> torch.Tensor:
     return torch.as_tensor(yours).detach().double().reshape(())
 
 
-def _hint_for_mean(yours: torch.Tensor, shards: list[torch.Tensor], rank: int) -> str:
+def _hint_for_mean(
+    yours: torch.Tensor, shards: list[torch.Tensor], rank: int, *, talked: bool
+) -> str:
     def near(other: torch.Tensor) -> bool:
         return torch.allclose(yours, other.double(), rtol=1e-4, atol=1e-4, equal_nan=True)
 
@@ -106,6 +117,8 @@ def _hint_for_mean(yours: torch.Tensor, shards: list[torch.Tensor], rank: int) -
     if near(means.nan_to_num().mean()):
         return "A rank without values must not count, and a short shard less than a long one."
     if near(means[rank]) or near(shards[rank].sum()):
+        if talked:
+            return "This is the rank's own value, although the ranks talked: return the other one."
         return "This is the rank's own value: the ranks have to talk."
     if near(torch.cat(shards).sum()):
         return "This is the sum of all values: divide by how many there are on all ranks."
@@ -114,21 +127,78 @@ def _hint_for_mean(yours: torch.Tensor, shards: list[torch.Tensor], rank: int) -
     return "Every rank needs the sum of all values and the number of all values."
 
 
-@exercise("6.3", "Find the rank that hangs", callable_answer=False)
-def find_the_rank_that_hangs(answer: Any) -> None:
-    if not (isinstance(answer, tuple) and len(answer) == 2 and callable(answer[1])):
-        raise Wrong(
-            yours=answer,
-            expected="a rank, and a function",
-            hint='Call check("6.3", (never_came, repaired)), without calling repaired.',
+@exercise("6.3", "A ring all-reduce")
+def ring_all_reduce(answer: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+    sent: dict[int, str] = {}
+    for ranks, length in ((3, 12), (2, 7), (4, 3)):
+        tensors = [torch.randint(1, 9, (length,)).float() * 10**rank for rank in range(ranks)]
+        total = torch.stack(tensors).sum(0)
+        given = f"{ranks} ranks, each with {length} numbers"
+        results = on_ranks(answer_counted, ranks, answer, tensors, given=given)
+        for rank, (yours, calls) in enumerate(results):
+            where = f"{given}; on rank {rank}"
+            sizes = [size for name, size in calls if name == "send"]
+            others = {name for name, _ in calls} - {"send", "recv"}
+            if others:
+                raise Wrong(
+                    yours=f"calls {', '.join(sorted(others))}",
+                    expected="sends and receives only",
+                    given=where,
+                    hint="Build the sum from exchange alone.",
+                )
+            hint = _hint_for_ring(yours, total, tensors[rank], ranks)
+            expect_close(yours, total, given=where, hint=hint)
+            budget = 2 * (ranks - 1) * -(-length // ranks)
+            if sum(sizes) > budget:
+                raise Wrong(
+                    yours=f"{sum(sizes)} numbers sent",
+                    expected=f"at most {budget}: 2(n-1) chunks",
+                    given=where,
+                    hint="The sum is right. Send one chunk in each step, not the tensor.",
+                )
+        sent[ranks] = f"{len(sizes)} messages, {sum(sizes)} numbers of {length} on the last rank"
+    return {f"{ranks} ranks": text for ranks, text in sorted(sent.items())}
+
+
+def _hint_for_ring(yours: Any, total: torch.Tensor, own: torch.Tensor, ranks: int) -> str:
+    if not isinstance(yours, torch.Tensor) or yours.shape != total.shape:
+        return "Return the whole tensor, with the sum in it, on every rank."
+    if torch.equal(yours, own):
+        return (
+            "This is still the rank's own tensor: a chunk of tensor_split is a view; write into it."
         )
-    never_came, repaired = answer
+    if (yours >= total).all():
+        return "Numbers were added more than once: in the last n - 1 steps what arrives replaces."
+    right = [
+        torch.equal(mine, whole)
+        for mine, whole in zip(yours.tensor_split(ranks), total.tensor_split(ranks), strict=True)
+    ]
+    if sum(right) == 1:
+        return "One chunk is complete, as it is after n - 1 steps. Go round once more and replace."
+    return "In step s, from 0, rank r sends chunk (r - s) % n and receives chunk (r - s - 1) % n."
+
+
+@exercise("6.4", "Find the rank that hangs", callable_answer=False)
+def find_the_rank_that_hangs(never_came: Any) -> dict[str, Any]:
     if isinstance(never_came, bool) or not isinstance(never_came, int):
         raise Wrong(
             yours=repr(never_came),
             expected="a rank: a whole number from 0",
             hint="Run train_until with a short timeout_s and read the last line of the message.",
         )
+    if never_came != 2:
+        raise Wrong(
+            yours=f"rank {never_came}",
+            expected="the rank that the others wait for",
+            given="train_until with some_losses and the limit 0.3",
+            hint="Run train_until with a short timeout_s: the last line of the message says which "
+            "rank never came.",
+        )
+    return {"rank 2": "its third loss, 0.2, is below 0.3; the others wait in the third all_reduce"}
+
+
+@exercise("6.5", "Stop together")
+def stop_together(repaired: Callable[..., list[float]]) -> dict[str, Any]:
     ranks, limit = 3, 0.3
     for early in (random.randrange(ranks), random.randrange(ranks)):
         losses = _falling_losses(ranks, early, limit)
@@ -152,13 +222,11 @@ def find_the_rank_that_hangs(answer: Any) -> None:
                     hint="One all_reduce already tells every rank the average. Decide by that, "
                     "and leave the loop.",
                 )
-    expect_equal(
-        never_came,
-        2,
-        given="train_until with some_losses and the limit 0.3",
-        hint="Your function is right. Run train_until itself with a short timeout_s: the last "
-        "line of the message says which rank never came.",
-    )
+    return {
+        "your averages": [round(average, 3) for average in yours],
+        "collectives on each rank": len(calls),
+        "stopped": f"all {ranks} ranks together, though rank {early} was below {limit} first",
+    }
 
 
 def _judge_averages(

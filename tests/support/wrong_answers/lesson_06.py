@@ -1,7 +1,7 @@
 """Typical mistakes in the exercises of lesson 06, and what the learner must be told."""
 
 AVERAGED = """
-def repaired(rank, world_size, losses, limit):
+def stop_together(rank, world_size, losses, limit):
     averages = []
     for loss in losses[rank]:
         total = torch.tensor(loss)
@@ -11,7 +11,7 @@ def repaired(rank, world_size, losses, limit):
     return averages
 """
 STOPS_ALONE = """
-def repaired(rank, world_size, losses, limit):
+def stop_together(rank, world_size, losses, limit):
     averages = []
     for loss in losses[rank]:
         if loss < limit:
@@ -23,9 +23,7 @@ def repaired(rank, world_size, losses, limit):
     return averages
 """
 STOPS_WITH_THE_FIRST = """
-never_came = 2
-
-def repaired(rank, world_size, losses, limit):
+def stop_together(rank, world_size, losses, limit):
     averages = []
     for step, loss in enumerate(losses[rank]):
         if min(other[step] for other in losses) < limit:
@@ -34,6 +32,21 @@ def repaired(rank, world_size, losses, limit):
         dist.all_reduce(total)
         averages.append(total.item() / world_size)
     return averages
+"""
+
+_RING = """
+def ring_all_reduce(tensor):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.tensor_split(world_size)
+    for step in range(2 * (world_size - 1)):
+        incoming = chunks[(rank - step - 1) % world_size]
+        received = torch.zeros_like(incoming)
+        exchange(chunks[(rank - step) % world_size], received)
+        if step < world_size - 1:
+            incoming += received
+        else:
+            {last}
+    return tensor
 """
 
 WRONG = {
@@ -155,6 +168,15 @@ def mean_over_ranks(values):
         (
             """
 def mean_over_ranks(values):
+    total = torch.stack([values.sum(), torch.tensor(float(len(values)))])
+    dist.all_reduce(total)
+    return values.mean()
+""",
+            "although the ranks talked",
+        ),
+        (
+            """
+def mean_over_ranks(values):
     total = values.sum()
     dist.all_reduce(total)
     return total / dist.get_world_size()
@@ -173,32 +195,59 @@ def mean_over_ranks(values):
     ],
     "6.3": [
         (
-            "never_came = 2\n"
-            + AVERAGED.format(rest="averages.append(average)").replace(
+            "def ring_all_reduce(tensor):\n    dist.all_reduce(tensor)\n    return tensor",
+            "from exchange alone",
+        ),
+        ("def ring_all_reduce(tensor):\n    return tensor", "own tensor"),
+        (_RING.format(last="break"), "Go round once more"),
+        (_RING.format(last="incoming += received"), "added more than once"),
+        (
+            _RING.format(last="incoming.copy_(received)").replace(
+                "(rank - step) %", "(rank + step) %"
+            ),
+            "In step s",
+        ),
+        (
+            # Whole tensors go round the ring.
+            """
+def ring_all_reduce(tensor):
+    total, moving = tensor.clone(), tensor
+    for _ in range(dist.get_world_size() - 1):
+        received = torch.empty_like(moving)
+        exchange(moving, received)
+        total, moving = total + received, received
+    return total
+""",
+            "one chunk in each step",
+        ),
+        (
+            _RING.format(last="incoming.copy_(received)").replace(
+                "exchange(", "if step > 0: exchange("
+            ),
+            "In step s",
+        ),
+    ],
+    "6.4": [
+        ("never_came = '2'", "whole number from 0"),
+        ("never_came = True", "whole number from 0"),
+        ("never_came = 0", "says which rank never came"),
+    ],
+    "6.5": [
+        (
+            AVERAGED.format(rest="averages.append(average)").replace(
                 "return averages", "return [a for a in averages if a >= limit]"
             ),
             "leave the loop",
         ),
-        ("never_came = '2'\ndef repaired(*_): pass", "whole number from 0"),
-        (
-            "never_came = 0\n"
-            + AVERAGED.format(rest="if average < limit: break\n        averages.append(average)"),
-            "Run train_until itself",
-        ),
-        ("never_came = 2\n" + STOPS_ALONE, "waits in all_reduce, <exercise 6.3>"),
+        (STOPS_ALONE, "waits in all_reduce, <exercise 6.5>"),
         (STOPS_WITH_THE_FIRST, "stops too early"),
+        (AVERAGED.format(rest="averages.append(average)"), "never stops early"),
         (
-            "never_came = 2\n" + AVERAGED.format(rest="averages.append(average)"),
-            "never stops early",
-        ),
-        (
-            "never_came = 2\n"
-            + AVERAGED.format(rest="averages.append(average)\n        if average < limit: break"),
+            AVERAGED.format(rest="averages.append(average)\n        if average < limit: break"),
             "before it is noted",
         ),
         (
-            "never_came = 2\n"
-            + AVERAGED.format(
+            AVERAGED.format(
                 rest="dist.barrier()\n        if average < limit: break\n"
                 "        averages.append(average)"
             ),
@@ -206,14 +255,12 @@ def mean_over_ranks(values):
         ),
         (
             """
-never_came = 2
-
-def repaired(rank, world_size, losses, limit):
+def stop_together(rank, world_size, losses, limit):
     averages = [sum(step) / world_size for step in zip(*losses)]
     return [a for step, a in enumerate(averages) if min(averages[: step + 1]) >= limit]
 """,
             "does not know the losses of the others",
         ),
-        ("never_came = 2\nrepaired = 3", "without calling repaired"),
+        ("stop_together = 3", "without calling it"),
     ],
 }

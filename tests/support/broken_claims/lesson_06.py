@@ -1,0 +1,40 @@
+"""Lesson 06: collectives that everyone calls, a ring that sends chunks, a barrier that waits."""
+
+from broken_claims import Broken
+
+BROKEN = [
+    Broken(
+        "C01",
+        "the source's tensor is not sent",
+        cell="one-to-all-check",
+        edits=[("    dist.broadcast(tensor, src=0)\n", "")],
+    ),
+    Broken(
+        "C01",
+        "nobody waits at the barrier",
+        cell="barrier-run",
+        edits=[("    dist.barrier()\n    return came_s", "    return came_s")],
+    ),
+    Broken(
+        "C02",
+        "the ring sends whole tensors",
+        edits=[("yield outgoing.nbytes", "yield tensor.nbytes")],
+    ),
+    Broken(
+        "C03",
+        "the ranks do not meet: each has a world of its own",
+        cell="by-hand-run",
+        edits=[
+            (
+                'backend="gloo", init_method=meeting_point, rank=rank, world_size=world_size',
+                'backend="gloo", init_method=f"{meeting_point}-{rank}", rank=0, world_size=1',
+            )
+        ],
+    ),
+    Broken(
+        "C04",
+        "the rank without losses adds nothing, and comes",
+        cell="hang-run",
+        edits=[("        return None  # nothing to add here", "        mine = torch.zeros(1)")],
+    ),
+]
