@@ -4,10 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-import matplotlib.pyplot as plt
-
 from helpers.memory import ACTIVATIONS, TEMPORARY, StepRecord
-from helpers.plots.style import COLOURS, figure, headline, title
+from helpers.plots.style import COLOURS, figure, headline, show, title
 
 _MIB = 2**20
 _OF_CAUSE = {
@@ -36,8 +34,13 @@ def step_by_cause(record: StepRecord) -> None:
     axes.set_ylim(0, top * 1.25)
     axes.set_xlabel("operations of one training step, in order")
     title(axes, f"The peak is in {peak.phase}", "bytes counted after each operation")
-    plt.show()
-    plt.close(made)
+    first, last = record.moments[0].total_bytes / _MIB, record.moments[-1].total_bytes / _MIB
+    held = ", ".join(f"{cause} {size / _MIB:.1f}" for cause, size in peak.by_cause.items() if size)
+    show(
+        made,
+        f"Area of MiB by cause over the {len(record.moments)} operations of a step, from {first:.1f} "
+        f"to {last:.1f} MiB. Peak {top:.1f} MiB in {peak.phase}, at {peak.operation}: {held} MiB.",
+    )
 
 
 def step_by_module(record: StepRecord) -> None:
@@ -55,8 +58,14 @@ def step_by_module(record: StepRecord) -> None:
     axes.set_ylim(0, record.most(ACTIVATIONS) / _MIB * 1.2)
     axes.set_xlabel("operations of one training step, in order")
     title(axes, "Last made, first freed", "activations by module, bytes counted")
-    plt.show()
-    plt.close(made)
+    lives = [
+        f"{name or 'the loss'} {max(sizes[name or 'outside (the loss)']):.1f}" for name in names
+    ]
+    show(
+        made,
+        "Area of the activations over the operations of a step, by module. What is made last is "
+        f"freed first. At most, in MiB: module {', '.join(lives)}.",
+    )
 
 
 def peaks_by_cause(records: Mapping[str, StepRecord]) -> None:
@@ -76,62 +85,81 @@ def peaks_by_cause(records: Mapping[str, StepRecord]) -> None:
     axes.grid(axis="y", visible=False)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     headline(made, "What the peak consists of", "bytes counted")
-    plt.show()
-    plt.close(made)
+    told = [
+        f"{name} {peak.total_bytes / _MIB:.1f} MiB in {peak.phase}"
+        for name, peak in zip(list(records)[::-1], peaks, strict=True)
+    ]
+    show(made, f"Bars of what each step's peak consists of: {'; '.join(told[::-1])}.")
 
 
-def against_k(peaks: Mapping[int, int], ratios: Mapping[int, Sequence[float]]) -> None:
-    """Two panels against the number k of small batches: peak bytes, and time beside k = 1."""
+def against_k(peaks: Mapping[int, int], times_s: Mapping[int, float], gpu: str) -> None:
+    """Two panels against the number k of small batches: peak bytes, and time beside the shortest."""
     made, (left, right) = figure(1, 2, width=8, height=3)
     left.plot(list(peaks), [size / _MIB for size in peaks.values()], "o-", color=COLOURS["blue"])
     left.set_ylabel("peak of one step, MiB")
     left.set_ylim(0)
-    title(left, "Less memory", "counted")
-    _spread(right, ratios)
-    right.set_ylabel("time, k = 1 is 1")
+    title(left, "Less memory", "bytes counted")
+    shortest_s = min(times_s.values())
+    ratios = [time_s / shortest_s for time_s in times_s.values()]
+    right.plot(list(times_s), ratios, "o-", color=COLOURS["orange"])
+    right.set_ylabel("time, the shortest is 1")
     right.set_ylim(0)
-    title(right, "More overhead", "measured: median, lowest and highest")
+    title(right, "In the end, more time", f"virtual time, {gpu}")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_xticks(list(peaks), [str(k) for k in peaks])
+        axes.minorticks_off()
         axes.set_xlabel("k, small batches for one step")
-    plt.show()
-    plt.close(made)
+    told = ", ".join(
+        f"k = {k} {peaks[k] / _MIB:.0f} MiB and {times_s[k] / shortest_s:.2f} times" for k in peaks
+    )
+    show(made, f"Two curves against k, peak memory and time beside the shortest: {told}.")
 
 
 def against_segments(
-    counted: Mapping[int, Mapping[int, float]], predicted: Mapping[int, Mapping[int, float]]
+    counted: Mapping[str, Mapping[int, float]],
+    predicted: Mapping[str, Mapping[int, float]] | None = None,
+    message: str = "The valley lies at the square root of the depth",
 ) -> None:
-    """Peaks against segments for several depths: {depth: {segments: layer outputs at once}}."""
+    """Peaks against segments of several networks: {name: {segments: layer outputs at once}}.
+
+    predicted: the same by a formula, dashed. Without it, the axis of the peaks is logarithmic,
+    since networks whose layers save more lie far above the others.
+    """
     made, axes = figure(width=8, height=3.8)
     colours = [COLOURS[name] for name in ("orange", "green", "blue")]
-    for (depth, curve), colour in zip(counted.items(), colours, strict=False):
+    for (name, curve), colour in zip(counted.items(), colours, strict=False):
         best = min(curve, key=lambda segments: curve[segments])
-        axes.plot(
-            list(curve),
-            list(curve.values()),
-            "o",
-            color=colour,
-            label=f"{depth} layers: best {best}",
-        )
-        line = predicted[depth]
-        axes.plot(list(line), list(line.values()), "--", color=colour, linewidth=1)
+        style = "o" if predicted else "o-"
+        label = f"{name}: best {best}"
+        axes.plot(list(curve), list(curve.values()), style, color=colour, label=label)
+        if predicted:
+            line = predicted[name]
+            axes.plot(list(line), list(line.values()), "--", color=colour, linewidth=1)
         axes.plot([best], [curve[best]], "o", ms=13, mfc="none", color=colour)
     axes.set_xscale("log", base=2)
     ticks = sorted({segments for curve in counted.values() for segments in curve})
-    axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
+    axes.set_xticks(ticks, _apart(ticks), fontsize=8)
+    if predicted:
+        axes.set_ylim(0)
+    else:
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.set_xlabel("segments")
     axes.set_ylabel("peak, in layer outputs")
-    axes.set_ylim(0)
-    axes.legend()
-    title(
-        axes,
-        "The valley lies at the square root of the depth",
-        "dots: bytes counted; dashed: the formula; rings: the fewest bytes",
+    axes.legend(fontsize=9)
+    formula = "; dashed: the formula" if predicted else ""
+    title(axes, message, f"dots: bytes counted{formula}; rings: the fewest bytes")
+    show(
+        made,
+        "Curves of the peak, in layer outputs, against the number of segments. Lowest: "
+        + ", ".join(
+            f"{name} at {min(curve, key=lambda s: curve[s])} segments with {min(curve.values()):.0f}"
+            for name, curve in counted.items()
+        )
+        + ".",
     )
-    plt.show()
-    plt.close(made)
 
 
 def steps_by_cause(records: Mapping[str, StepRecord], columns: int = 1) -> None:
@@ -156,8 +184,15 @@ def steps_by_cause(records: Mapping[str, StepRecord], columns: int = 1) -> None:
         axes.set_ylabel("")
     for axes in grid[-1]:
         axes.set_xlabel("operations of one training step, in order")
-    plt.show()
-    plt.close(made)
+    told = [
+        f"{name} {record.peak.total_bytes / _MIB:.2f} MiB in {record.peak.phase}"
+        for name, record in records.items()
+    ]
+    show(
+        made,
+        "Panels of MiB by cause over the operations of a step, on one scale. Peaks: "
+        f"{', '.join(told)}.",
+    )
 
 
 def fitting(peaks: Mapping[str, int], capacity_bytes: int) -> None:
@@ -175,8 +210,8 @@ def fitting(peaks: Mapping[str, int], capacity_bytes: int) -> None:
     axes.set_xlabel("MiB on the GPU at the peak of a step")
     axes.grid(axis="y", visible=False)
     title(axes, "Three ways under the line", "bytes counted; the line is the GPU's capacity")
-    plt.show()
-    plt.close(made)
+    told = ", ".join(f"{name} {size / _MIB:.0f} MiB" for name, size in peaks.items())
+    show(made, f"Bars of a step's peak, beside a capacity of {limit:.0f} MiB: {told}.")
 
 
 def _areas(axes: Any, sizes: Mapping[str, Sequence[float]], colours: Sequence[str]) -> None:
@@ -207,8 +242,10 @@ def _phases(axes: Any, record: StepRecord) -> None:
         )
 
 
-def _spread(axes: Any, ratios: Mapping[int, Sequence[float]]) -> None:
-    for k, values in ratios.items():
-        ordered = sorted(values)
-        axes.plot([k, k], [ordered[0], ordered[-1]], color=COLOURS["orange"], linewidth=2)
-        axes.plot([k], [ordered[len(ordered) // 2]], "o", color=COLOURS["orange"])
+def _apart(ticks: Sequence[int]) -> list[str]:
+    """The numbers of a logarithmic axis, but for those that would touch the one before."""
+    texts, last = [], 0
+    for tick in ticks:
+        texts.append(str(tick) if tick >= 1.15 * last else "")
+        last = tick if texts[-1] else last
+    return texts

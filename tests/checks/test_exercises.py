@@ -23,7 +23,6 @@ STILL_WITHOUT_INPUT = {
     "8",
     "9",
     "10",
-    "11",
 }
 STILL_WITHOUT_REWARD = {
     "1",
@@ -36,7 +35,6 @@ STILL_WITHOUT_REWARD = {
     "8",
     "9",
     "10",
-    "11",
 }
 
 each_exercise = pytest.mark.parametrize(

@@ -18,7 +18,6 @@ STILL_WITHOUT = {
     "08",
     "09",
     "10",
-    "11",
 }
 NUMBERED = [path for path in lessons.NOTEBOOKS if lessons.number(path)]
 each_lesson = pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)

@@ -14,46 +14,59 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from helpers import devices
-from helpers.checks.core import Wrong, exercise
+from helpers.checks.core import Wrong, exercise, for_input
 from helpers.checks.on_ranks import counted, on_ranks
-from helpers.memory import peaks_during
+from helpers.memory import Moment, StepRecord, peaks_during
 from helpers.units import format_bytes
 
 _FLOAT_BYTES = 4
 
 
 @exercise("11.1", "Say the peak before the run")
-def peak_of_a_step(answer: Callable[[list[int], int, str], float]) -> None:
+def peak_of_a_step(answer: Callable[[list[int], int, str], float]) -> dict[str, str]:
+    shown: dict[str, str] = {}
+    cases = _networks()
+    for number, (sizes, batch_size, name) in enumerate(cases, 1):
+        given = f"sizes {sizes}, a batch of {batch_size}, {name} (case {number} of {len(cases)})"
+        with for_input(given, "Return the bytes as one number, from the sizes alone."):
+            yours = answer(list(sizes), batch_size, name)
+            if isinstance(yours, bool) or not isinstance(yours, int | float):
+                raise Wrong(yours=repr(yours), expected="a number of bytes")
+        peak = _peak(sizes, batch_size, name)
+        off = yours / peak.total_bytes - 1
+        if abs(off) > 0.05:
+            raise Wrong(
+                yours=f"{format_bytes(yours)} ({off:+.0%})",
+                expected=f"{format_bytes(peak.total_bytes)}, counted, to within 5 %",
+                given=given,
+                hint=_peak_hint(yours, peak),
+            )
+        shown[f"case {number}"] = (
+            f"{format_bytes(yours)}, counted {format_bytes(peak.total_bytes)} in {peak.phase}"
+        )
+    return shown
+
+
+def _networks() -> list[tuple[list[int], int, str]]:
+    """Sizes, batch and optimizer: first as in the lesson, then one thing more at a time."""
+
     def some(low: int, high: int) -> int:
         return random.randint(low, high)
 
-    cases = [
-        ([64, *(some(200, 500) for _ in range(3)), 10], some(600, 900), "sgd"),  # activations
+    width = some(200, 500)
+    return [
+        ([64, width, width, 10], some(600, 900), "sgd"),  # as in the lesson, without a state
+        ([64, width, width, width, 10], some(600, 900), "adam"),
         ([some(300, 600), some(500, 700), 10], some(8, 16), "adam"),  # the update
-        ([64, some(64, 100), some(600, 800), 10], some(300, 600), "adam"),  # the last hidden
-        ([64, some(600, 800), *(some(64, 100) for _ in range(3)), 10], some(300, 600), "sgd"),
+        ([64, some(64, 100), some(600, 800), 10], some(300, 600), "sgd"),  # the last hidden
+        ([64, some(600, 800), some(64, 100), some(64, 100), 10], some(300, 600), "adam"),
         ([128, some(64, 128), some(800, 1000)], some(500, 700), "sgd"),  # many classes
-        ([some(500, 800), some(500, 800), 64, 10], some(100, 200), random.choice(["sgd", "adam"])),
     ]
-    for sizes, batch_size, name in cases:
-        given = f"sizes {sizes}, a batch of {batch_size}, {name}"
-        yours, expected = answer(list(sizes), batch_size, name), _peak(sizes, batch_size, name)
-        if isinstance(yours, bool) or not isinstance(yours, int | float):
-            raise Wrong(yours=yours, expected="a number of bytes", given=given)
-        if abs(yours / expected - 1) > 0.05:
-            raise Wrong(
-                yours=f"{format_bytes(yours)} ({yours / expected - 1:+.0%})",
-                expected=f"{format_bytes(expected)}, counted, to within 5 %",
-                given=given,
-                hint=_peak_hint(yours, expected, sizes, batch_size, name),
-            )
 
 
-def _peak(sizes: Sequence[int], batch_size: int, name: str) -> int:
-    """What a step holds at its peak, counted: the second of two, so that Adam has its state."""
+def _peak(sizes: Sequence[int], batch_size: int, name: str) -> Moment:
+    """The fullest moment of a step, counted: the second of two, so that Adam has its state."""
     (gpu,) = devices.lab(1)
-    module = torch.get_device_module(gpu)
-    before = module.memory_allocated(gpu)
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -63,44 +76,36 @@ def _peak(sizes: Sequence[int], batch_size: int, name: str) -> int:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if name == "adam":
         optimizer = torch.optim.Adam(model.parameters(), foreach=False)
-    for _ in range(2):
-        module.reset_peak_memory_stats(gpu)
+
+    def step(phase: Callable[[str], None]) -> None:
         optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
+        loss = F.cross_entropy(model(x), y)
+        phase("backward")
+        loss.backward()
+        phase("update")
         optimizer.step()
-    return module.max_memory_allocated(gpu) - before
+
+    step(lambda _: None)
+    with StepRecord(model, optimizer, [x, y]) as record:
+        step(record.phase)
+    return record.peak
 
 
-def _peak_hint(yours: float, expected: int, sizes: Sequence[int], batch: int, name: str) -> str:
-    """What a typical wrong formula gives for this case, looked for among the known ones."""
-    weights = [i * o + o for i, o in pairwise(sizes)]
-    states = 2 if name == "adam" else 0
-    always, hidden = sum(weights) * (1 + states), sum(sizes[1:-1]) * batch
-    everything = always + sum(weights) + hidden
-    update = always + sum(weights) + max(weights) * states + batch * (sizes[0] + 2)
-    if yours < expected and abs(update * _FLOAT_BYTES / expected - 1) < 0.02:
-        return "Here the peak is in the update: all gradients are there, and Adam's temporaries."
-    wrong = {
-        "That is the sum of all causes. They are not at their most at the same moment, and what "
-        "flows through backward is missing.": (everything, everything + batch * (sizes[0] + 2)),
-        "The gradients that flow through backward are missing: one comes in, one goes out.": (
-            always + hidden,
-            always + hidden + batch * (sizes[0] + 2),
-        ),
-        "These are numbers; a float32 has 4 bytes.": (expected / _FLOAT_BYTES,),
-    }
-    for hint, sums in wrong.items():
-        unit = 1 if "numbers" in hint else _FLOAT_BYTES
-        if any(abs(yours / (total * unit) - 1) < 0.05 for total in sums):
-            return hint
-    if yours < expected:
-        return "Something is missing at the peak: look at the moment after each operation."
-    return "Not all of this is there at the same moment: what has been used is freed."
+def _peak_hint(yours: float, peak: Moment) -> str:
+    """When the peak is and what it consists of, beside the nearest confusion of units."""
+    held = ", ".join(
+        f"{cause} {format_bytes(size)}" for cause, size in peak.by_cause.items() if size
+    )
+    hint = f"The peak is in {peak.phase}, at {peak.operation}. There are then: {held}."
+    if abs(yours * _FLOAT_BYTES / peak.total_bytes - 1) < 0.05:
+        return f"Yours are numbers; a float32 has 4 bytes. {hint}"
+    return hint
 
 
 @exercise("11.2", "Accumulate over ranks, unevenly")
-def accumulate_over_ranks(answer: Callable[..., None]) -> None:
+def accumulate_over_ranks(answer: Callable[..., None]) -> dict[str, str]:
     ranks = 2
+    shown = {}
     for counts in ([random.randint(2, 3)] * ranks, random.sample(range(1, 5), ranks)):
         sizes = [[random.randint(1, 6) for _ in range(count)] for count in counts]
         batches = [
@@ -112,7 +117,8 @@ def accumulate_over_ranks(answer: Callable[..., None]) -> None:
         every = [batch for of_rank in batches for batch in of_rank]
         x, y = (torch.cat(part) for part in zip(*every, strict=True))
         expected = 2 * ((x @ weight.T - y) * x).mean(0, keepdim=True)
-        results = on_ranks(_accumulate, ranks, answer, batches, weight, given=given)
+        with for_input(given, "Every rank accumulates over its own micro-batches."):
+            results = on_ranks(_accumulate, ranks, answer, batches, weight, given=given)
         for rank, (gradient, sent, calls, largest) in enumerate(results):
             allowed = max(sizes[rank])
             _judge_rank(rank, gradient, expected, sent, calls, given, batches)
@@ -123,6 +129,12 @@ def accumulate_over_ranks(answer: Callable[..., None]) -> None:
                     given=given,
                     hint="Joined micro-batches need the memory that accumulating saves.",
                 )
+            others = [f"{name} of {size}" for name, size in calls if size < weight.numel()]
+            shown[f"rank {rank}, {len(sizes[rank])} micro-batches"] = (
+                f"gradients sent {sent} time; besides: {', '.join(others) or 'nothing'}; "
+                f"largest forward {largest} of {sum(sizes[rank])} samples"
+            )
+    return shown
 
 
 def _accumulate(
@@ -131,7 +143,7 @@ def _accumulate(
     answer: Callable[..., None],
     batches: list[list[tuple[torch.Tensor, torch.Tensor]]],
     weight: torch.Tensor,
-) -> tuple[torch.Tensor, int, list[tuple[str, int]], int]:
+) -> tuple[torch.Tensor | None, int, list[tuple[str, int]], int]:
     """On a rank: the gradient, how often DDP sent, all collectives, and the largest forward."""
     model = nn.Linear(7, 1, bias=False)
     model.weight.data.copy_(weight)
@@ -150,20 +162,25 @@ def _accumulate(
     parallel.register_comm_hook(None, count)
     model.register_forward_pre_hook(note_size)
     _, calls = counted(rank, world_size, lambda *_: answer(parallel, batches[rank]))
-    if model.weight.grad is None:
-        raise ValueError("accumulate left no gradient: nothing was called backward on")
-    return model.weight.grad.clone(), sent[0], calls, largest[0]
+    return model.weight.grad, sent[0], calls, largest[0]
 
 
 def _judge_rank(
     rank: int,
-    gradient: torch.Tensor,
+    gradient: torch.Tensor | None,
     expected: torch.Tensor,
     sent: int,
     calls: list[tuple[str, int]],
     given: str,
     batches: Any,
 ) -> None:
+    if gradient is None:
+        raise Wrong(
+            yours=f"no gradient on rank {rank}",
+            expected="a gradient in .grad on every rank",
+            given=given,
+            hint="Call backward() on the loss of each micro-batch.",
+        )
     by_hand = sum(size >= gradient.numel() for _, size in calls) - sent
     others = [(name, size) for name, size in calls if size < gradient.numel()]
     if sent == 0 or by_hand > 0:
@@ -227,9 +244,10 @@ def _peak_units(layers: Sequence[int], chosen: Sequence[int]) -> int:
 
 
 @exercise("11.3", "Fit a budget with the least recomputation")
-def fit_a_budget(answer: Callable[[list[int], int, int], Any]) -> None:
+def fit_a_budget(answer: Callable[[list[int], int, int], Any]) -> dict[str, str]:
     cases = [[6, 1, 1, 6], [5, 3, 2, 1], [2, 2, 6, 2]]
     cases += [[random.randint(1, 6) for _ in range(random.randint(3, 6))] for _ in range(4)]
+    shown: dict[str, str] = {}
     for number, layers in enumerate(cases):
         stages = range(len(layers))
         sets = [set(c) for size in range(len(layers) + 1) for c in combinations(stages, size)]
@@ -240,38 +258,60 @@ def fit_a_budget(answer: Callable[[list[int], int, int], Any]) -> None:
         fits = [c for c, peak in zip(sets, peaks, strict=True) if peak <= units]
         budget = units * _UNIT_BYTES
         given = f"layers {layers}, {format_bytes(_UNIT_BYTES)} an output, {format_bytes(budget)}"
-        yours = answer(list(layers), _UNIT_BYTES, budget)
+        with for_input(given, "Return the indices of the stages to checkpoint, or None."):
+            yours = answer(list(layers), _UNIT_BYTES, budget)
         if yours is None and fits:
-            raise Wrong(yours=None, expected="a choice that fits", given=given)
+            fitting = min(fits, key=lambda chosen: sum(layers[stage] for stage in chosen))
+            raise Wrong(
+                yours="None",
+                expected=f"a choice that fits, such as {_told(layers, fitting)}",
+                given=given,
+                hint="It need not hold for a sum over all stages: backward frees a stage before "
+                "it brings the one before it back.",
+            )
         if not fits:
             if yours is not None:
                 raise Wrong(
-                    yours=yours,
-                    expected=None,
+                    yours=repr(yours),
+                    expected="None",
                     given=given,
-                    hint="No choice fits: say so by None.",
+                    hint="No choice fits: say so by None. With every stage checkpointed the peak "
+                    f"is {format_bytes(min(peaks) * _UNIT_BYTES)}.",
                 )
             continue
-        _judge_choice(yours, layers, budget, fits, given)
+        shown[f"layers {layers}, {format_bytes(budget)}"] = _judge_choice(
+            yours, layers, budget, fits, given
+        )
+    return shown
+
+
+def _told(layers: Sequence[int], chosen: set[int]) -> str:
+    """A choice, with what a real step of it needs."""
+    peak, again = _run_stages(layers, chosen)
+    return f"stages {sorted(chosen)}: {format_bytes(peak)}, {again} layers computed twice"
 
 
 def _judge_choice(
     yours: Any, layers: Sequence[int], budget: int, fits: Sequence[set[int]], given: str
-) -> None:
+) -> str:
+    """What the choice needs, run; raises Wrong where that is too much."""
     indices = list(yours) if isinstance(yours, set | frozenset | list | tuple | range) else None
     whole = indices is not None and all(type(i) is int for i in indices)
     if indices is None or not whole or not set(indices) <= set(range(len(layers))):
         raise Wrong(
-            yours=yours, expected=f"indices from 0 to {len(layers) - 1}, or None", given=given
+            yours=repr(yours),
+            expected=f"indices from 0 to {len(layers) - 1}, or None",
+            given=given,
+            hint="Stages are counted from 0.",
         )
     fewest = min(sum(layers[stage] for stage in chosen) for chosen in fits)
     peak, again = _run_stages(layers, set(indices))
-    chose = f"stages {sorted(set(indices))}: {format_bytes(peak)}, {again} layers computed twice"
+    chose = _told(layers, set(indices))
     # Half an output is room for the parameters' gradients, which the budget does not count.
     if peak > budget + _UNIT_BYTES // 2:
         raise Wrong(
             yours=chose,
-            expected=f"at most {format_bytes(budget)}",
+            expected=f"at most {format_bytes(budget)}, as with {_told(layers, fits[0])}",
             given=given,
             hint="Over the budget. When backward reaches a stage, all of its outputs are there.",
         )
@@ -282,6 +322,7 @@ def _judge_choice(
             given=given,
             hint="It fits, and so does a choice that computes less. Mind which stages come late.",
         )
+    return chose
 
 
 def _run_stages(layers: Sequence[int], chosen: set[int]) -> tuple[int, int]:

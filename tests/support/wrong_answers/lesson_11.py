@@ -23,22 +23,35 @@ _RIGHT = f"{_SUM} * dist.get_world_size() / total.item()"
 
 WRONG = {
     "11.1": [
-        (_PEAK.format("4 * (always + sum(weights) + hidden)"), "sum of all causes"),
-        (_PEAK.format("4 * (always + hidden)"), "one comes in, one goes out"),
+        # The sum of all causes, as if all were at their most at once.
+        (_PEAK.format("4 * (always + sum(weights) + hidden)"), "The peak is in backward"),
+        # Without the gradients that flow.
+        (_PEAK.format("4 * (always + hidden)"), "There are then: parameters"),
         (
             # Right for backward, and the update is forgotten.
             _PEAK.format(
                 "4 * (always + max(batch_size * (sum(sizes[1 : i + 2]) + 2 * sizes[i + 1])"
                 " + sum(weights[i + 1 :]) for i in range(len(weights))))"
             ),
-            "in the update",
+            "The peak is in update",
         ),
         (
             _PEAK.format("4 * (always + hidden + 2 * batch_size * max(sizes) + sum(weights))"),
-            "Not all of this is there",
+            "The peak is in",
         ),
-        (_PEAK.format("always * 4 * 10"), "Not all of this is there"),
-        (_PEAK.format("0"), "is missing"),
+        (
+            # The larger of two moments, of which one is counted too low.
+            _PEAK.format("4 * (always + max(hidden, sum(weights) + states * max(weights)))"),
+            "case 1 of 6",
+        ),
+        (
+            _PEAK.format(
+                "always + max(batch_size * (sum(sizes[1 : i + 2]) + 2 * sizes[i + 1])"
+                " + sum(weights[i + 1 :]) for i in range(len(weights)))"
+            ),
+            "a float32 has 4 bytes",
+        ),
+        (_PEAK.format("0"), "There are then"),
         ("def peak_bytes(sizes, batch_size, optimizer):\n    return '1 MiB'", "a number of bytes"),
     ],
     "11.2": [
@@ -82,7 +95,7 @@ WRONG = {
             f"    ({_RIGHT}).backward()",
             "Joined micro-batches",
         ),
-        ("def accumulate(parallel, micro_batches):\n    pass", "left no gradient"),
+        ("def accumulate(parallel, micro_batches):\n    pass", "Call backward() on the loss"),
     ],
     "11.3": [
         ("def choose(layers, unit_bytes, budget_bytes):\n    return []", "Over the budget"),
