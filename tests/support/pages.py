@@ -1,0 +1,37 @@
+"""The Python of a page in Markdown, run from top to bottom, and what the page says it prints."""
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+# ```python ... ``` and, where one follows, ```text ... ```
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+
+
+def run(path: Path) -> str:
+    """Run a page in a process of its own; returns what is wrong with it, or an empty string."""
+    done = subprocess.run([sys.executable, __file__, path], text=True, capture_output=True)
+    return done.stdout + done.stderr if done.returncode else ""
+
+
+def _run_here(path: str) -> None:
+    text = Path(path).read_text(encoding="utf-8")
+    names = {"__name__": "__main__"}
+    for found in BLOCK.finditer(text):
+        code, expected = found[1], found[2] or ""
+        line = text[: found.start()].count("\n") + 1
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            # Lines above it, so that a traceback names the page's own.
+            exec(compile("\n" * line + code, path, "exec"), names)
+        if printed.getvalue() != expected:
+            sys.exit(
+                f"{path}, line {line}, prints\n{printed.getvalue()}and the page says\n{expected}"
+            )
+
+
+if __name__ == "__main__":
+    _run_here(sys.argv[1])

@@ -1,0 +1,12 @@
+"""The examples of the pages about virtual GPUs run, and print what the pages say."""
+
+import pages
+import pytest
+
+from teaching.lessons import ROOT
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/vgpu.md"])
+def test_the_examples_run_and_print_what_the_page_says(name):
+    wrong = pages.run(ROOT / name)
+    assert not wrong, wrong
