@@ -8,6 +8,11 @@ from teaching.lessons import ROOT
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
+FOLDERS = {
+    name: ROOT / name for name in ("helpers", "tests", "teaching", "benchmarks", "notebooks")
+}
+FOLDERS["docs"] = ROOT / "docs"
+
 
 def named(path):
     return path.relative_to(ROOT).as_posix()
@@ -21,10 +26,24 @@ def test_links_lead_somewhere(path):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=named)
-def test_paths_in_the_text_are_there(path):
-    """Every `folder/file` in backquotes that begins with a folder of the repository."""
+def test_files_in_the_text_are_there(path):
+    """`dispatch/rules.py`, `tests/lessons`, `lesson_NN.py`: with the end of its path, or all of it."""
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.DOTALL)
-    folders = "|".join(folder.name for folder in ROOT.iterdir() if folder.is_dir())
-    for target in re.findall(rf"`((?:{re.escape('.ci')}|{folders})/[\w./*]*)`", text):
-        pattern = target.replace("NN", "*")
-        assert list(ROOT.glob(pattern)) or "build" in target, f"no {target}"
+    for name in re.findall(r"`([\w.]+(?:/[\w.]+)*)`", text):
+        is_path = name.partition("/")[0] in FOLDERS or name.endswith((".py", ".md", ".yml"))
+        found = any(ROOT.glob(name.replace("NN", "*"))) or any(
+            folder.rglob(name.replace("NN", "*")) for folder in FOLDERS.values()
+        )
+        assert found or not is_path, f"no {name}"
+
+
+def test_the_readme_s_tree_is_that_of_the_repository():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = text.partition("## What is where\n\n```\n")[2].partition("```")[0]
+    folder = ROOT
+    for indent, name in re.findall(r"^( *)(\S+)", tree, re.MULTILINE):
+        folder = ROOT / name if not indent else folder
+        place = folder if not indent else folder / name
+        assert "*" in name or place.exists(), f"no {place.relative_to(ROOT)}"
+    for room in (ROOT / "helpers").glob("*/__init__.py"):
+        assert f"  {room.parent.name}/ " in tree, f"the tree lacks helpers/{room.parent.name}"
