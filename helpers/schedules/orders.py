@@ -1,7 +1,8 @@
 """Pipeline schedules as plain data: for each device a row of actions, in the order it takes them.
 
-A network is cut into stages, the batch into micro-batches. Stage s is on device s % devices: with
-one chunk on each device, device d has stage d; with v chunks it has stages d, d + devices, ...
+A network is cut into stages, the batch into micro-batches. The rows say which device has which
+stage. In the schedules made here device d has stage d, and with v chunks also d + devices, and so
+on round; a row written by hand may place them in another way, such as in a V.
 
 Sources: GPipe (Huang et al., 2019), PipeDream-Flush (Narayanan et al., 2021a, "Memory-efficient
 pipeline-parallel DNN training"), Megatron-LM (Narayanan et al., 2021b, "Efficient large-scale
@@ -38,11 +39,11 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A row of actions for each device.
+    """A row of actions for each device; each device has ``chunks`` stages.
 
     Raises ValueError unless each stage takes each micro-batch forward once and backward once, whole
-    or in two halves, on the stage's own device. Whether the rows fit together is another question:
-    ``play`` of simulation.py answers it.
+    or in two halves, all on one device. Whether the rows fit together is another question, which
+    ``play`` of simulation.py answers.
     """
 
     name: str
@@ -59,6 +60,13 @@ class Schedule:
         for stage in range(self.stages):
             for micro_batch in range(self.micro_batches):
                 self._check_complete(stage, micro_batch, seen)
+        for device in range(self.devices):
+            own = [stage for stage, at in self._placement.items() if at == device]
+            if len(own) != self.chunks:
+                raise ValueError(
+                    f"device {device} has {len(own)} stages {own}, expected {self.chunks}: "
+                    "each device takes the same number of stages"
+                )
 
     @property
     def devices(self) -> int:
@@ -67,6 +75,18 @@ class Schedule:
     @property
     def stages(self) -> int:
         return self.devices * self.chunks
+
+    def device_of(self, stage: int) -> int:
+        """The device whose row has the stage."""
+        return self._placement[stage]
+
+    @cached_property
+    def _placement(self) -> dict[int, int]:
+        placement: dict[int, int] = {}
+        for device, row in enumerate(self.rows):
+            for action in row:
+                placement.setdefault(action.stage, device)
+        return placement
 
     @property
     def micro_batches(self) -> int:
@@ -87,9 +107,15 @@ class Schedule:
     def _check(self, action: Action, device: int, seen: set[Action]) -> None:
         if action.kind not in (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT):
             raise ValueError(f"device {device}: {action} has a kind other than F, B, I and W")
-        if not 0 <= action.stage < self.stages or action.stage % self.devices != device:
-            own = ", ".join(str(stage) for stage in range(device, self.stages, self.devices))
-            raise ValueError(f"device {device}: {action} is of another stage than its own ({own})")
+        if not 0 <= action.stage < self.stages:
+            raise ValueError(
+                f"device {device}: {action} is of no stage from 0 to {self.stages - 1}"
+            )
+        if self.device_of(action.stage) != device:
+            raise ValueError(
+                f"device {device}: {action} is of stage {action.stage}, "
+                f"which is in the row of device {self.device_of(action.stage)}"
+            )
         if action.micro_batch < 0:
             raise ValueError(f"device {device}: {action} has a negative micro-batch")
         if action in seen:
@@ -99,8 +125,9 @@ class Schedule:
     def _check_complete(self, stage: int, micro_batch: int, seen: set[Action]) -> None:
         kinds = "".join(k for k in "FBIW" if Action(k, micro_batch, stage) in seen)
         if kinds not in ("FB", "FIW"):
+            place = f"device {self.device_of(stage)}: " if stage in self._placement else ""
             raise ValueError(
-                f"device {stage % self.devices}: stage {stage} takes micro-batch {micro_batch} "
+                f"{place}stage {stage} takes micro-batch {micro_batch} "
                 f"through {kinds or 'nothing'}; expected F and B, or F, I and W, once each"
             )
 
@@ -109,7 +136,7 @@ def from_text(rows: Sequence[str | Sequence[str]], name: str = "by hand") -> Sch
     """A schedule from texts: ``from_text(["F0 F1 B0 B1", "F0 B0 F1 B1"])``, one for each device.
 
     A row may also be a list of single actions. A number in front, as in "4F0", is the stage;
-    without it an action is of the device's first stage. Raises ValueError where a text is none.
+    without it, device d means stage d. Raises ValueError if a text is not an action.
     """
     made = []
     for device, row in enumerate(rows):
@@ -117,7 +144,7 @@ def from_text(rows: Sequence[str | Sequence[str]], name: str = "by hand") -> Sch
         for text in row.split() if isinstance(row, str) else row:
             parts = _TEXT.fullmatch(text)
             if parts is None:
-                raise ValueError(f"device {device}: {text!r} is no action such as F0 or B3")
+                raise ValueError(f"device {device}: {text!r} is not an action such as F0 or B3")
             stage, kind, micro_batch = parts.groups()
             actions.append(Action(kind, int(micro_batch), int(stage) if stage else device))
         made.append(tuple(actions))
@@ -126,7 +153,7 @@ def from_text(rows: Sequence[str | Sequence[str]], name: str = "by hand") -> Sch
 
 
 def all_forward_all_backward(devices: int, micro_batches: int) -> Schedule:
-    """GPipe: first every micro-batch forward, then every one backward.
+    """GPipe: every micro-batch forward first, then every one backward.
 
     Bubble: (p - 1) / (m + p - 1) of the time, for p devices and m micro-batches (GPipe, 2.3). Every
     device keeps the activations of all m micro-batches.
@@ -143,7 +170,9 @@ def _in_turn(warm: int, forwards: list[Action], backwards: list[list[Action]]) -
     """``warm`` forwards, then a forward and a backward in turn, then the backwards that are left."""
     row = forwards[:warm]
     for forward, backward in zip_longest(forwards[warm:], backwards):
-        row += ([forward] if forward else []) + backward
+        if forward is not None:
+            row.append(forward)
+        row += backward
     return row
 
 
@@ -167,8 +196,8 @@ def interleaved(devices: int, micro_batches: int, chunks: int = 2) -> Schedule:
 
     Bubble: (p - 1) / (v m + p - 1) of the time: Megatron-LM, 2.2.2, gives it as a share of the
     ideal time, (p - 1) / (v m). Device 0 keeps at most v p + p - 1 chunks' activations, each
-    1 / v of a device's layers (Korthikanti et al., 2022, 4.2.3). Raises ValueError where the
-    number of micro-batches is no multiple of that of the devices.
+    1 / v of a device's layers (Korthikanti et al., 2022, 4.2.3). Raises ValueError unless the
+    number of micro-batches is a multiple of the number of devices.
     """
     _check_counts(devices, micro_batches)
     if chunks < 1:
@@ -176,7 +205,7 @@ def interleaved(devices: int, micro_batches: int, chunks: int = 2) -> Schedule:
     if micro_batches % devices:
         raise ValueError(
             f"interleaving takes micro-batches in rounds of {devices}, one for each device: "
-            f"{micro_batches} is no multiple of it"
+            f"{micro_batches} is not a multiple of it"
         )
     total = micro_batches * chunks
 
@@ -200,23 +229,24 @@ def interleaved(devices: int, micro_batches: int, chunks: int = 2) -> Schedule:
 def zero_bubble(devices: int, micro_batches: int) -> Schedule:
     """ZB-H1: 1F1B with backward in two halves; the gradients of weights wait, and fill the bubble.
 
-    Nobody waits for the gradients of weights, so device d puts those of d micro-batches off.
-    Bubble, where the three parts take equally long: (p - 1) / (3 m + p - 1), a third of 1F1B's
-    idle time (Qi et al., 2.3 and table 2). It asks for m >= p. Every device keeps the activations
-    of at most min(p, m) micro-batches.
+    Nothing waits for the gradients of weights, so device d puts off those of d micro-batches. If
+    the three parts take equally long, the bubble is (p - 1) / (3 m + p - 1), a third of 1F1B's idle
+    time (Qi et al., 2.3 and table 2). It asks for m >= p. Every device keeps the activations of at
+    most min(p, m) micro-batches.
     """
     _check_counts(devices, micro_batches)
     rows = []
     for device in range(devices):
         forwards = [Action(FORWARD, m, device) for m in range(micro_batches)]
-        backwards = [
-            [Action(INPUT_GRADIENT, m, device)]
-            + [Action(WEIGHT_GRADIENT, m - device, device)] * (m >= device)
-            for m in range(micro_batches)
-        ]
-        put_off = range(max(micro_batches - device, 0), micro_batches)
-        row = _in_turn(devices - device - 1, forwards, backwards)
-        rows.append(row + [Action(WEIGHT_GRADIENT, m, device) for m in put_off])
+        weights = [Action(WEIGHT_GRADIENT, m, device) for m in range(micro_batches)]
+        backwards = []
+        for m in range(micro_batches):
+            gradients = [Action(INPUT_GRADIENT, m, device)]
+            if m >= device:
+                gradients.append(weights[m - device])
+            backwards.append(gradients)
+        put_off = weights[max(micro_batches - device, 0) :]
+        rows.append(_in_turn(devices - device - 1, forwards, backwards) + put_off)
     return _made("zero bubble (ZB-H1)", rows)
 
 

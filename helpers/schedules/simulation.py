@@ -1,7 +1,7 @@
 """A schedule played in units of time: who waits for whom, the bubble, and what is kept meanwhile.
 
-Left out: the host's launches, and copies that hold up the computation of either side. Recording the
-schedule's execution on virtual GPUs has both.
+Left out: the host's launches, and copies that hold up the computation on either side. A recording
+of the schedule's execution on virtual GPUs has both.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,9 +24,9 @@ class DeadlockError(ValueError):
 
 @dataclass(frozen=True)
 class Times:
-    """How long one micro-batch takes in all layers of one device, in any one unit.
+    """How long one micro-batch takes in all layers of one device, in any unit.
 
-    Where a device has v chunks, each takes 1 / v of it. A whole backward is both its halves.
+    If a device has v chunks, each takes 1 / v of it. A whole backward is both halves.
     transfer: from the end of an action until a neighbour on another device can use its result.
     by_stage: how many times as long each stage takes, in both directions; empty means all alike.
     """
@@ -83,10 +83,10 @@ class Play:
 
 
 def play(schedule: Schedule, times: Times | None = None) -> Play:
-    """Let every device take its actions in order, each as soon as its results are there.
+    """Let every device take its actions in order, each as soon as what it needs is there.
 
-    Raises DeadlockError where devices wait for each other, and ValueError where ``times`` are of
-    another number of stages.
+    Raises DeadlockError if devices wait for each other, and ValueError if ``times`` are of another
+    number of stages.
     """
     times = times or Times()
     if times.by_stage and len(times.by_stage) != schedule.stages:
@@ -98,16 +98,15 @@ def play(schedule: Schedule, times: Times | None = None) -> Play:
     moved = True
     while moved:
         moved = False
-        for done, row in zip(rows, schedule.rows, strict=True):
+        for device, (done, row) in enumerate(zip(rows, schedule.rows, strict=True)):
             for action in row[len(done) :]:
                 needed = list(needs(action, schedule))
                 if not all(need in ended for need in needed):
                     break
-                ready = [
-                    ended[need] + (times.transfer if _elsewhere(need, action, schedule) else 0)
-                    for need in needed
-                ]
-                start = max([done[-1].end if done else 0, *ready])
+                start = done[-1].end if done else 0.0
+                for need in needed:
+                    sent = schedule.device_of(need.stage) != device
+                    start = max(start, ended[need] + (times.transfer if sent else 0))
                 ended[action] = start + times.of(action, schedule.chunks)
                 done.append(Box(action, start, ended[action]))
                 moved = True
@@ -143,7 +142,10 @@ def in_flight(schedule: Schedule) -> list[list[int]]:
     for row in schedule.rows:
         kept, after = 0, []
         for action in row:
-            kept += (action.kind == FORWARD) - (action.kind in (BACKWARD, WEIGHT_GRADIENT))
+            if action.kind == FORWARD:
+                kept += 1
+            elif action.kind in (BACKWARD, WEIGHT_GRADIENT):
+                kept -= 1
             after.append(kept)
         counts.append(after)
     return counts
@@ -154,12 +156,8 @@ def peaks_in_flight(schedule: Schedule) -> list[int]:
     return [max(after) for after in in_flight(schedule)]
 
 
-def _elsewhere(need: Action, action: Action, schedule: Schedule) -> bool:
-    return (need.stage - action.stage) % schedule.devices != 0
-
-
 def _deadlock(schedule: Schedule, positions: list[int], ended: set[Action]) -> str:
-    """Who waits for whom, from a device in the circle round to it again."""
+    """Who waits for whom, from a device in the circle until it comes again."""
     waits = {}
     for device, (position, row) in enumerate(zip(positions, schedule.rows, strict=True)):
         if position < len(row):
@@ -168,7 +166,7 @@ def _deadlock(schedule: Schedule, positions: list[int], ended: set[Action]) -> s
     device, seen = min(waits), []
     while device not in seen:
         seen.append(device)
-        device = waits[device][1].stage % schedule.devices
+        device = schedule.device_of(waits[device][1].stage)
     circle = seen[seen.index(device) :]
     return f"{schedule.name} never ends: " + "; ".join(
         _wait(schedule, at, *waits[at]) for at in circle
@@ -176,7 +174,7 @@ def _deadlock(schedule: Schedule, positions: list[int], ended: set[Action]) -> s
 
 
 def _wait(schedule: Schedule, device: int, action: Action, missing: Action) -> str:
-    other = missing.stage % schedule.devices
+    other = schedule.device_of(missing.stage)
     whose = "its own row" if other == device else f"the row of device {other}"
     return (
         f"device {device} is at {schedule.text(action)} and waits for {schedule.text(missing)}, "

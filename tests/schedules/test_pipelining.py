@@ -1,4 +1,6 @@
-"""torch.distributed.pipelining on two processes: one process's gradients, in our schedules' order."""
+"""torch.distributed.pipelining: its orders are ours, and its gradients those of one process."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ from torch import nn
 from torch.distributed import pipelining
 
 from helpers import launch, schedules
+from helpers.schedules import from_text, peaks_in_flight, play
 
 RANKS, MICRO_BATCHES, WIDTH = 2, 4, 8
 
@@ -80,3 +83,16 @@ def test_gradients_are_those_of_one_process_and_the_order_is_ours(name, ours):
     for index, stage in enumerate(single):
         torch.testing.assert_close(found[index], [p.grad for p in stage.parameters()])
     assert [seen for _, seen in results] == [list(map(str, row)) for row in ours.rows]
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 32)])
+def test_the_zero_bubble_v_of_torch_can_be_played(p, m):
+    torchs = SimpleNamespace(pp_group_size=p, num_stages=2 * p, _n_microbatches=m)
+    order_of = pipelining.ScheduleZBVZeroBubble._calculate_single_rank_operations
+    rows = [" ".join(str(action) for action in order_of(torchs, r) if action) for r in range(p)]
+    v = from_text(rows, "ZB-V")
+    assert [v.device_of(stage) for stage in range(2 * p)] == [*range(p), *reversed(range(p))]
+    # The first micro-batch reaches the last device after p - 1 half forwards; from then on no
+    # device waits (Qi et al., 2023, section 6).
+    assert play(v).makespan == 3 * m + (p - 1) / 2
+    assert max(peaks_in_flight(v)) == 2 * p  # each of half a device's layers, as in 1F1B

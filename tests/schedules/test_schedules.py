@@ -98,8 +98,8 @@ def test_no_action_begins_before_what_it_needs_has_ended():
             assert all(a.end <= b.start for a, b in pairwise(row))
         for action, box in boxes.items():
             for need in needs(action, plan):
-                elsewhere = need.stage % plan.devices != action.stage % plan.devices
-                assert boxes[need].end + 0.5 * elsewhere <= box.start
+                sent = plan.device_of(need.stage) != plan.device_of(action.stage)
+                assert boxes[need].end + (0.5 if sent else 0) <= box.start
 
 
 def test_the_order_for_one_host_respects_all_needs():
@@ -157,17 +157,30 @@ def test_a_deadlock_names_the_circle_and_not_who_waits_for_it():
     assert "device 1 is at B0" in str(caught.value) and "device 2 is at F1" in str(caught.value)
 
 
+def test_stages_in_a_v_are_played_where_their_rows_put_them():
+    # Device 0 has the first and the last stage, so stages 1 and 2 hand over without sending.
+    v = from_text(["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"])
+    assert [v.device_of(stage) for stage in range(4)] == [0, 1, 1, 0]
+    assert (v.chunks, v.stages) == (2, 4)
+    # Half a forward in each stage, then half a backward of two; only 0-1 and 2-3 send.
+    assert play(v, Times(transfer=10)).makespan == 4 * 0.5 + 4 * 1 + 4 * 10
+    around = from_text(["0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0"])
+    assert play(around, Times(transfer=10)).makespan == 4 * 0.5 + 4 * 1 + 6 * 10
+
+
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
         ([], "at least one device"),
         (["", ""], "at least one device, one chunk and one action"),
-        (["F0 X0"], "device 0: 'X0' is no action such as F0 or B3"),
+        (["F0 X0"], "device 0: 'X0' is not an action such as F0 or B3"),
         (["F0 F0 B0"], "device 0: 0F0 comes twice"),
         (["F0 B0", "F0"], "device 1: stage 1 takes micro-batch 0 through F; expected F and B"),
         (["F0 B0 W0"], "stage 0 takes micro-batch 0 through FBW"),
         (["F1 B1"], "stage 0 takes micro-batch 0 through nothing"),
-        (["F0 B0 1F0 1B0", "F0 B0"], "device 0: 1F0 is of another stage than its own"),
+        (["F0 B0", "F0 B0 0F1"], "device 1: 0F1 is of stage 0, which is in the row of device 0"),
+        (["F0 B0 1F0 1B0", ""], r"device 0 has 2 stages \[0, 1\], expected 1"),
+        (["F0 B0", "-1F0"], "'-1F0' is not an action"),
     ],
 )
 def test_rows_that_are_no_schedule_are_refused(rows, said):

@@ -92,7 +92,7 @@ def test_virtual_gpus_are_left_as_they_were():
 @pytest.mark.parametrize(
     ("choice", "said"),
     [
-        (("interleaved 1F1B, 2 chunks", 8, 4), "4 is no multiple of it"),
+        (("interleaved 1F1B, 2 chunks", 8, 4), "4 is not a multiple of it"),
         (("1F1B", 8, BATCH * 2, "H100"), "does not come out even"),
     ],
 )
