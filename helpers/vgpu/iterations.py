@@ -2,9 +2,9 @@
 
 Both run the model's own forward and backward as shapes. DataParallel is PyTorch's: one process,
 whose threads share the interpreter, so that each launch of a forward takes as many times longer as
-there are replicas; every iteration broadcasts the parameters from GPU 0 and adds the gradients up there. For
-DDP one rank is run, with its share of the batch, and stands for all: each has a process of its own,
-and all-reduces a bucket of gradients as soon as the backward pass has filled it.
+there are replicas; every iteration broadcasts the parameters from GPU 0 and adds the gradients up
+there. For DDP one rank is run, with its share of the batch, and stands for all: each has a process
+of its own, and all-reduces a bucket of gradients as soon as the backward pass has filled it.
 
 Left out of DDP: copying gradients into buckets, the broadcast of buffers, ranks that are not in
 step. Left out of DataParallel: copying parameters into the buffers of a broadcast.
@@ -18,8 +18,7 @@ from torch import nn
 
 from helpers.vgpu.device import gpus
 from helpers.vgpu.shapes import shapes_only
-from helpers.vgpu.timing import clock as clocks
-from helpers.vgpu.timing.clock import Clock
+from helpers.vgpu.timing import recording
 from helpers.vgpu.timing.recorder import record
 from helpers.vgpu.timing.streams import Stream
 from helpers.vgpu.timing.trace import Timeline
@@ -108,9 +107,8 @@ class _Reducer:
     """Hands over one all-reduce a bucket, in order, each once its last gradient is there."""
 
     def __init__(self, model: nn.Module, world_size: int, bucket_bytes: int) -> None:
-        clock = clocks.active
-        assert clock is not None
-        self._clock: Clock = clock
+        assert recording.under_way is not None
+        self._clock = clock = recording.under_way.clock
         self._world_size = world_size
         self._buckets = buckets_of(model, bucket_bytes)
         self._missing = [len(bucket) for bucket in self._buckets]
@@ -133,22 +131,18 @@ class _Reducer:
         return hook
 
     def _reduce(self, bucket: list[nn.Parameter]) -> None:
-        clock, model = self._clock, self._clock.model
+        clock, stream = self._clock, self._communicate
         size_bytes = sum(p.numel() * p.element_size() for p in bucket)
-        duration_s = model.all_reduce_time_s(size_bytes, self._world_size)
-        clock.wait_stream(self._communicate, self._compute)
-        engine = clock.engine(gpus.by_index(0))
-        stream = self._communicate
-        clock.collective(
-            "all_reduce", [stream], engine, model.engine_launch_s, duration_s, size_bytes
-        )
+        duration_s = clock.model.collective_time_s("all_reduce", size_bytes, self._world_size)
+        stream.wait_stream(self._compute)
+        clock.collective("all_reduce", [stream], clock.hosts.engine(0), size_bytes, duration_s)
 
     def finish(self) -> None:
         """The optimizer's work starts after the last all-reduce."""
         assert self._next == len(self._buckets), "a parameter got no gradient"
         for handle in self._handles:
             handle.remove()
-        self._clock.wait_stream(self._compute, self._communicate)
+        self._compute.wait_stream(self._communicate)
 
 
 def _stand_for_all(timeline: Timeline, world_size: int) -> None:

@@ -20,7 +20,7 @@ from helpers.vgpu.dispatch import tensor
 from helpers.vgpu.dispatch.rules import rule_for
 from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.shape_results import Output, Result, learn
-from helpers.vgpu.timing import recorder, signatures
+from helpers.vgpu.timing import recording, signatures
 from helpers.vgpu.timing.traits import Traits, tensors_in, traits_of
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -165,23 +165,16 @@ def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     if operator.values:
         return _value(operator.traits, inputs)
     traits = operator.traits
-    written = traits.written(args, kwargs) if traits.writes else []
+    written: list[Any] = traits.written(args, kwargs) if traits.writes else []
     for changed in written:
         if type(changed) is not ShapeTensor:
             raise _has_values(changed, traits)
     result = _results.get(signature := tuple(key))
     if result is None:
         result = _results[signature] = learn(func, args, kwargs)
-    active = recorder.active
-    done = None
-    if active is not None and gpu is not _HOST:
-        if traits.free:
-            active.note_node(traits.name, gpu, active.clock.host())
-        else:
-            stream, host, launch_s = active.place(traits.name, gpu)
-            active.accesses.check(traits.name, inputs, written, stream, host, launch_s)
-            done = active.kernel(traits.name, gpu, stream, host, launch_s, result.work)
-            active.accesses.note(done, inputs, written)
+    done, now = None, recording.under_way
+    if now is not None and gpu is not _HOST:
+        done = now.operation(traits, gpu, inputs, written, result.work)
     return _outputs(operator, args, kwargs, result, gpu, done)
 
 
@@ -318,10 +311,10 @@ def _copy(operator: _Operator, args: tuple, kwargs: dict, key: list[Any], target
             result = _results[signature] = learn(operator.func, args, plain)
         assert result.outputs[0] is not None
         made = _new(result.outputs[0], target, "copy")
-    if recorder.active is not None:
+    if recording.under_way is not None:
         waits = not (kwargs.get("non_blocking") or (in_place and args[2:3] == (True,)))
-        recorder.active.check_source(source)
-        recorder.active.copied(source, made, in_place, waits)
+        recording.under_way.check_source(source)
+        recording.under_way.copied(source, made, in_place, waits)
     return made
 
 

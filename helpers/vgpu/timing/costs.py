@@ -21,7 +21,9 @@ from torch.utils.flop_counter import flop_registry
 
 from helpers.vgpu.device.links import Link
 from helpers.vgpu.device.specs import GPUSpec
-from helpers.vgpu.timing.traits import tensors_in
+from helpers.vgpu.timing import collectives
+from helpers.vgpu.timing.collectives import Way
+from helpers.vgpu.timing.traits import Args, Kwargs, Operator, tensors_in
 
 _TENSOR_CORE_TYPES = (torch.float16, torch.bfloat16)
 
@@ -72,33 +74,21 @@ class CostModel:
         """Seconds of a copy between a GPU and its host."""
         return self._over(self.spec.host_link, size_bytes)
 
-    def all_reduce_time_s(self, size_bytes: int, world_size: int) -> float:
-        """Seconds of a ring all-reduce, every GPU sending and receiving at once.
-
-        2 (n - 1) steps, in each of which a GPU sends 1/n of the bytes (Patarasuk and Yuan, 2009).
-        """
-        if world_size == 1:
-            return 0.0
-        steps = 2 * (world_size - 1)
-        return steps * self._over(self.link, math.ceil(size_bytes / world_size))
-
-    def broadcast_time_s(self, size_bytes: int, world_size: int) -> float:
-        """Seconds of a broadcast, or of a reduce to one GPU, along a ring as NCCL does it.
-
-        The bytes pass from GPU to GPU in small parts, so that all links are busy at once: they take
-        as long as over one link, and each hop adds its latency.
-        """
-        hops = world_size - 1
-        return self._over(self.link, size_bytes) + (hops - 1) * self.link.latency_s if hops else 0.0
+    def collective_time_s(self, name: str, size_bytes: int, count: int) -> float:
+        """Seconds of a collective of ``collectives.py`` among ``count`` GPUs."""
+        return collectives.seconds(name, size_bytes, count, self._way(self.link))
 
     def _over(self, link: Link, size_bytes: int) -> float:
-        return link.latency_s + size_bytes / (link.bandwidth_bytes_per_s * self.share_of_peak)
+        return collectives.seconds("send", size_bytes, 2, self._way(link))
+
+    def _way(self, link: Link) -> Way:
+        return Way(link.latency_s, link.bandwidth_bytes_per_s * self.share_of_peak)
 
 
 def fit_share_of_peak(time_of: Callable[[float], float], measured_s: float) -> float:
     """The ``share_of_peak`` at which ``time_of(share_of_peak)`` is ``measured_s``, within 1/10,000.
 
-    Raises ValueError where no share up to 1 reaches it, or even a thousandth is too fast.
+    Raises ValueError if even the whole peak is too slow, or even a thousandth of it too fast.
     """
     low, high = 1e-3, 1.0
     if not time_of(high) <= measured_s <= time_of(low):
@@ -112,7 +102,7 @@ def fit_share_of_peak(time_of: Callable[[float], float], measured_s: float) -> f
     return math.sqrt(low * high)
 
 
-def work_of(func: Any, args: tuple, kwargs: dict, result: Any) -> Work:
+def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Work:
     """FLOPs and bytes of one call that has happened: the tensors may have no values."""
     count = flop_registry.get(func._overloadpacket)
     flop = int(count(*args, **kwargs, out_val=result)) if count else 0

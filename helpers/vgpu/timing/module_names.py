@@ -23,7 +23,8 @@ _stack = _Stack()
 
 def current() -> str:
     """The innermost module that is running in this thread; empty outside every module."""
-    return _stack.names[-1] if _stack.names else ""
+    names = _stack.names
+    return names[-1] if names else ""
 
 
 @contextmanager

@@ -1,22 +1,26 @@
 """Who wrote and who reads each block of memory, and whether a stream forgot to wait.
 
-On CUDA a forgotten wait gives right values on some days and garbage on others. Here it is noted
-always, whatever the times are; and where the times say that a value is not written yet when it is
-read, the reader gets NaN (or the largest negative number of a type that has no NaN).
+On CUDA a forgotten wait gives right values on some days and garbage on others. Here it is always
+noted, whatever the times are; and if the times say that a value is not written yet when it is read,
+the reader gets NaN (or the smallest number of a type that has no NaN).
 
-Not seen: reads from before the recording's first use of a stream of one's own; a block that is freed while another stream still uses it (``record_stream``), since no
-block is used twice here; and a host that reads a copy before it has ended.
+Not seen: reads from before the recording's first use of a second stream; a block that is freed
+while another stream still uses it (``record_stream``), since no block is used twice here; and a
+host that reads a copy before it has ended.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from helpers.vgpu.dispatch import tensor
+from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.timing import module_names
 from helpers.vgpu.timing.clock import Clock
-from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime
+from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime, in_backward
 from helpers.vgpu.timing.trace import Race, Timeline
+from helpers.vgpu.timing.traits import Args, Kwargs
 
 
 class Accesses:
@@ -29,27 +33,25 @@ class Accesses:
     def check(
         self,
         name: str,
-        read: list[Any],
-        written: list[Any],
+        read: Iterable[VirtualTensor],
+        written: Iterable[VirtualTensor],
         stream: StreamTime,
         host: HostTime,
-        launch_s: float,
-    ) -> list[Any]:
+    ) -> list[VirtualTensor]:
         """Whether what the next operation of ``stream`` uses is ready.
 
         In a backward pass the autograd engine makes streams wait. Elsewhere a race is noted.
         Returns the tensors that are not written yet when the operation starts.
         """
-        late: list[Any] = []
+        late: list[VirtualTensor] = []
         if not self._clock.several_streams:
             return late
         for used in read:
-            write = tensor.block_of(used).last_write
+            write: Done | None = tensor.block_of(used).last_write
             if write is None or write.stream is stream:
                 continue
-            if self._races(name, stream, write) and write.end_s > self._clock.ready_s(
-                stream, host, launch_s
-            ):
+            races = self._races(name, stream, write)
+            if races and write.end_s > self._clock.ready_s(stream, host):
                 late.append(used)
         for used in written:
             block = tensor.block_of(used)
@@ -63,21 +65,23 @@ class Accesses:
         if before.stream.clock is not self._clock or self._clock.comes_after(stream, before):
             return False
         if in_backward():
-            self._clock.wait_for(stream, before)
+            stream.wait_done(before)
             return False
         race = Race(
-            name,
-            stream.device,
-            stream.number,
-            before.operation,
-            before.stream.number,
-            module_names.current(),
+            operation=name,
+            device=stream.device,
+            stream=stream.number,
+            other_operation=before.operation,
+            other_stream=before.stream.number,
+            module=module_names.current(),
         )
         if race not in self._timeline.races:
             self._timeline.races.append(race)
         return True
 
-    def note(self, done: Done, read: list[Any], written: list[Any]) -> None:
+    def note(
+        self, done: Done, read: Iterable[VirtualTensor], written: Iterable[VirtualTensor]
+    ) -> None:
         """Remember what an operation has read and written."""
         if self._clock.several_streams:
             for used in read:
@@ -91,19 +95,16 @@ class Accesses:
             block.last_reads = None
 
 
-def in_backward() -> bool:
-    """Whether the autograd engine runs this."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def poisoned(value: Any) -> Any:
+def poisoned(value: VirtualTensor) -> VirtualTensor:
     """A tensor like ``value`` that holds garbage."""
     garbage = torch.empty_like(value._inner)
     _fill(garbage)
     return tensor.wrap(garbage, value._gpu, "garbage")
 
 
-def replaced(late: list[Any], written: list[Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def replaced(
+    late: Sequence[VirtualTensor], written: Sequence[torch.Tensor], args: Args, kwargs: Kwargs
+) -> tuple[Args, Kwargs]:
     """The arguments with garbage for the ``late`` tensors.
 
     One that is to be changed in place holds garbage itself from now on, as its memory would.

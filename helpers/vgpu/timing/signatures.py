@@ -1,18 +1,20 @@
 """The signature of a call: what decides the shapes of its results and its cost.
 
 Two calls with equal signatures have results of the same shapes and do the same work, whatever the
-values. A tensor stands in a signature as the identity of one meta tensor that all tensors of its
-size, strides and type share.
+values. In a signature, a tensor is the identity of one meta tensor that all tensors of its size,
+strides and type share.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from helpers.vgpu.dispatch.tensor import VirtualTensor
+from helpers.vgpu.timing.traits import Args, Kwargs, Operator
 
-_by_metadata: dict[tuple, torch.Tensor] = {}
-# They live as long as the process, so that an id is never another's.
+_by_metadata: dict[tuple[object, ...], torch.Tensor] = {}
+# Kept for as long as the process lives, so that no id is ever given to another.
 _by_id: dict[int, torch.Tensor] = {}
 
 
@@ -40,9 +42,9 @@ def interned(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def signature(func: Any, args: Any, kwargs: dict) -> tuple:
+def signature(func: Operator, args: Args, kwargs: Kwargs) -> tuple[object, ...]:
     """What decides the results' shapes and the work of a call; hashable."""
-    parts: list[Any] = [id(func)]
+    parts: list[object] = [id(func)]
     # A fractional number decides a size only where a tensor is made from nothing (arange).
     from_nothing = not args or not isinstance(args[0], torch.Tensor | list)
     _append(parts, args, from_nothing)
@@ -53,11 +55,11 @@ def signature(func: Any, args: Any, kwargs: dict) -> tuple:
     return tuple(parts)
 
 
-# They decide neither the shapes nor the work of a call.
+# Arguments that decide neither the shapes nor the work of a call.
 NO_MATTER = {"device", "generator", "layout", "non_blocking", "pin_memory"}
 
 
-def _append(parts: list[Any], values: Any, with_floats: bool) -> None:
+def _append(parts: list[object], values: Iterable[Any], with_floats: bool) -> None:
     for value in values:
         kind = type(value)
         if isinstance(value, torch.Tensor):

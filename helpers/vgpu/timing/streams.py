@@ -13,11 +13,22 @@ from typing import Any
 import torch
 
 from helpers.vgpu.device import gpus
-from helpers.vgpu.timing import clock
+from helpers.vgpu.timing import recording
+from helpers.vgpu.timing.lanes import StreamTime
+from helpers.vgpu.timing.recording import Recording
 
 _PlainStream, _PlainEvent = torch.Stream, torch.Event
 _stream_ids = itertools.count(1)
-_current = threading.local()
+
+
+class _Current(threading.local):
+    """The current stream of each GPU on which the thread has set one."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, Stream] = {}
+
+
+_current = _Current()
 
 
 class Stream(torch.Stream):
@@ -40,22 +51,26 @@ class Stream(torch.Stream):
 
     def query(self) -> bool:
         """Whether all work given to this stream has ended."""
-        return clock.active is None or clock.active.is_done(_time_of(self).free_s)
+        now = recording.under_way
+        return now is None or now.clock.is_done(_time_of(self, now).free_s)
 
     def synchronize(self) -> None:
         """Wait until all work given to this stream has ended."""
-        if clock.active is not None:
-            clock.active.host_waits([_time_of(self)], "synchronize", clock.active.host())
+        now = recording.under_way
+        if now is not None:
+            now.clock.host_waits([_time_of(self, now)], "synchronize", now.clock.host())
 
     def wait_event(self, event: torch.Event) -> None:
         """Work given later starts after ``event`` has happened."""
-        if clock.active is not None:
-            clock.active.wait_event(_time_of(self), event)
+        now = recording.under_way
+        if now is not None:
+            now.clock.wait_event(_time_of(self, now), event)
 
     def wait_stream(self, stream: torch.Stream) -> None:
         """Work given later starts after all work that ``stream`` has got so far."""
-        if clock.active is not None:
-            clock.active.wait_stream(_time_of(self), _time_of(stream))
+        now = recording.under_way
+        if now is not None:
+            _time_of(self, now).wait_stream(_time_of(stream, now))
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
         event = Event() if event is None else event
@@ -92,28 +107,29 @@ class Event(torch.Event):
 
     def record(self, stream: torch.Stream | None = None) -> None:
         """Mark what ``stream``, or the current one, has got so far."""
-        if clock.active is None:
+        now = recording.under_way
+        if now is None:
             self._time_s = time.perf_counter()
-            return
-        marked = _time_of(current_stream() if stream is None else stream)
-        self._time_s = clock.active.record_event(self, marked)
+        else:
+            marked = _time_of(current_stream() if stream is None else stream, now)
+            self._time_s = now.clock.record_event(self, marked)
 
     def query(self) -> bool:
         """Whether the event has happened; one that was never recorded has."""
-        if clock.active is None or self._time_s is None:
-            return True
-        return clock.active.is_done(self._time_s)
+        now = recording.under_way
+        return now is None or self._time_s is None or now.clock.is_done(self._time_s)
 
     def wait(self, stream: torch.Stream | None = None) -> None:
         """Work given later to ``stream``, or to the current one, starts after the event."""
-        if clock.active is not None:
-            waiting = _time_of(current_stream() if stream is None else stream)
-            clock.active.wait_event(waiting, self)
+        now = recording.under_way
+        if now is not None:
+            waiting = _time_of(current_stream() if stream is None else stream, now)
+            now.clock.wait_event(waiting, self)
 
     def synchronize(self) -> None:
         """Wait until the event has happened."""
-        if clock.active is not None:
-            clock.active.host_waits_for_event(self)
+        if recording.under_way is not None:
+            recording.under_way.clock.host_waits_for_event(self)
 
     def elapsed_time(self, end_event: "Event") -> float:  # type: ignore[override]
         """Milliseconds between two recorded events, by the clock that was used."""
@@ -138,12 +154,6 @@ def _index(device: Any) -> int:
     return gpu.index
 
 
-def _streams_of_thread() -> dict[int, Stream]:
-    if not hasattr(_current, "streams"):
-        _current.streams = {}
-    return _current.streams
-
-
 def default_stream(device: Any = None) -> Stream:
     """The stream that a device uses unless told otherwise."""
     return Stream(_index(device), stream_id=0)
@@ -151,24 +161,23 @@ def default_stream(device: Any = None) -> Stream:
 
 def current_stream_number(index: int) -> int:
     """The id of the stream that is current on a GPU in this thread; 0 is the default stream."""
-    stream = _streams_of_thread().get(index)
+    stream = _current.streams.get(index)
     return 0 if stream is None else stream.stream_id
 
 
-def _time_of(stream: torch.Stream) -> clock.StreamTime:
-    assert clock.active is not None
-    return clock.active.stream(gpus.by_index(stream.device_index), stream.stream_id)
+def _time_of(stream: torch.Stream, now: Recording) -> StreamTime:
+    return now.clock.stream(gpus.by_index(stream.device_index), stream.stream_id)
 
 
 def current_stream(device: Any = None) -> Stream:
     index = _index(device)
-    return _streams_of_thread().get(index) or default_stream(index)
+    return _current.streams.get(index) or default_stream(index)
 
 
 def set_stream(stream: Stream) -> None:
     """Make a stream and its device current in this thread."""
     gpus.exchange_index(stream.device_index)
-    _streams_of_thread()[stream.device_index] = stream
+    _current.streams[stream.device_index] = stream
 
 
 def make_stream(*args: Any, **kwargs: Any) -> torch.Stream:

@@ -12,7 +12,10 @@ HOST = torch.device("cpu")
 
 
 class TraceEvent(NamedTuple):
-    """One kernel, one side of a copy or collective, or one wait of the host; times since the recording began."""
+    """One kernel, one side of a copy or collective, or one wait of the host.
+
+    Times are seconds since the recording began.
+    """
 
     name: str  # the operation, as PyTorch calls it: "convolution", "copy"
     kind: str  # "kernel", "copy", "collective" or "wait"

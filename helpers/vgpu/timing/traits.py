@@ -1,11 +1,29 @@
 """What virtual time must know about an operator, read once from its schema."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-# Operators that launch nothing on a GPU, beside those whose results are views: they hand out or
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class Operator(Protocol):
+    """One of torch's operators (``torch._ops.OpOverload``): what is asked of it here."""
+
+    tags: list[torch.Tag]
+
+    @property
+    def _schema(self) -> torch._C.FunctionSchema: ...
+
+    @property
+    def _overloadpacket(self) -> object: ...
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any: ...
+
+
+# Operators that launch nothing on a GPU, besides those whose results are views: they hand out or
 # release memory, or ask something about a tensor.
 _FREE = {
     "empty",
@@ -26,7 +44,7 @@ class Traits:
 
     __slots__ = ("_written", "copies", "free", "name", "view_of", "waits", "writes")
 
-    def __init__(self, func: Any) -> None:
+    def __init__(self, func: Operator) -> None:
         schema = func._schema
         self.name = schema.name.partition("::")[2]
         # Whether it may cross devices.
@@ -52,7 +70,7 @@ class Traits:
         ]
         self.writes = bool(self._written)
 
-    def written(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    def written(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         """The tensors that this call changes in place."""
         found: list[torch.Tensor] = []
         for position, name in self._written:
@@ -61,8 +79,8 @@ class Traits:
         return found
 
 
-def _viewed(schema: Any) -> int | None:
-    """The position of the argument that the results view; None where there is none."""
+def _viewed(schema: torch._C.FunctionSchema) -> int | None:
+    """The position of the argument that the results view; None if there is none."""
     for result in schema.returns:
         info = result.alias_info
         if info is None or info.is_write:
@@ -79,10 +97,10 @@ def _viewed(schema: Any) -> int | None:
     return None
 
 
-_traits: dict[Any, Traits] = {}
+_traits: dict[Operator, Traits] = {}
 
 
-def traits_of(func: Any) -> Traits:
+def traits_of(func: Operator) -> Traits:
     """The traits of an operator; read at its first call."""
     traits = _traits.get(func)
     if traits is None:

@@ -1,8 +1,8 @@
 """Scatter, gather and broadcast between virtual GPUs: what CUDA does in C++ for DataParallel.
 
-Each stands in for the function of the same name in ``torch.nn.parallel.comm``, under autograd's
-own ``Scatter``, ``Gather`` and ``Broadcast``. In a recording of virtual time, broadcasts and reduces
-cost what NCCL's cost, which torch uses for them on CUDA.
+Each replaces the function of the same name in ``torch.nn.parallel.comm``, under autograd's own
+``Scatter``, ``Gather`` and ``Broadcast``. In a recording of virtual time, a broadcast or a reduce
+costs what NCCL's costs, which torch uses on CUDA.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,8 +14,7 @@ from torch._utils import _get_device_index
 from torch.nn.parallel import comm as torch_comm
 
 from helpers.vgpu.device import gpus
-from helpers.vgpu.timing import clock as clocks
-from helpers.vgpu.timing import recorder
+from helpers.vgpu.timing import recording
 
 _plain_reduce_add = torch_comm.reduce_add
 
@@ -29,7 +28,7 @@ def scatter(
     *,
     out: Any = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Chunks of ``tensor`` along ``dim``, one per device; fewer where the size does not suffice."""
+    """Chunks of ``tensor`` along ``dim``, one per device; fewer if the size does not suffice."""
     if out is not None:
         sizes = [part.size(dim) for part in out]
         for part, chunk in zip(out, tensor.split(sizes, dim), strict=True):
@@ -43,7 +42,13 @@ def scatter(
     return tuple(chunk.to(target) for chunk, target in zip(chunks, targets, strict=False))
 
 
-def gather(tensors: Any, dim: int = 0, destination: Any = None, *, out: Any = None) -> torch.Tensor:
+def gather(
+    tensors: Sequence[torch.Tensor],
+    dim: int = 0,
+    destination: Any = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The tensors side by side along ``dim`` on ``destination`` or in ``out``; -1 is the CPU.
 
     Each tensor is copied straight into its place, so no second copy takes memory there.
@@ -82,7 +87,8 @@ def reduce_add(inputs: Sequence[torch.Tensor], destination: Any = None) -> torch
     devices = [tensor.device for tensor in inputs]
     size_bytes = inputs[0].nbytes
     with _as_collective("reduce", size_bytes, devices, size_bytes):
-        return _plain_reduce_add(inputs, destination)
+        total: torch.Tensor = _plain_reduce_add(inputs, destination)
+    return total
 
 
 def _device(index_or_device: Any) -> torch.device:
@@ -93,23 +99,16 @@ def _device(index_or_device: Any) -> torch.device:
 def _as_collective(
     name: str, size_bytes: int, devices: Sequence[torch.device], buffer_bytes: int
 ) -> Iterator[None]:
-    """In a recording, what the block copies counts as NCCL would do it: a collective a buffer.
+    """In a recording, what the block copies counts as NCCL's collective, one for each buffer.
 
     size_bytes: of one GPU's part.
     """
-    active = recorder.active
-    if active is None or len(devices) < 2 or size_bytes == 0:
+    now = recording.under_way
+    if now is None or len(devices) < 2 or size_bytes == 0:
         yield
         return
-    recorder.active = clocks.active = None
-    try:
+    with recording.paused():
         yield
-    finally:
-        recorder.active, clocks.active = active, active.clock
-    places = [active.place(name, gpus.by_index(d.index), note=False) for d in devices]
-    streams = [stream for stream, _, _ in places]
-    _, host, launch_s = places[0]
+    taking_part = [gpus.by_index(device.index) for device in devices]
     for begin_bytes in range(0, size_bytes, buffer_bytes):
-        part_bytes = min(size_bytes - begin_bytes, buffer_bytes)
-        duration_s = active.clock.model.broadcast_time_s(part_bytes, len(devices))
-        active.clock.collective(name, streams, host, launch_s, duration_s, part_bytes)
+        now.collective(name, min(size_bytes - begin_bytes, buffer_bytes), taking_part)

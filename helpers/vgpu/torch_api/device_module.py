@@ -12,7 +12,7 @@ from helpers.vgpu.device import generators, gpus
 from helpers.vgpu.device.gpus import current_index as current_device
 from helpers.vgpu.device.gpus import device_count
 from helpers.vgpu.device.specs import GPUSpec
-from helpers.vgpu.timing import clock
+from helpers.vgpu.timing import recording
 from helpers.vgpu.timing.streams import Event, Stream, current_stream, default_stream, set_stream
 from helpers.vgpu.torch_api import amp
 
@@ -125,8 +125,8 @@ def stream(stream: Stream | None) -> Any:
 def synchronize(device: Any = None) -> None:
     """Wait for all work on a device; in a recording of virtual time the host waits."""
     gpu = _gpu(device)
-    if clock.active is not None:
-        clock.active.synchronize(gpu)
+    if recording.under_way is not None:
+        recording.under_way.clock.synchronize(gpu)
 
 
 def get_device_name(device: Any = None) -> str:

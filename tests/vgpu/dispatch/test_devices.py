@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+import time
 
 import pytest
 import torch
@@ -211,7 +212,7 @@ def test_a_dispatch_mode_sees_one_copy_per_move_and_none_without():
     assert "aten::_to_copy" not in names(lambda: torch.tensor([1, 2], device="vgpu:1"))
 
 
-def test_streams_and_events_keep_their_books():
+def test_streams_and_events_keep_their_books(monkeypatch):
     default = torch.vgpu.current_stream()
     assert default == torch.vgpu.default_stream()
     stream = torch.vgpu.Stream("vgpu:2")
@@ -223,9 +224,11 @@ def test_streams_and_events_keep_their_books():
     start, end = torch.vgpu.Event(enable_timing=True), torch.vgpu.Event(enable_timing=True)
     with pytest.raises(ValueError, match="must be recorded"):
         start.elapsed_time(end)
+    monkeypatch.setattr(time, "perf_counter", iter((1.0, 1.25)).__next__)
     start.record()
     stream.record_event(end)
-    assert start.elapsed_time(end) >= 0
+    assert start.elapsed_time(end) == 250  # ms
+    monkeypatch.undo()
     with pytest.raises(ValueError, match="enable_timing=True"):
         start.elapsed_time(torch.vgpu.Event())
     torch.ones(2, device="vgpu:2").record_stream(stream)

@@ -1,0 +1,284 @@
+"""One recording of virtual time, and which one is under way.
+
+A recording is told of every operation that runs on a virtual GPU, with values (``run``) or as
+shapes only (``operation``, ``copied``), and finds out who asked for it: which stream, which thread
+of the host, which module, in which pass. The clock then says when it happens.
+
+Left out: operations on the CPU take no virtual time (``spend`` adds some).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from helpers.vgpu.device.gpus import VirtualGPU
+from helpers.vgpu.dispatch import handlers, tensor
+from helpers.vgpu.dispatch.tensor import VirtualTensor
+from helpers.vgpu.timing import module_names, signatures
+from helpers.vgpu.timing.clock import Clock
+from helpers.vgpu.timing.costs import CostModel, Work, work_of
+from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime, in_backward
+from helpers.vgpu.timing.races import Accesses, poisoned, replaced
+from helpers.vgpu.timing.trace import Timeline
+from helpers.vgpu.timing.traits import Args, Kwargs, Operator, Traits, traits_of
+
+_next_node_number = torch._C._autograd._get_sequence_nr
+
+under_way: "Recording | None" = None
+
+
+@contextmanager
+def begun(recording: "Recording") -> Iterator[None]:
+    """The recording is under way in the block, in all threads; RuntimeError inside another."""
+    if under_way is not None:
+        raise RuntimeError("a recording is under way already: end its block before the next one")
+    _put_under_way(recording)
+    try:
+        yield
+    finally:
+        _put_under_way(None)
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """What happens in the block is not recorded, because the caller records it as a whole."""
+    recording = under_way
+    _put_under_way(None)
+    try:
+        yield
+    finally:
+        _put_under_way(recording)
+
+
+def _put_under_way(recording: "Recording | None") -> None:
+    global under_way
+    under_way = recording
+    tensor.set_interceptor(None if recording is None else recording.run)
+
+
+class Recording:
+    """Modules, streams, threads and races around a clock."""
+
+    def __init__(
+        self, costs: CostModel, timeline: Timeline, current_stream: Callable[[int], int]
+    ) -> None:
+        """current_stream: for the index of a GPU, the number of the thread's current stream."""
+        self.clock = Clock(costs, current_stream)
+        self._accesses = Accesses(self.clock, timeline)
+        self._current_stream = current_stream
+        # Operation and module by a node's number. Each thread counts for itself, so those of
+        # DataParallel's threads are kept apart.
+        self._nodes: dict[int, tuple[str, str]] = {}
+        self._nodes_of_forks: dict[int, tuple[str, str]] = {}
+        # The GPU and the number of the stream, for nodes that were made on another than the default.
+        self._stream_of_node: dict[int, tuple[int, int]] = {}
+        self._seconds: dict[Work, float] = {}
+        self._work: dict[tuple[Any, ...], Work] = {}
+
+    # Tensors with values
+
+    def run(self, func: Operator, args: Args, kwargs: Kwargs) -> Any:
+        """Compute ``func`` with values, and record it."""
+        traits = traits_of(func)
+        if traits.copies:
+            return self._run_copy(func, args, kwargs)
+        inputs = _virtual((*args, *kwargs.values()))
+        if traits.free:
+            if inputs:
+                self._note_node(traits.name, inputs[0]._gpu, self.clock.host())
+            return tensor.run(func, args, kwargs)
+        written = _virtual(traits.written(args, kwargs)) if traits.writes else []
+        if inputs:
+            stream, host = self.place(traits.name, inputs[0]._gpu)
+            late = self._accesses.check(traits.name, inputs, written, stream, host)
+            if late:
+                args, kwargs = replaced(late, written, args, kwargs)
+        result = tensor.run(func, args, kwargs)
+        outputs = _virtual((result,))
+        if not inputs:
+            if not outputs:
+                return result  # a factory of another device
+            stream, host = self.place(traits.name, outputs[0]._gpu)
+        work = self._work_of(func, args, kwargs, result)
+        done = self._kernel(traits.name, stream, host, work)
+        self._accesses.note(done, inputs, [*written, *outputs])
+        if traits.waits:
+            self.clock.host_waits([stream], traits.name, host)
+        return result
+
+    def _work_of(self, func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Work:
+        try:
+            key = signatures.signature(func, args, kwargs)
+        except NotImplementedError:  # sparse
+            return work_of(func, args, kwargs, result)
+        work = self._work.get(key)
+        if work is None:
+            work = self._work[key] = work_of(func, args, kwargs, result)
+        return work
+
+    def _run_copy(self, func: Operator, args: Args, kwargs: Kwargs) -> Any:
+        """``_to_copy`` and ``copy_``: the operators that may cross devices."""
+        into = args[0] if len(args) > 1 else None
+        source = args[-1] if into is None else args[1]
+        late = self.check_source(source)
+        if late and into is None:
+            args = (poisoned(source), *args[1:])
+        elif late:
+            args = (into, poisoned(source), *args[2:])
+        result = tensor.run(func, args, kwargs)
+        waits = not (kwargs.get("non_blocking") or (into is not None and args[2:3] == (True,)))
+        self.copied(source, result, into is not None, waits)
+        return result
+
+    # What happened; tensors may be only shapes
+
+    def operation(
+        self,
+        traits: Traits,
+        gpu: VirtualGPU,
+        inputs: Sequence[VirtualTensor],
+        written: Sequence[VirtualTensor],
+        work: Work,
+    ) -> Done | None:
+        """Record one operation on shapes; None where it launches nothing."""
+        if traits.free:
+            self._note_node(traits.name, gpu, self.clock.host())
+            return None
+        stream, host = self.place(traits.name, gpu)
+        if self.clock.several_streams:
+            self._accesses.check(traits.name, inputs, written, stream, host)
+        done = self._kernel(traits.name, stream, host, work)
+        if written or self.clock.several_streams:
+            self._accesses.note(done, inputs, written)
+        return done
+
+    def check_source(self, source: torch.Tensor) -> list[VirtualTensor]:
+        """Before a copy: ``source`` in a list if it is not written yet; a race is noted."""
+        if not isinstance(source, VirtualTensor) or gpu_of(source) is None:
+            return []
+        stream, host = self.place("copy", source._gpu, note=False)
+        return self._accesses.check("copy", [source], [], stream, host)
+
+    def copied(
+        self, source: torch.Tensor, target: torch.Tensor, in_place: bool, waits: bool
+    ) -> None:
+        """Record a copy from tensor to tensor; each may be on a GPU or on the host."""
+        source_gpu, target_gpu = gpu_of(source), gpu_of(target)
+        read = [source] if source_gpu and isinstance(source, VirtualTensor) else []
+        written = [target] if target_gpu and isinstance(target, VirtualTensor) else []
+        size_bytes = source.numel() * source.element_size()
+        overwritten = written if in_place else []
+        if source_gpu is target_gpu:
+            if source_gpu is None:
+                return
+            stream, host = self.place("copy", source_gpu)
+            self._accesses.check("copy", [], overwritten, stream, host)
+            work = Work(0, size_bytes + target.numel() * target.element_size(), False)
+            done = self._kernel("copy", stream, host, work)
+            self._accesses.note(done, read, written)
+            return
+        there = here = None
+        if target_gpu is not None:
+            there, host = self.place("copy", target_gpu)
+            self._accesses.check("copy", [], overwritten, there, host)
+        if source_gpu is not None:
+            here, host = self.place("copy", source_gpu)
+        pinned = source_gpu is not None or handlers.is_cpu_pinned(source)
+        between = source_gpu is not None and target_gpu is not None
+        blocking = not between and (waits or not pinned)
+        dones = self.clock.copy(here, there, host, size_bytes, blocking)
+        if between and target_gpu is not None and in_backward():
+            # The next node runs in the thread of the target's device.
+            engine = self.clock.hosts.engine(target_gpu.index)
+            engine.now_s = max(engine.now_s, host.now_s)
+        self._accesses.note(dones[0], read, [])
+        self._accesses.note(dones[-1], [], written)
+
+    def collective(self, name: str, size_bytes: int, gpus: Sequence[VirtualGPU]) -> None:
+        """Record one collective of the GPUs, on their current streams."""
+        places = [self.place(name, gpu, note=False) for gpu in gpus]
+        streams = [stream for stream, _ in places]
+        duration_s = self.clock.model.collective_time_s(name, size_bytes, len(gpus))
+        self.clock.collective(name, streams, places[0][1], size_bytes, duration_s)
+
+    # Who asked for it
+
+    def place(self, name: str, gpu: VirtualGPU, note: bool = True) -> tuple[StreamTime, HostTime]:
+        """The stream that gets the next operation on ``gpu``, and the thread that hands it over.
+
+        Tells the thread which module it works for. note: False for the source of a copy, whose
+        backward runs on the target's stream.
+        """
+        clock = self.clock
+        if not in_backward():
+            host = clock.host()
+            if note:
+                self._note_node(name, gpu, host)
+            host.module, host.backward = module_names.current(), False
+            return clock.stream(gpu, self._current_stream(gpu.index)), host
+        number, module = 0, ""
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            position = node._sequence_nr()
+            # The engine makes one stream current; on other GPUs the default ones stay so.
+            index, forward_number = self._stream_of_node.get(position, (gpu.index, 0))
+            number = forward_number if index == gpu.index else 0
+            module = self._module_of(node, position)
+        engine = clock.hosts.engine(gpu.index)
+        engine.module, engine.backward = module, True
+        stream = clock.stream(gpu, number)
+        if number:
+            clock.in_backward(stream)
+        return stream, engine
+
+    def _note_node(self, name: str, gpu: VirtualGPU, host: HostTime) -> None:
+        """Remember the module and stream of the autograd node that was made last.
+
+        torch makes an operation's node before it computes the operation.
+        """
+        if not torch.is_grad_enabled():
+            return
+        position = _next_node_number() - 1
+        nodes = self._nodes if host is self.clock.hosts.main else self._nodes_of_forks
+        if position not in nodes:
+            nodes[position] = (name, module_names.current())
+            number = self._current_stream(gpu.index)
+            if number:
+                self._stream_of_node[position] = (gpu.index, number)
+
+    def _module_of(self, node: Any, position: int) -> str:
+        """The module whose forward made a node."""
+        noted = self._nodes.get(position)
+        if not self._nodes_of_forks:
+            return noted[1] if noted else ""
+        # Another thread may have used the same number: the name must fit as well.
+        name = node.name().lower()
+        for candidate in (noted, self._nodes_of_forks.get(position)):
+            if candidate and name.startswith(candidate[0].replace("_", "")):
+                return candidate[1]
+        return ""
+
+    def _kernel(self, name: str, stream: StreamTime, host: HostTime, work: Work) -> Done:
+        duration_s = self._seconds.get(work)
+        if duration_s is None:
+            duration_s = self._seconds[work] = self.clock.model.kernel_time_s(work)
+        return self.clock.kernel(name, stream, host, work, duration_s)
+
+
+def gpu_of(value: torch.Tensor) -> VirtualGPU | None:
+    """The GPU of a tensor; None for one on the host."""
+    gpu = getattr(value, "_gpu", None)
+    return gpu if isinstance(gpu, VirtualGPU) else None
+
+
+def _virtual(values: Iterable[Any]) -> list[VirtualTensor]:
+    """The virtual tensors among values and in their lists and tuples."""
+    found: list[VirtualTensor] = []
+    for value in values:
+        if isinstance(value, VirtualTensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _virtual(value)
+    return found
