@@ -1,6 +1,5 @@
 """Figures of the lessons; they only read records."""
 
-from helpers.plots.autograd import gradients, graph_before_and_after, kept_per_step
 from helpers.plots.collectives import before_and_after, busiest_rank
 from helpers.plots.ddp import bytes_sent, hands, interrupted
 from helpers.plots.iteration import four_parts, iteration, one_step, peaks_before_and_after
@@ -14,12 +13,15 @@ from helpers.plots.memory import (
     steps_by_cause,
 )
 from helpers.plots.model_parallel import repeated_times, stages_over_time
+from helpers.plots.one_device.autograd import gradients, graph_before_and_after, kept_per_step
+from helpers.plots.one_device.network import network
+from helpers.plots.one_device.places import memories, relabelled
+from helpers.plots.one_device.training import digit_grid, learning_curves, resumed_curves
 from helpers.plots.pipeline import data_parallel_against_ddp, parts_of_time, split_sizes
 from helpers.plots.schedules import schedule, schedules
 from helpers.plots.shares import replica_sizes, share_bars, shares
 from helpers.plots.style import COLOURS, figure, show
 from helpers.plots.timeline import timeline
-from helpers.plots.training import digit_grid, learning_curves, resumed_curves
 
 __all__ = [
     "COLOURS",
@@ -40,10 +42,13 @@ __all__ = [
     "iteration",
     "kept_per_step",
     "learning_curves",
+    "memories",
+    "network",
     "one_step",
     "parts_of_time",
     "peaks_before_and_after",
     "peaks_by_cause",
+    "relabelled",
     "repeated_times",
     "replica_sizes",
     "resumed_curves",

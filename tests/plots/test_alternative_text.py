@@ -15,7 +15,7 @@ from teaching import lessons
 
 matplotlib.use("Agg")
 
-PLOTS = sorted((lessons.ROOT / "helpers" / "plots").glob("[a-z]*.py"))
+PLOTS = sorted((lessons.ROOT / "helpers" / "plots").rglob("[a-z]*.py"))
 # Files whose figures are still to be given their texts: take a name out when it is done.
 STILL_WITHOUT = {
     "ddp",

@@ -1,0 +1,1 @@
+"""Figures of the first lessons: where tensors are, what autograd keeps, how one device trains."""
