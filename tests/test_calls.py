@@ -12,6 +12,12 @@ def test_operations_are_named_in_order():
     assert calls.copies == 0
 
 
+def test_arguments_are_noted():
+    with Calls() as calls:
+        torch.ones(2).to(torch.float64)
+    assert calls.made == ["ones(device=cpu)", "_to_copy(dtype=torch.float64)"]
+
+
 def test_copies_are_counted_and_views_are_not():
     x = torch.ones(4)
     with Calls() as calls:

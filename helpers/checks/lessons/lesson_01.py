@@ -15,34 +15,46 @@ from torch.nn import functional as F
 
 from helpers import devices
 from helpers.calls import Calls
-from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
+from helpers.checks.describing import describe
 
 Sample = namedtuple("Sample", "image label")
 
 
 @exercise("1.1", "a batch to its device")
-def check_to_device(to_device: Callable[[Any, torch.device], Any]) -> None:
+def check_to_device(to_device: Callable[[Any, torch.device], Any]) -> dict[str, Any]:
     near, far = devices.lab(2)
+    made = asked = 0
     for batch in _batches(near, far):
         untouched = _shape_of(batch)
         crossing = sum(tensor.device != far for tensor in _tensors(batch))
-        with Calls() as calls:
+        given = f"to_device({_sketch(batch)}, {far})"
+        with for_input(given, _CONTAINERS), Calls() as calls:
             moved = to_device(batch, far)
         if _shape_of(batch) != untouched:
             raise Wrong(
                 yours="the batch that was handed in has changed",
                 expected="the batch as it was, and a new one beside it",
-                given=_sketch(batch),
+                given=given,
                 hint="Build new containers; do not write into the old ones.",
             )
-        _compare(moved, batch, far, "batch")
+        with for_input(given):
+            _compare(moved, batch, far, "batch")
         if calls.copies != crossing:
             raise Wrong(
                 yours=f"{calls.copies} copies",
                 expected=f"{crossing} copies",
-                given=_sketch(batch),
+                given=given,
                 hint="One tensor that has to move is one copy: .to(device) alone does it.",
             )
+        made, asked = made + calls.copies, asked + crossing
+    return {"your copies": made, "budget": f"{asked} copies, one for each tensor that had to move"}
+
+
+_CONTAINERS = (
+    "Ask what the batch is before you touch it: a tensor, a dict, a namedtuple, a list, a tuple, or "
+    "something else that goes through as it is."
+)
 
 
 def _batches(near: torch.device, far: torch.device) -> Iterator[Any]:
@@ -71,7 +83,6 @@ def _compare(yours: Any, given: Any, device: torch.device, place: str) -> None:
             raise Wrong(
                 yours=f"{place} is a {type(yours).__name__}",
                 expected=f"a {type(given).__name__}",
-                given=_sketch(given),
                 hint=_container_hint(given),
             )
         keyed = isinstance(given, dict)
@@ -80,16 +91,14 @@ def _compare(yours: Any, given: Any, device: torch.device, place: str) -> None:
             raise Wrong(
                 yours=f"{place} holds {list(yours) if keyed else len(yours)}",
                 expected=f"{keys if keyed else len(given)}",
-                given=_sketch(given),
                 hint="Every entry belongs into the result, in the same order.",
             )
         for key in keys:
             _compare(yours[key], given[key], device, f"{place}[{key!r}]")
     elif yours is not given:
         raise Wrong(
-            yours=yours,
-            expected=given,
-            given=f"{place} = {given!r}",
+            yours=f"{place}: {describe(yours)}",
+            expected=f"{place}: {describe(given)}, the same object",
             hint="What is neither a tensor nor a container is handed on as it is.",
         )
 
@@ -99,18 +108,17 @@ def _compare_tensor(yours: Any, given: torch.Tensor, device: torch.device, place
         where = yours.device if isinstance(yours, torch.Tensor) else type(yours).__name__
         raise Wrong(
             yours=f"{place}: {where}",
-            expected=f"a tensor on {device}",
-            given=f"a tensor on {given.device}",
+            expected=f"{place}: a tensor on {device}",
             hint=".to() returns the moved tensor; keep what it returns.",
         )
     if given.device == device and yours is not given:
         raise Wrong(
             yours=f"{place}: a copy",
-            expected="the very same tensor",
-            given=f"a tensor that is on {device} already",
+            expected=f"{place}: the very same tensor, which is on {device} already",
             hint="For a tensor that is there already, .to(device) returns the tensor itself.",
         )
-    expect_close(yours.cpu(), given.cpu(), given=place, rtol=0, atol=0)
+    hint = f"The numbers of {place} have changed on the way; move them, and nothing else."
+    expect_close(yours.cpu(), given.cpu(), hint=hint, rtol=0, atol=0)
 
 
 def _container_hint(given: Any) -> str:
@@ -151,9 +159,10 @@ def _sketch(batch: Any) -> str:
 
 
 @exercise("1.2", "a script with four device faults", callable_answer=False)
-def check_repaired(answer: Any) -> None:
+def check_repaired(answer: Any) -> dict[str, Any]:
     net_type, run = _two_callables(answer)
     near, far = devices.lab(2)
+    losses = {}
     for device in (far, near, torch.device("cpu")):
         torch.manual_seed(random.randrange(2**31))
         model = net_type()
@@ -163,7 +172,8 @@ def check_repaired(answer: Any) -> None:
         seen: list[torch.device] = []
         model.linear.register_forward_hook(lambda m, a, out, seen=seen: seen.append(out.device))
         given = f"device = {device}, {len(images)} images on the CPU"
-        loss = run(model, images, labels, device)
+        with for_input(given):
+            loss = run(model, images, labels, device)
         _expect_model_on(model, device, given)
         expect_equal(
             seen,
@@ -180,11 +190,18 @@ def check_repaired(answer: Any) -> None:
             )
         hint = "The class weights and the centring by `mean` stay as the script has them."
         expect_close(torch.as_tensor(loss), expected, given=given, hint=hint, rtol=1e-4, atol=1e-5)
+        losses[device] = f"{float(loss):.4f} on {device}, within {abs(loss - expected.item()):.1g}"
+    return {"your losses": "\n".join(losses.values()), "tried on": f"{len(losses)} devices"}
 
 
 def _two_callables(answer: Any) -> tuple[Any, Any]:
     if not (isinstance(answer, tuple) and len(answer) == 2 and all(map(callable, answer))):
-        raise Wrong(yours=answer, expected="the pair (Net, run)", hint="Hand over both names.")
+        raise Wrong(
+            yours=answer,
+            expected="the pair (Net, run), a class and a function",
+            given='check("1.2", (Net, run))',
+            hint="Hand over both names.",
+        )
     return answer
 
 
@@ -216,14 +233,21 @@ def _expect_model_on(model: nn.Module, device: torch.device, given: str) -> None
 
 
 @exercise("1.3", "the card behind an ordinal")
-def check_physical(physical: Callable[[str | None, int, int], int | None]) -> None:
+def check_physical(physical: Callable[[str | None, int, int], int | None]) -> dict[str, Any]:
+    asked = 0
     for _ in range(6):
         for visible, cards, hint in _settings():
             expected = _as_torch_counts(visible, cards)
             for ordinal in range(max(len(expected), 1) + 1):
                 given = f"CUDA_VISIBLE_DEVICES {_spell(visible)}, ordinal {ordinal}, {cards} cards"
                 right = expected[ordinal] if ordinal < len(expected) else None
-                expect_equal(physical(visible, ordinal, cards), right, given=given, hint=hint)
+                with for_input(given, hint):
+                    expect_equal(physical(visible, ordinal, cards), right)
+                asked += 1
+    return {
+        "your answers": f"{asked} of {asked} as PyTorch reads the variable",
+        "among them": "lists cut short, cards named twice, an empty and an unset variable",
+    }
 
 
 def _settings() -> Iterator[tuple[str | None, int, str]]:

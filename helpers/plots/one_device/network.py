@@ -32,7 +32,11 @@ def network(model: nn.Module, inputs: torch.Tensor) -> None:
     axes.set_xticks(range(len(names)), labels, rotation=30, ha="right", fontsize=9)
     axes.set_ylabel("values for one image")
     total = sum(parameter.numel() for parameter in model.parameters())
-    title(axes, f"{type(model).__name__}: {total:,} parameters", "shapes of one forward pass; in brackets: parameters of the layer")
+    title(
+        axes,
+        f"{type(model).__name__}: {total:,} parameters",
+        "shapes of one forward pass; in brackets: parameters of the layer",
+    )
     steps = zip(names, shapes, strict=True)
     chain = ", ".join(f"{name} {'×'.join(map(str, shape[1:]))}" for name, shape in steps)
     show(made, f"The network's layers from left to right, with what leaves each: {chain}.")
