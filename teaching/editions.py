@@ -20,6 +20,7 @@ from teaching import lessons
 
 PARTS = (
     *("notebooks", "helpers", "docs", "README.md", "LICENSE"),
+    *("CHANGELOG.md", "CONTRIBUTING.md"),  # the README leads there
     *("Makefile", "setup_venv.py", "pyproject.toml", "environment.yml"),
 )
 EDITIONS = ("student", "solved")
