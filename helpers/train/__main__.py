@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
 from helpers.launch import machine
-from helpers.train.checkpoints import CheckpointError
+from helpers.train.folders import CheckpointError
 from helpers.train.meeting import fresh_store
 from helpers.train.training import DTYPES, Settings, Training
 
@@ -146,6 +146,8 @@ def _run(training: Training, options: argparse.Namespace) -> None:
     threads = torch.get_num_threads()
     where = {"cpu": f"CPU, threads of each: {threads}", "cuda": "GPU"}[training.device.type]
     _say(training, f"{_ranks(training)} on {where}; {training.steps} steps")
+    for damaged in training.passed_over:
+        _say(training, f"{damaged}. The one before it is used")
     if training.resumed_from:
         _say(training, f"resumed from {training.resumed_from}")
     with tqdm(

@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from helpers.data import Digits
 from helpers.launch import machine
 from helpers.models import DigitsCNN
-from helpers.train import checkpoints
-from helpers.train.checkpoints import CheckpointError
+from helpers.train import checkpoints, folders
+from helpers.train.checkpoints import Found
+from helpers.train.folders import CheckpointError
 
 DTYPES = {"single": torch.float32, "double": torch.float64}
 
@@ -61,8 +62,8 @@ class ResumableSampler(DistributedSampler):
 class Training:
     """One training as one rank has it; the default process group is there already.
 
-    Raises ValueError where the ranks cannot share a batch equally, CheckpointError where there is
-    a checkpoint in ``folder`` that does not fit.
+    Raises ValueError if the ranks cannot share a batch equally; CheckpointError if ``folder`` cannot
+    be written or is in use by another run, or holds a checkpoint that does not fit.
     """
 
     def __init__(self, settings: Settings, folder: Path | None = None, cpu: bool = False) -> None:
@@ -77,6 +78,7 @@ class Training:
                 f"a batch of {settings.batch_size} cannot be dealt out evenly to {self.ranks} "
                 f"ranks; use --batch-size {even}"
             )
+        self._hold = folders.claim(folder) if folder else None
         data = TensorDataset(*self._digits(train=True))
         # Dropping the tail keeps the batches the same on any number of ranks: nothing is padded.
         self.sampler = ResumableSampler(data, seed=settings.seed, drop_last=True)
@@ -101,9 +103,12 @@ class Training:
         self.step = 0
         self.history: list[float] = []
         """Share of the held-out digits that were right after each epoch; filled on rank 0."""
-        self.resumed_from = checkpoints.newest(folder) if folder else None
-        if self.resumed_from:
-            self._resume(self.resumed_from)
+        self.resumed_from: Path | None = None
+        self.passed_over: tuple[str, ...] = ()
+        """Newer checkpoints that are damaged: which, and what is wrong with each."""
+        if found := checkpoints.newest(folder) if folder else None:
+            self.resumed_from, self.passed_over = found.path, found.passed_over
+            self._resume(found)
         self.saved_step = self.step
 
     @property
@@ -166,14 +171,14 @@ class Training:
             f"random numbers of rank {self.rank}": random,
         }
 
-    def _resume(self, checkpoint: Path) -> None:
-        found = checkpoints.made_with(checkpoint)
+    def _resume(self, checkpoint: Found) -> None:
+        found = checkpoint.made_with
         for field in fields(self.settings):
             wanted = getattr(self.settings, field.name)
             if found.get(field.name) != wanted:
                 option = f"--{field.name.replace('_', '-')}"
                 raise CheckpointError(
-                    f"{checkpoint} was made with {option} {found.get(field.name)}, and this run "
+                    f"{checkpoint.path} was made with {option} {found.get(field.name)}, and this run "
                     f"has {option} {wanted}. Use the same, or another folder for --checkpoints."
                 )
         state = self._state()
@@ -182,7 +187,7 @@ class Training:
         if not alike:
             # The numbers there belong to other ranks; this rank goes on with its fresh ones.
             del state[f"random numbers of rank {self.rank}"]
-        checkpoints.load(checkpoint, state)
+        checkpoints.load(checkpoint.path, state)
         set_state_dict(
             self.model,
             self.optimizer,
