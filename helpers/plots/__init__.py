@@ -21,7 +21,7 @@ from helpers.plots.pipeline import data_parallel_against_ddp, parts_of_time, spl
 from helpers.plots.schedules import schedule, schedules
 from helpers.plots.shares import replica_sizes, share_bars, shares
 from helpers.plots.style import COLOURS, figure, show
-from helpers.plots.timeline import timeline
+from helpers.plots.timeline import timeline, timelines
 
 __all__ = [
     "COLOURS",
@@ -63,4 +63,5 @@ __all__ = [
     "step_by_module",
     "steps_by_cause",
     "timeline",
+    "timelines",
 ]

@@ -1,10 +1,9 @@
 """Pipelines by split size, and data parallelism by number of GPUs: figures of virtual times."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import matplotlib.pyplot as plt
-
-from helpers.plots.style import COLOURS, figure, headline, title
+from helpers.plots.style import COLOURS, figure, headline, show, title
 from helpers.vgpu.timing.trace import Timeline, covered_s
 
 
@@ -30,7 +29,7 @@ def split_sizes(
     )
     axes.axhline(one_gpu_s, color=COLOURS["grey"], linestyle="--", linewidth=1.5)
     axes.set_xscale("log")
-    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=8)
     axes.minorticks_off()
     axes.set_ylim(0, None)
     axes.set_xlabel("split size (images in a piece)")
@@ -42,8 +41,13 @@ def split_sizes(
         fontsize=9,
     )
     title(axes, "Small pieces and large ones are slow", "virtual time, K80; published: measured")
-    plt.show()
-    plt.close(made)
+    best = min(sizes, key=lambda size: predicted_s[size])
+    told = ", ".join(f"{size}: {predicted_s[size]:.2f}" for size in sizes)
+    show(
+        made,
+        f"Predicted seconds by split size, a valley with its floor at {best}: {told}. Published: "
+        f"{', '.join(f'{size}: {time_s}' for size, time_s in published_s.items())}; one GPU {one_gpu_s}.",
+    )
 
 
 def parts_of_time(timelines: Mapping[int, Timeline]) -> None:
@@ -66,8 +70,18 @@ def parts_of_time(timelines: Mapping[int, Timeline]) -> None:
     panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
     gpu = timelines[sizes[0]].gpu
     headline(made, "Large pieces idle, small pieces compute longer", f"virtual time, {gpu}")
-    plt.show()
-    plt.close(made)
+    ends = []
+    for size in (sizes[0], sizes[-1]):
+        parts = [_parts(timelines[size], device) for device in devices]
+        ends.append(
+            f"pieces of {size}: computes {_both(parts, 'computes')} s, "
+            f"idles {_both(parts, 'idles')} s"
+        )
+    show(
+        made,
+        "Bars by split size for each GPU: seconds of one batch in which it computes, copies and "
+        f"idles. At the ends, {'; '.join(ends)}.",
+    )
 
 
 def _parts(timeline: Timeline, device: object) -> dict[str, float]:
@@ -81,28 +95,36 @@ def _parts(timeline: Timeline, device: object) -> dict[str, float]:
     }
 
 
+def _both(parts: Sequence[Mapping[str, float]], name: str) -> str:
+    return " and ".join(f"{part[name]:.2f}" for part in parts)
+
+
 def data_parallel_against_ddp(
     times_s: Mapping[int, tuple[float, float]], gpu: str, batch_size: int
 ) -> None:
     """One iteration by number of GPUs; ``times_s[count]`` is (DataParallel's seconds, DDP's)."""
     counts = sorted(times_s)
-    made, axes = figure(width=7.5, height=3.2)
+    made, (left, right) = figure(1, 2, width=9, height=3.2)
     for way, (name, marker, colour) in enumerate(
         (("DataParallel", "s-", "orange"), ("DDP", "o-", "blue"))
     ):
-        axes.plot(
-            range(len(counts)),
-            [1e3 * times_s[count][way] for count in counts],
-            marker,
-            color=COLOURS[colour],
-            label=name,
-        )
-    axes.set_xticks(range(len(counts)), [str(count) for count in counts])
-    axes.set_ylim(0, None)
-    axes.set_xlabel("GPUs")
-    axes.set_ylabel("one iteration (ms)")
-    axes.legend(fontsize=9)
-    message = f"The same {batch_size} images on more GPUs"
-    title(axes, message, f"virtual time, {gpu}")
-    plt.show()
-    plt.close(made)
+        each_s = [times_s[count][way] for count in counts]
+        look: Any = {"color": COLOURS[colour], "label": name}
+        left.plot(counts, [1e3 * time_s for time_s in each_s], marker, **look)
+        right.plot(counts, [each_s[0] / time_s for time_s in each_s], marker, **look)
+    right.plot(counts, [n / counts[0] for n in counts], "--", color=COLOURS["grey"], label="ideal")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.minorticks_off()
+        axes.set_ylim(0, None)
+        axes.set_xlabel("GPUs")
+    left.set_ylabel("one iteration (ms)")
+    right.set_ylabel("times as fast")
+    right.legend(fontsize=9)
+    headline(made, f"The same {batch_size} images on more GPUs", f"virtual time, {gpu}")
+    told = "; ".join(
+        f"{count} GPUs: {1e3 * times_s[count][0]:.0f} and {1e3 * times_s[count][1]:.0f} ms"
+        for count in counts
+    )
+    show(made, f"Two curves of one iteration's time, DataParallel and DDP. {told}.")

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from functools import cache
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.colors import to_rgb
@@ -12,7 +11,7 @@ from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 
-from helpers.plots.style import COLOURS, figure, title
+from helpers.plots.style import COLOURS, figure, show, title
 from helpers.schedules import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Play
 
 _LOOKS = {
@@ -63,8 +62,7 @@ def schedule(
     told = message or f"{plan.name}: {played.bubble:.0%} bubble"
     title(axes, told, how)
     if made is not None:
-        plt.show()
-        plt.close(made)
+        show(made, _alt(played, told, unit, factor))
 
 
 def schedules(plays: Mapping[str, Play]) -> None:
@@ -78,11 +76,24 @@ def schedules(plays: Mapping[str, Play]) -> None:
         squeeze=False,
     )
     until = max(played.makespan for played in plays.values())
+    texts = []
     for panel, (name, played) in zip(axes.flat, plays.items(), strict=True):
         told = f"{name}: {played.bubble:.0%} bubble"
         schedule(played, told, until=until, axes=panel)
-    plt.show()
-    plt.close(made)
+        texts.append(_alt(played, told, "units", 1))
+    show(made, " ".join(texts))
+
+
+def _alt(played: Play, told: str, unit: str, factor: float) -> str:
+    """How long the schedule takes, and when each device begins its first backward."""
+    first = [
+        next(box.start for box in boxes if box.action.kind != FORWARD) for boxes in played.boxes
+    ]
+    return (
+        f"Rows of numbered boxes, one for each of {played.schedule.devices} devices, over "
+        f"{played.makespan * factor:.4g} {unit}: {told}. The first backward begins at "
+        f"{', '.join(f'{start * factor:.4g}' for start in first)}, device by device."
+    )
 
 
 def _colour(kind: str, chunk: int) -> tuple[float, float, float]:

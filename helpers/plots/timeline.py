@@ -1,15 +1,15 @@
 """A timeline of virtual time: one lane a stream, one bar a stretch of work of one kind."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 
-from helpers.plots.style import COLOURS, figure, title
-from helpers.vgpu import Timeline, TraceEvent
+from helpers.plots.style import COLOURS, figure, show, title
+from helpers.units import format_seconds
+from helpers.vgpu import Timeline, TraceEvent, covered_s
 
 _OF_KIND = {
     "forward": COLOURS["blue"],
@@ -21,8 +21,8 @@ _OF_KIND = {
 }
 # Two bars whose gap is narrower than this share of the axis are drawn as one.
 _INVISIBLE = 1 / 2000
-# Inches over and under the lanes.
-_TOP, _BOTTOM = 0.65, 0.55
+# Inches over and under the lanes, and a lane.
+_TOP, _BOTTOM, _LANE = 0.65, 0.55, 0.45
 
 
 def timeline(
@@ -42,13 +42,48 @@ def timeline(
     """
     lanes = lanes_of(record, host, devices)
     end_s = until_s or record.makespan_s or 1.0
-    made = None
-    if axes is None:
-        height = _TOP + 0.45 * len(lanes) + _BOTTOM
-        made, axes = figure(width=8.5, height=height)
-        # At the same place in each figure, so that two of them compare.
-        made.set_layout_engine("none")
-        axes.set_position((0.15, _BOTTOM / height, 0.67, 1 - (_TOP + _BOTTOM) / height))
+    if axes is not None:
+        _draw(axes, record, message, lanes, end_s)
+        return
+    height = _TOP + _LANE * len(lanes) + _BOTTOM
+    made, axes = figure(width=8.5, height=height)
+    # At the same place in each figure, and figures of one width, so that two of them compare.
+    made.set_layout_engine("none")
+    axes.set_position((0.15, _BOTTOM / height, 0.67, 1 - (_TOP + _BOTTOM) / height))
+    made.add_artist(Rectangle((0, 0), 1, 1, transform=made.transFigure, fill=False, linewidth=0))
+    _draw(axes, record, message, lanes, end_s)
+    show(made, _alt(record, lanes))
+
+
+def timelines(
+    records: Mapping[str, Timeline],
+    *,
+    host: bool = False,
+    devices: Sequence[torch.device] | None = None,
+) -> None:
+    """Several recordings under each other, on one scale of time; the names are their titles."""
+    every = {name: lanes_of(record, host, devices) for name, record in records.items()}
+    heights = [_TOP + _BOTTOM + _LANE * len(lanes) for lanes in every.values()]
+    made, grid = figure(
+        len(records),
+        width=8.5,
+        height=sum(heights),
+        gridspec_kw={"height_ratios": heights},
+        squeeze=False,
+    )
+    end_s = max(record.makespan_s for record in records.values())
+    for axes, (name, record) in zip(grid.flat, records.items(), strict=True):
+        _draw(axes, record, name, every[name], end_s)
+    show(made, " ".join(f"{name}: {_alt(record, every[name])}" for name, record in records.items()))
+
+
+def _draw(
+    axes: Axes,
+    record: Timeline,
+    message: str,
+    lanes: Mapping[str, list[TraceEvent]],
+    end_s: float,
+) -> None:
     factor, unit = (1.0, "s") if end_s >= 1 else (1e3, "ms") if end_s >= 1e-3 else (1e6, "µs")
     for row, events in enumerate(lanes.values()):
         bars: dict[str, list[tuple[float, float]]] = {}
@@ -66,23 +101,52 @@ def timeline(
     handles: Any = [Patch(color=colour, label=k) for k, colour in _OF_KIND.items() if k in seen]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     title(axes, message, f"virtual time, {record.gpu}")
-    if made is not None:
-        plt.show()
-        plt.close(made)
+
+
+def _alt(record: Timeline, lanes: Mapping[str, list[TraceEvent]]) -> str:
+    """For each lane, the share of the recording's time that each kind of work takes."""
+    told = []
+    for name, events in lanes.items():
+        kinds: dict[str, float] = {}
+        for kind in _OF_KIND:
+            covering_s = covered_s(event for event in events if kind_of(event) == kind)
+            if covering_s:
+                kinds[kind] = covering_s / record.makespan_s
+        shares = ", ".join(f"{kind} {share:.0%}" for kind, share in kinds.items())
+        told.append(f"{name} {shares or 'does nothing'}")
+    return f"Lanes of bars over {format_seconds(record.makespan_s)}, {'; '.join(told)} of the time."
 
 
 def lanes_of(
     record: Timeline, host: bool = False, devices: Sequence[torch.device] | None = None
 ) -> dict[str, list[TraceEvent]]:
-    """The events of each lane, by its name; every GPU has one, also where it did nothing."""
+    """The events of each lane, by its name; every GPU has one, also where it did nothing.
+
+    A lane of a further stream is named after what it does: "vgpu:0, copies out".
+    """
     lanes: dict[str, list[TraceEvent]] = {}
     for device in record.devices if devices is None else devices:
         for stream in record.streams(device) or [0]:
-            name = f"{device}" if stream == 0 else f"{device}, stream {stream}"
-            lanes[name] = [event for event in record.of(device) if event.stream == stream]
+            events = [event for event in record.of(device) if event.stream == stream]
+            name = f"{device}, {_work_of(events)}" if stream else f"{device}"
+            while name in lanes:
+                name += " "  # two streams with one kind of work
+            lanes[name] = events
     if host:
         lanes["host"] = record.of(torch.device("cpu"))
     return lanes
+
+
+def _work_of(events: Sequence[TraceEvent]) -> str:
+    """What a stream does, in a word or two; its number where it does several things."""
+    kinds = {event.kind for event in events}
+    if kinds == {"collective"}:
+        names = {event.name for event in events}
+        return names.pop().replace("_", "-") if len(names) == 1 else "collectives"
+    if kinds == {"copy"}:
+        ways = {"in" if event.device == event.target else "out" for event in events}
+        return f"copies {ways.pop()}" if len(ways) == 1 else "copies"
+    return f"stream {events[0].stream}"
 
 
 def kind_of(event: TraceEvent) -> str:

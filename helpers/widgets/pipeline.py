@@ -18,8 +18,9 @@ from helpers.tables import Table
 from helpers.units import format_bytes, format_seconds
 from helpers.widgets.live import live
 
-# The network and the batch of the times that are not units: float16, 1.6 billion parameters.
-LAYERS, WIDTH, HEADS, TOKENS, BATCH = 32, 2048, 16, 512, 64
+# The network and the batch of the times that are not units: float16, 10 billion parameters, which
+# is more than the largest GPU of the presets can train.
+LAYERS, WIDTH, HEADS, TOKENS, BATCH = 32, 5120, 40, 512, 64
 
 # Mixed precision with Adam: weight and gradient in float16; weight, momentum and variance in
 # float32 (Rajbhandari et al., 2020, "ZeRO", 3.1).

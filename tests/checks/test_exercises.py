@@ -21,7 +21,6 @@ STILL_WITHOUT_INPUT = {
     "7",
     "8",
     "9",
-    "10",
 }
 STILL_WITHOUT_REWARD = {
     "2",
@@ -32,7 +31,6 @@ STILL_WITHOUT_REWARD = {
     "7",
     "8",
     "9",
-    "10",
 }
 
 each_exercise = pytest.mark.parametrize(

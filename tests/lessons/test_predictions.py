@@ -16,7 +16,6 @@ STILL_WITHOUT = {
     "07",
     "08",
     "09",
-    "10",
 }
 NUMBERED = [path for path in lessons.NOTEBOOKS if lessons.number(path)]
 each_lesson = pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)

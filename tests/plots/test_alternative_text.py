@@ -20,9 +20,6 @@ PLOTS = sorted((lessons.ROOT / "helpers" / "plots").rglob("[a-z]*.py"))
 STILL_WITHOUT = {
     "ddp",
     "model_parallel",
-    "pipeline",
-    "schedules",
-    "timeline",
 }
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from helpers import vgpu
 from helpers.plots.style import figure
-from helpers.plots.timeline import kind_of, lanes_of, stretches, timeline
+from helpers.plots.timeline import kind_of, lanes_of, stretches, timeline, timelines
 
 matplotlib.use("Agg")
 
@@ -54,3 +54,40 @@ def test_the_figure_says_what_was_drawn(recorded):
     assert axes.get_xlabel() == "µs" and axes.get_xlim()[1] == 1e6 * recorded.makespan_s
     assert [label.get_text() for label in axes.get_yticklabels()][-1] == "host"
     matplotlib.pyplot.close(made)
+
+
+def test_a_further_stream_is_named_after_what_it_does():
+    with vgpu.enable(2, gpu="K80") as lab, vgpu.shapes_only():
+        here, there = lab.devices
+        x = torch.randn(64, 64, device=here)
+        out, into, mixed = torch.Stream(here), torch.Stream(there), torch.Stream(here)
+        with vgpu.record() as found:
+            out.wait_stream(torch.accelerator.current_stream(here))
+            with out, into:
+                moved = x.to(there, non_blocking=True)
+            torch.accelerator.current_stream(there).wait_stream(into)
+            moved + 1
+            mixed.wait_stream(torch.accelerator.current_stream(here))
+            with mixed:
+                x.to("cpu")
+                x + 1
+    names = list(lanes_of(found))
+    assert names[0] == "vgpu:0, copies out" and names[1].startswith("vgpu:0, stream ")
+    assert names[2:] == ["vgpu:1", "vgpu:1, copies in"]
+
+
+def test_several_recordings_share_one_scale(recorded, monkeypatch):
+    drawn = []
+
+    def display(picture):
+        drawn.append((picture.alt, matplotlib.pyplot.gcf().get_axes()))
+
+    monkeypatch.setattr("helpers.plots.style.display", display)
+    with vgpu.enable(1, gpu="K80"), vgpu.record() as short:
+        torch.ones(8, device="vgpu:0") + 1
+    timelines({"Two stages": recorded, "One addition": short}, host=True)
+    ((alt, panels),) = drawn
+    assert [panel.get_xlim() for panel in panels] == [(0, 1e6 * recorded.makespan_s)] * 2
+    left = [panel.get_position().x0 for panel in panels]
+    assert left[0] == left[1]
+    assert "Two stages: " in alt and "One addition: " in alt and "host wait" in alt

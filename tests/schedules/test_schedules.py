@@ -220,12 +220,12 @@ def numbers(monkeypatch):
     """The numbers on each panel that would have been shown: their outlines and places."""
     found = []
 
-    def keep():
+    def keep(_):
         for axes in plt.gcf().axes:
             written = [each for each in axes.collections if isinstance(each, PathCollection)]
             found.append([(e.get_paths(), e.get_offsets().tolist()) for e in written])
 
-    monkeypatch.setattr(plt, "show", keep)
+    monkeypatch.setattr("helpers.plots.style.display", keep)
     return found
 
 
@@ -246,7 +246,11 @@ def test_boxes_without_room_have_no_number(numbers):
 
 def test_several_schedules_share_one_scale(monkeypatch):
     limits = []
-    monkeypatch.setattr(plt, "show", lambda: limits.extend(a.get_xlim() for a in plt.gcf().axes))
+
+    def keep(_):
+        limits.extend(a.get_xlim() for a in plt.gcf().axes)
+
+    monkeypatch.setattr("helpers.plots.style.display", keep)
     plots.schedules({name: play(make(4, 4)) for name, make in schedules.KINDS.items()})
     assert len(limits) == 4 and set(limits) == {(0, 21)}
     assert plt.get_fignums() == []

@@ -11,6 +11,8 @@ from helpers.widgets.pipeline import (
     BATCH,
     BYTES_PER_PARAMETER,
     LAYERS,
+    TOKENS,
+    WIDTH,
     answer,
     answer_table,
     layer_cost,
@@ -43,11 +45,11 @@ def test_units_are_those_of_the_schedule_itself(kind):
 def test_a_layer_costs_what_one_gpu_records(monkeypatch):
     cost = layer_cost("H100", 8)
     # Per layer 12 D² parameters, and biases and norms; 2 FLOPs each for every token forward.
-    assert 12 * 2048**2 < cost.parameters < 12.1 * 2048**2
-    least_s = 2 * 12 * 2048**2 * 8 * 512 / vgpu.PRESETS["H100"].tensor_flop_per_s
+    assert 12 * WIDTH**2 < cost.parameters < 12.1 * WIDTH**2
+    least_s = 2 * 12 * WIDTH**2 * 8 * TOKENS / vgpu.PRESETS["H100"].tensor_flop_per_s
     assert least_s < cost.forward_s < 10 * least_s
     assert 1.5 * cost.forward_s < cost.backward_s < 3 * cost.forward_s
-    assert cost.output_bytes == 8 * 512 * 2048 * 2 < cost.activation_bytes
+    assert cost.output_bytes == 8 * TOKENS * WIDTH * 2 < cost.activation_bytes
     # Twice the micro-batch keeps twice the bytes.
     assert layer_cost("H100", 16).activation_bytes == 2 * cost.activation_bytes
 
@@ -70,8 +72,15 @@ def test_a_faster_gpu_is_faster_and_a_larger_one_fits_more():
     assert times == sorted(times, reverse=True)
     rows = [answer_table(each).rows[2] for each in found]
     assert len({row[1] for row in rows}) == 1  # the same bytes, in rooms of 12 to 80 GiB
-    assert "of 12 GiB; fits on 2 of 4" in rows[0][2]
+    assert "of 12 GiB; fits on 0 of 4" in rows[0][2]
     assert "of 80 GiB; fits on 4 of 4" in rows[3][2]
+
+
+def test_the_network_needs_more_than_one_gpu():
+    largest = max(spec.memory_bytes for spec in vgpu.PRESETS.values())
+    (needed,) = answer("1F1B", 1, 64, "H100").peak_bytes()
+    assert needed > largest
+    assert max(answer("1F1B", 2, 64, "H100").peak_bytes()) < largest
 
 
 def test_interleaving_keeps_more_in_smaller_pieces():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from helpers import vgpu
-from helpers.checks.core import Wrong, exercise, expect_close
+from helpers.checks.core import Wrong, exercise, expect_close, for_input
 from helpers.schedules import (
     DeadlockError,
     Schedule,
@@ -18,17 +18,20 @@ from helpers.schedules import (
     peaks_in_flight,
     play,
 )
+from helpers.units import format_seconds
 from helpers.vgpu import Timeline
 
 _STAGES = 4
 
 
 @exercise("10.1", "A 1F1B order for four stages")
-def one_forward_order(answer: Callable[[int, int], Sequence[str]]) -> None:
+def one_forward_order(answer: Callable[[int, int], Sequence[str]]) -> dict[str, str]:
+    shown = {}
     # The sizes at the edges, some in between, and one at which GPipe would fill every memory.
     for micro_batches in (8, 1, 3, 4, random.randint(5, 20), 100):
-        rows = [answer(stage, micro_batches) for stage in range(_STAGES)]
         given = f"{micro_batches} micro-batches"
+        with for_input(given, 'For each stage a list such as ["F0", "F1", "B0", "B1"].'):
+            rows = [answer(stage, micro_batches) for stage in range(_STAGES)]
         schedule = _rows_as_schedule(rows, micro_batches, given)
         told = str(schedule)
         try:
@@ -57,6 +60,11 @@ def one_forward_order(answer: Callable[[int, int], Sequence[str]]) -> None:
                 given=given,
                 hint="It fits, but devices wait: the first ones can take more forwards at first.",
             )
+        shown[given] = (
+            f"{played.makespan:g} units, {played.bubble:.0%} bubble, in flight {peaks}"
+            f" (GPipe {longest} units, {micro_batches} everywhere)"
+        )
+    return shown
 
 
 def _rows_as_schedule(rows: Any, micro_batches: int, given: str) -> Schedule:
@@ -65,7 +73,7 @@ def _rows_as_schedule(rows: Any, micro_batches: int, given: str) -> Schedule:
         schedule = from_text(rows)
     except (TypeError, ValueError) as error:
         raise Wrong(
-            yours=rows,
+            yours=repr(rows),
             expected='for each stage a list such as ["F0", "F1", "B0", "B1"]',
             given=given,
             hint=f"These rows are no schedule: {error}.",
@@ -86,12 +94,13 @@ def layers_per_stage(answer: Callable[[list[float], int], Sequence[int]]) -> dic
     shown = {}
     for layer_times, devices in _unequal_networks():
         given = f"layers of {layer_times} units, {devices} devices"
-        yours = answer(list(layer_times), devices)
+        with for_input(given, "Return how many layers each stage has, in order."):
+            yours = answer(list(layer_times), devices)
         counts = list(yours) if isinstance(yours, list | tuple) else []
         whole = all(type(count) is int and count >= 1 for count in counts)
         if not whole or len(counts) != devices or sum(counts) != len(layer_times):
             raise Wrong(
-                yours=yours,
+                yours=repr(yours),
                 expected=f"{devices} whole numbers from 1 that add up to {len(layer_times)}",
                 given=given,
                 hint="Return how many layers each stage has, in order.",
@@ -100,7 +109,7 @@ def layers_per_stage(answer: Callable[[list[float], int], Sequence[int]]) -> dic
         if taken > 1.05 * best:
             stages = _stage_times(layer_times, counts)
             raise Wrong(
-                yours=f"stages of {stages} units, a step of {taken:g}",
+                yours=f"stages of {[round(each, 6) for each in stages]} units, a step of {taken:g}",
                 expected=f"a step of at most {1.05 * best:g} units",
                 given=given,
                 hint=f"All stages run at the pace of the longest, {max(stages):g} units here. It "
@@ -157,7 +166,10 @@ def _unequal_networks() -> list[tuple[list[float], int]]:
 
 
 @exercise("10.3", "A log that does not stop the GPUs")
-def all_losses(answer: Callable[[Callable[[Any], torch.Tensor], list[Any]], list[float]]) -> None:
+def all_losses(
+    answer: Callable[[Callable[[Any], torch.Tensor], list[Any]], list[float]],
+) -> dict[str, str]:
+    shown = {}
     for _ in range(2):
         count, size = random.randint(4, 7), random.randint(64, 128)
         batches = [torch.randn(size, 8) for _ in range(count)]
@@ -168,25 +180,36 @@ def all_losses(answer: Callable[[Callable[[Any], torch.Tensor], list[Any]], list
             def step(batch: torch.Tensor, there: torch.device = there) -> torch.Tensor:
                 return (batch * 2).to(there).square().mean()
 
-            with vgpu.record() as timeline:
+            given = f"{count} batches"
+            hint = "Return the losses of all batches, in order."
+            with for_input(given, hint), vgpu.record() as timeline:
                 yours = answer(step, on_gpu)
-            _expect_numbers(yours, count)
-            expected = [(batch * 2).square().mean().item() for batch in batches]
-            expect_close(yours, expected, given=f"{count} batches", rtol=1e-4, atol=1e-6)
-            _expect_one_wait(timeline, count)
+            with for_input(given, hint):
+                _expect_numbers(yours, count)
+                expected = [(batch * 2).square().mean().item() for batch in batches]
+                expect_close(yours, expected, rtol=1e-4, atol=1e-6)
+                _expect_one_wait(timeline)
+            with vgpu.record() as waiting:
+                for batch in on_gpu:
+                    step(batch).item()
+            shown[given] = (
+                f"1 wait, {format_seconds(timeline.makespan_s)}; waiting in each step "
+                f"{format_seconds(waiting.makespan_s)}, virtual time"
+            )
+    return shown
 
 
 def _expect_numbers(yours: Any, count: int) -> None:
     numbers = isinstance(yours, list) and all(isinstance(loss, float) for loss in yours)
     if not numbers or len(yours) != count:
         raise Wrong(
-            yours=yours,
+            yours=repr(yours),
             expected=f"a list of {count} Python numbers",
             hint="Ask for the numbers once, after the last step.",
         )
 
 
-def _expect_one_wait(timeline: Timeline, count: int) -> None:
+def _expect_one_wait(timeline: Timeline) -> None:
     waits = [event for event in timeline.events if event.kind == "wait"]
     launched_s = max(e.launch_s for e in timeline.events if e.name == "mean")
     early = [wait for wait in waits if wait.start_s < launched_s]
@@ -197,6 +220,5 @@ def _expect_one_wait(timeline: Timeline, count: int) -> None:
         raise Wrong(
             yours=f"{len(waits)} waits",
             expected="one wait, after the last step",
-            given=f"{count} batches",
             hint=hint,
         )
