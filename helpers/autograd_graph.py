@@ -33,13 +33,15 @@ class Graph:
 def graph_of(result: torch.Tensor, names: Mapping[str, torch.Tensor] | None = None) -> Graph:
     """The graph that ``result.backward()`` would walk, read from ``grad_fn``.
 
-    ``names`` gives leaves their names. The graph is empty where ``result`` has no ``grad_fn``.
+    ``names`` gives leaves their names; a result in between is named beside its operation, as in
+    "h = Mul". The graph is empty where ``result`` has no ``grad_fn``.
     """
     functions, edges = _walk(result.grad_fn)
     named = {id(tensor): name for name, tensor in (names or {}).items()}
+    made = {t.grad_fn: f"{name} = " for name, t in (names or {}).items() if t.grad_fn is not None}
     depths = _longest_ways(len(functions), edges)
     nodes = tuple(
-        Node(_label(function, named), hasattr(function, "variable"), depth)
+        Node(made.get(function, "") + _label(function, named), hasattr(function, "variable"), depth)
         for function, depth in zip(functions, depths, strict=True)
     )
     return Graph(nodes, tuple(edges))
@@ -113,7 +115,7 @@ class _Kept:
     """One tensor that autograd saved; it dies when autograd lets go of it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Detached: with its own history it would keep itself alive for ever.
+        # Detached: with its own history it would keep itself alive.
         self.tensor = tensor.detach()
         self.version = tensor._version
 

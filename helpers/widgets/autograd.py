@@ -55,9 +55,9 @@ def compare(inner: str, outer: str, cut: str) -> Comparison:
     """
     if cut not in CUTS:
         raise ValueError(f"cut is {cut!r}; it can be one of {', '.join(CUTS)}")
-    whole, whole_leaves = _evaluate(inner, outer, None)
-    short, short_leaves = _evaluate(inner, outer, cut)
-    graph = graph_of(whole, whole_leaves)
+    whole, h, whole_leaves = _evaluate(inner, outer, None)
+    short, _, short_leaves = _evaluate(inner, outer, cut)
+    graph = graph_of(whole, {**whole_leaves, "h": h})
     kept_nodes, kept_edges = shared_part(whole, short)
     for result in (whole, short):
         if result.requires_grad:
@@ -103,8 +103,8 @@ def graph_explorer() -> widgets.VBox:
 
 def _evaluate(
     inner: str, outer: str, cut: str | None
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """y, and the leaves by name, with ``h`` cut off from its history unless ``cut`` is None."""
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """y, h, and the leaves by name, with ``h`` cut off from its history unless ``cut`` is None."""
     numbers = {"x": (0.5, 1.0, 1.5), "w": (1.0, -1.0, 0.5), "v": (2.0, 1.0, -1.0)}
     leaves = {name: torch.tensor(data, requires_grad=True) for name, data in numbers.items()}
     with torch.set_grad_enabled(cut != "no_grad()"):
@@ -116,7 +116,7 @@ def _evaluate(
     y = eval(outer, dict(_NAMES), {**leaves, "h": h})
     if y.dim() or not (y.requires_grad or cut):
         raise ValueError(f"y = {outer} must be one number that depends on x, w or v; add .sum()")
-    return y, leaves
+    return y, h, leaves
 
 
 def _spoken(gradient: torch.Tensor | None) -> str:

@@ -16,7 +16,7 @@ def live(
 
     What it displays comes before what it prints; an error is shown with its traceback. In place of
     ``ipywidgets.interactive_output``, whose output travels to the notebook and back to the kernel:
-    nbclient can then miss the end of a cell and wait for ever (jupyter/nbclient#312).
+    nbclient can then miss the end of a cell and never stop waiting (jupyter/nbclient#312).
     """
     shown = ipywidgets.Output()
 

@@ -1,6 +1,7 @@
 """Autograd drawn: right and wrong gradients, what summed losses keep, and a graph before a cut."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -39,26 +40,35 @@ def gradients(
 
 
 def kept_per_step(runs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-    """Bytes and graph nodes still alive after each step, for three ways of adding up.
+    """Bytes and graph nodes still alive after each step, a row for each way of adding up.
 
-    ``runs`` maps a name to one ``(bytes, nodes)`` pair a step. Raises ValueError for other than
-    three runs.
+    ``runs`` maps a name to one ``(bytes, nodes)`` pair a step.
     """
-    made, (left, right) = figure(1, 2, width=8.5, height=3.4)
-    # Thick to thin, so that a line that lies on another leaves it visible.
-    looks = (("vermilion", 7), ("yellow", 3.5), ("blue", 1.5))
-    for (name, pairs), (colour, width) in zip(runs.items(), looks, strict=True):
+    made, panels = figure(
+        len(runs),
+        2,
+        width=8,
+        height=1.3 + 0.95 * len(runs),
+        sharex=True,
+        sharey="col",
+        squeeze=False,
+    )
+    for (name, pairs), (left, right) in zip(runs.items(), panels, strict=True):
         steps = range(1, len(pairs) + 1)
-        look = {"color": COLOURS[colour], "linewidth": width, "label": name}
-        left.plot(steps, [size / 2**10 for size, _ in pairs], **look)
-        right.plot(steps, [nodes for _, nodes in pairs], **look)
-    left.set_ylabel("saved tensors alive (KiB)")
-    right.set_ylabel("graph nodes kept by the sum")
-    for axes in (left, right):
+        left.bar(steps, [size / 2**10 for size, _ in pairs], color=COLOURS["vermilion"])
+        right.bar(steps, [nodes for _, nodes in pairs], color=COLOURS["blue"])
+        left.set_title(name, loc="left", fontsize=10)
+        for axes, total in ((left, pairs[-1][0]), (right, pairs[-1][1])):
+            if not total:
+                axes.text(0.5, 0.5, "nothing", transform=axes.transAxes, ha="center", va="center")
+    panels[0, 0].annotate(
+        "saved tensors alive (KiB)", (1, 1.03), xycoords="axes fraction", ha="right", fontsize=9
+    )
+    panels[0, 1].annotate(
+        "graph nodes kept by the sum", (1, 1.03), xycoords="axes fraction", ha="right", fontsize=9
+    )
+    for axes in panels[-1]:
         axes.set_xlabel("step")
-        axes.set_ylim(bottom=0 - 0.04 * axes.get_ylim()[1])
-    handles, names = left.get_legend_handles_labels()
-    made.legend(handles, names, loc="outside lower center", ncols=3, fontsize=9)
     headline(made, "A sum of loss tensors grows with every step", "counted")
     ends = (
         f"{name}: {pairs[-1][0] / 2**10:.0f} KiB and {pairs[-1][1]} nodes"
@@ -66,15 +76,18 @@ def kept_per_step(runs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
     )
     show(
         made,
-        "Two panels over the steps: KiB of saved tensors alive, and graph nodes kept by the sum. "
-        f"After the last step, {'; '.join(ends)}.",
+        "A row of bars for each loop over the steps: KiB of saved tensors alive, and graph nodes kept "
+        f"by the sum. After the last step, {'; '.join(ends)}.",
     )
 
 
 def graph_before_and_after(
     graph: Graph, kept_nodes: set[int], kept_edges: set[int], after: str
 ) -> None:
-    """A graph twice: whole, and with everything that a cut removed in pale dashes."""
+    """A graph twice: whole, and with everything that a cut removed in pale dashes.
+
+    A named result in between, as "h = Mul", is where the cut was made: it is marked.
+    """
     everything = set(range(len(graph.nodes))), set(range(len(graph.edges)))
     places = _places(graph)
     width = max(x for x, _ in places) - min(x for x, _ in places) + 2.4
@@ -127,6 +140,10 @@ def _draw(
             },
             zorder=3,
         )
+        if " = " in node.label and not kept:
+            x, y = places[index]
+            mark: Any = {"fontsize": 9, "fontweight": "bold", "color": COLOURS["vermilion"]}
+            axes.text(x + 0.75, y, "✕ cut here", va="center", zorder=4, **mark)
     for number, edge in enumerate(graph.edges):
         kept = number in edges
         bend = _bend(edge in graph.edges[:number], places[edge[0]], places[edge[1]])

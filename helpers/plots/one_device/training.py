@@ -66,7 +66,7 @@ def resumed_curves(
     how far each is from the uninterrupted run.
     """
     made, (above, below) = figure(2, 1, height=4.6, sharex=True)
-    above.plot(whole, color=COLOURS["black"], linewidth=5, alpha=0.25, label="never stopped")
+    above.plot(whole, color="#BBBBBB", linewidth=6, label="never stopped")
     looks: Any = zip(("vermilion", "blue"), ("-", "--"), strict=True)
     for (label, losses), (colour, line) in zip(resumed.items(), looks, strict=False):
         steps = range(stopped_after, len(losses))
