@@ -1,4 +1,4 @@
-"""What the checks of lesson 03 watch: a model, a run, and what goes back to the host."""
+"""What the checks of lessons 02 and 03 watch: models, a run, and what goes back to the host."""
 
 import gc
 import weakref
@@ -53,6 +53,20 @@ class Watched(nn.Module):
         self.modes.append(self.training)
         self.recorded.append(logits.requires_grad)
         return logits
+
+
+class WatchedScores(nn.Module):
+    """A small network that notes at each call: training mode, and whether a graph is recorded."""
+
+    def __init__(self, size: int, classes: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(size, 6), nn.Tanh(), nn.Linear(6, classes))
+        self.seen: list[tuple[bool, bool]] = []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        scores = self.layers(images)
+        self.seen.append((self.training, scores.requires_grad))
+        return scores
 
 
 class Augmented(Dataset):

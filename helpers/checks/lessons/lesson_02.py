@@ -11,14 +11,15 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 from helpers.autograd_graph import SavedTensors
-from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
+from helpers.checks.watchers import WatchedScores
 from helpers.units import format_bytes
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @exercise("2.1", "the silent wrong gradient")
-def loss_today(answer: Callable[..., torch.Tensor]) -> None:
+def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
     size, classes, batch = (int(torch.randint(3, 9, ())) for _ in range(3))
     weight = torch.randn(size, classes, dtype=torch.float64) * 0.3
     weight[:, 0] /= 100  # class 0 is weak in every image, so that something is always cut
@@ -30,9 +31,10 @@ def loss_today(answer: Callable[..., torch.Tensor]) -> None:
     _, hidden_gradient = _value_and_gradient(_silent_loss, weight, images, labels)
 
     before = weight.detach().clone(), images.clone()
-    loss = answer(weight, images, labels)
-    if not isinstance(loss, torch.Tensor) or loss.dim():
-        raise Wrong(yours=loss, expected="a 0-dim tensor", hint="Return the loss itself.")
+    with for_input(given):
+        loss = answer(weight, images, labels)
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            raise Wrong(yours=loss, expected="a 0-dim tensor", hint="Return the loss itself.")
     for yours, expected in zip((weight.detach(), images), before, strict=True):
         expect_equal(yours, expected, given=given, hint=_EDITED)
     expect_close(
@@ -50,6 +52,11 @@ def loss_today(answer: Callable[..., torch.Tensor]) -> None:
             hint="This is still the gradient of loss_2017: one edit is hidden from autograd.",
         )
     expect_close(gradient, right_gradient, given=given, hint="The gradient of weight is off.")
+    before_off, off = ((g - right_gradient).abs().max() for g in (hidden_gradient, gradient))
+    return {
+        "your gradient": f"at most {off:.1g} from the right one",
+        "loss_2017's": f"at most {before_off:.1g} from it",
+    }
 
 
 _EDITED = (
@@ -101,9 +108,24 @@ def _value_and_gradient(
 
 
 @exercise("2.2", "a running mean that holds no graph")
-def running_mean(answer: Callable[[], Any]) -> None:
+def running_mean(answer: Callable[[], Any]) -> dict[str, Any]:
     weight = torch.randn(50, requires_grad=True)
     counts = (torch.randperm(40)[:4] + 1).tolist()
+    given = f"losses of batches of {', '.join(map(str, counts))} samples"
+    with for_input(given):
+        held = _feed(answer, weight, counts)
+        if held:
+            raise Wrong(
+                yours=f"{format_bytes(held)} that autograd saved are alive after the updates",
+                expected="0 B",
+                hint="The meter still holds a tensor with history. Take its value: .item() or "
+                ".detach().",
+            )
+    return {"your saved tensors": format_bytes(held), "budget": "0 B"}
+
+
+def _feed(answer: Callable[[], Any], weight: torch.Tensor, counts: list[int]) -> int:
+    """Update a meter with losses, and a second one beside it; the bytes that are kept."""
     meter, other = answer(), answer()
     total = 0.0
     with SavedTensors(ignore=[weight]) as saved:
@@ -118,18 +140,13 @@ def running_mean(answer: Callable[[], Any]) -> None:
             del loss
         gc.collect()
         held = saved.live_bytes()
-    if held:
-        raise Wrong(
-            yours=f"{format_bytes(held)} that autograd saved are alive after {len(counts)} updates",
-            expected="0 B",
-            hint="The meter still holds a tensor with history. Take its value: .item() or .detach().",
-        )
     expect_close(
         other.mean(),
         1.5,
         given="a second meter, updated in turn with the first",
         hint="Two meters share their sums. Make them in __init__, not in the class.",
     )
+    return held
 
 
 def _expect_untouched(loss: torch.Tensor, value: float, weight: torch.Tensor) -> None:
@@ -167,13 +184,13 @@ def _expect_mean(yours: Any, expected: float, counts: list[int]) -> None:
     )
 
 
-@exercise("2.3", "an old script, brought to today")
-def fit_today(answer: Callable[..., tuple[float, float]]) -> None:
+@exercise("2.3", "an old script, modernised")
+def fit_today(answer: Callable[..., tuple[float, float]]) -> dict[str, Any]:
     size, classes = (int(torch.randint(3, 8, ())) for _ in range(2))
     batches, held_out = _random_batches(size, classes), _random_batches(size, classes)
-    model, rate = _Watched(size, classes), float(torch.rand(()) + 0.1)
+    model, rate = WatchedScores(size, classes), float(torch.rand(()) + 0.1)
     model.eval()  # so that a forgotten train() is noticed
-    reference = _Watched(size, classes)
+    reference = WatchedScores(size, classes)
     reference.load_state_dict(model.state_dict())
     expected = _fit_reference(reference, batches, held_out, rate)
 
@@ -197,6 +214,11 @@ def fit_today(answer: Callable[..., tuple[float, float]]) -> None:
         )
     _expect_loss(returned[0], expected[0], "the training loss", "It is summed over all batches.")
     _expect_loss(returned[1], expected[1], "the held-out loss", loss_hint)
+    return {
+        "your losses": f"{returned[0]:.4f} in training, {returned[1]:.4f} held out, as before",
+        "warnings, graphs": f"none, on {len(batches)} and {len(held_out)} batches",
+        "saved tensors left": "0 B, the budget",
+    }
 
 
 def _expect_loss(yours: float, expected: float, name: str, hint: str) -> None:
@@ -205,12 +227,27 @@ def _expect_loss(yours: float, expected: float, name: str, hint: str) -> None:
 
 def _run_strictly(
     answer: Callable[..., Any],
-    model: "_Watched",
+    model: WatchedScores,
     batches: Batches,
     held_out: Batches,
     rate: float,
 ) -> tuple[float, float]:
     """What the answer returned, after all that does not depend on its numbers has been checked."""
+    given = f"a network, {len(batches)} batches, {len(held_out)} held-out ones, rate {rate:.2f}"
+    with for_input(
+        given, hint="Each old word has a successor: the table at the end of the lesson names them."
+    ):
+        returned = _run_and_watch(answer, model, batches, held_out, rate)
+    return returned
+
+
+def _run_and_watch(
+    answer: Callable[..., Any],
+    model: WatchedScores,
+    batches: Batches,
+    held_out: Batches,
+    rate: float,
+) -> tuple[float, float]:
     said, returned, held = _run_quietly(answer, model, batches, held_out, rate)
     if said:
         raise Wrong(
@@ -233,20 +270,6 @@ def _run_strictly(
             hint="Something keeps a loss with its graph.",
         )
     return returned[0], returned[1]
-
-
-class _Watched(nn.Module):
-    """A small network that notes at each call: training mode, and whether a graph is recorded."""
-
-    def __init__(self, size: int, classes: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(size, 6), nn.Tanh(), nn.Linear(6, classes))
-        self.seen: list[tuple[bool, bool]] = []
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        scores = self.layers(images)
-        self.seen.append((self.training, scores.requires_grad))
-        return scores
 
 
 def _random_batches(size: int, classes: int) -> Batches:
@@ -272,7 +295,11 @@ def _fit_reference(
 
 
 def _run_quietly(
-    answer: Callable[..., Any], model: _Watched, batches: Batches, held_out: Batches, rate: float
+    answer: Callable[..., Any],
+    model: WatchedScores,
+    batches: Batches,
+    held_out: Batches,
+    rate: float,
 ) -> tuple[list[str], Any, int]:
     """The answer's warnings, what it returned, and the saved bytes it left alive."""
     try:

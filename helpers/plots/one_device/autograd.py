@@ -62,10 +62,10 @@ def kept_per_step(runs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
             if not total:
                 axes.text(0.5, 0.5, "nothing", transform=axes.transAxes, ha="center", va="center")
     panels[0, 0].annotate(
-        "saved tensors alive (KiB)", (1, 1.03), xycoords="axes fraction", ha="right", fontsize=9
+        "saved tensors alive (KiB)", (1, 1.1), xycoords="axes fraction", ha="right", fontsize=9
     )
     panels[0, 1].annotate(
-        "graph nodes kept by the sum", (1, 1.03), xycoords="axes fraction", ha="right", fontsize=9
+        "graph nodes kept by the sum", (1, 1.1), xycoords="axes fraction", ha="right", fontsize=9
     )
     for axes in panels[-1]:
         axes.set_xlabel("step")
