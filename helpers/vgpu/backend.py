@@ -19,7 +19,7 @@ from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.device.links import Link, get_link
 from helpers.vgpu.device.specs import GPUSpec, get_spec
-from helpers.vgpu.dispatch import kernels, refusals
+from helpers.vgpu.dispatch import kernels, refusals, sync_batch_norm
 from helpers.vgpu.torch_api import (
     accelerator,
     data_assignment,
@@ -41,6 +41,7 @@ _CHANGING = (
     refusals,
     serialization,
     stand_ins,
+    sync_batch_norm,
 )
 
 _changes = Changes()
