@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
-from helpers.plots.style import COLOURS, figure, title
+from helpers.plots.style import COLOURS, figure, show, title
 from helpers.units import format_bytes
 
 
@@ -33,8 +32,8 @@ def hands(parts: Sequence[Sequence[int]]) -> None:
     axes.set_xlabel("turn")
     axes.grid(visible=False)
     title(axes, "Who gets which sample", "counted")
-    plt.show()
-    plt.close(made)
+    told = "; ".join(f"rank {rank} is dealt {list(part)}" for rank, part in enumerate(parts))
+    show(made, f"Cells with sample numbers, a row for each rank: {told}.")
 
 
 def bytes_sent(runs: dict[str, Sequence[int]]) -> None:
@@ -58,8 +57,11 @@ def bytes_sent(runs: dict[str, Sequence[int]]) -> None:
     axes.set_ylabel("KiB handed over")
     axes.set_ylim(bottom=-2)
     title(axes, "Accumulating with no_sync sends once", "counted by a communication hook")
-    plt.show()
-    plt.close(made)
+    told = "; ".join(
+        f"{name} {', '.join(format_bytes(count) for count in counts)}"
+        for name, counts in runs.items()
+    )
+    show(made, f"Lines of bytes handed over after each micro-batch: {told}.")
 
 
 def interrupted(
@@ -81,5 +83,9 @@ def interrupted(
     axes.set_ylabel("held-out digits right (%)")
     axes.legend(loc="lower right")
     title(axes, "Lost, resumed, and on the same line", "measured after each epoch")
-    plt.show()
-    plt.close(made)
+    show(
+        made,
+        f"Accuracy by epoch. The undisturbed run ends at {percent[0][-1]:.1f} %. The other one loses "
+        f"a host after {stopped_after} epochs, at {percent[1][stopped_after - 1]:.1f} %, is resumed, "
+        f"and ends at {percent[1][-1]:.1f} %.",
+    )

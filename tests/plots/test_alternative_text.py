@@ -18,7 +18,6 @@ matplotlib.use("Agg")
 PLOTS = sorted((lessons.ROOT / "helpers" / "plots").rglob("[a-z]*.py"))
 # Files whose figures are still to be given their texts: take a name out when it is done.
 STILL_WITHOUT = {
-    "ddp",
     "model_parallel",
 }
 

@@ -1,6 +1,7 @@
 """Checks of lesson 07: answers run under DistributedDataParallel on real ranks."""
 
 import random
+import warnings
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -13,11 +14,104 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
-from helpers.checks.on_ranks import on_ranks
+from helpers.checks.on_ranks import counted, on_ranks
 
 
-@exercise("7.1", "Sum or average")
-def sum_or_average(answer: Callable[[torch.Tensor], torch.Tensor]) -> None:
+@exercise("7.1", "DDP by hand")
+def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
+    largest, counts = 0.0, set()
+    for ranks in (2, 3):
+        x, y = torch.randn(3, 6, 4), torch.randn(3, 6, 1)  # (steps, batch, features)
+
+        # Inside the check, so that it travels by value: the ranks need not import the checks.
+        def steps_of(
+            rank: int, world_size: int, x: torch.Tensor, y: torch.Tensor, wrap: Any
+        ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            """The tensors at the start, and the parameters after each step."""
+            torch.manual_seed(rank)
+            module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+            module.register_buffer("scale", torch.rand(1) + 0.5)
+            wrapped = wrap(module) if wrap else module
+            if not isinstance(wrapped, nn.Module):
+                raise TypeError(f"HandmadeDDP gave {wrapped!r}; it must be a module")
+            if isinstance(wrapped, DistributedDataParallel):
+                raise TypeError(
+                    "HandmadeDDP is PyTorch's own DDP; write yours from broadcast and all_reduce"
+                )
+            start = [tensor.clone() for tensor in module.state_dict().values()]
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            after = []
+            for own_x, own_y in zip(x[:, rank::world_size], y[:, rank::world_size], strict=True):
+                optimizer.zero_grad()
+                out = wrapped(own_x) * module.scale
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    (out - own_y).square().mean().backward()
+                if any("autograd kernel was not registered" in str(w.message) for w in caught):
+                    raise ValueError(
+                        "a collective was called with a tensor that requires a gradient, and "
+                        "backward knows nothing of collectives: send parameter.data"
+                    )
+                optimizer.step()
+                after.append(nn.utils.parameters_to_vector(module.parameters()).detach())
+            return start, after
+
+        def run_counted(
+            rank: int, world_size: int, x: torch.Tensor, y: torch.Tensor, wrap: Any
+        ) -> Any:
+            return counted(rank, world_size, steps_of, x, y, wrap)
+
+        given = (
+            f"{ranks} ranks with seeds of their own, 3 steps of {len(x[0]) // ranks} samples each"
+        )
+        [(single, steps)] = on_ranks(steps_of, 1, x, y, None, given=given)
+        results = on_ranks(run_counted, ranks, x, y, answer, given=given)
+        # A module's own buffers stand first in its state_dict.
+        names = ["the buffer"] + ["a parameter"] * 4
+        for rank, ((start, _), _) in enumerate(results):
+            for name, mine, theirs in zip(names, start, single, strict=True):
+                if not torch.equal(mine, theirs):
+                    raise Wrong(
+                        yours=f"{name} that is rank {rank}'s own",
+                        expected="rank 0's, on every rank",
+                        given=f"right after the wrap, {given}",
+                        hint="Send parameters and buffers from rank 0 when the wrapper is made.",
+                    )
+        for rank, ((_, after), calls) in enumerate(results):
+            where = f"rank {rank}; {given}"
+            hint = _hint_for_steps(after[0], steps[0], nn.utils.parameters_to_vector(single[1:]))
+            for step, (mine, theirs) in enumerate(zip(after, steps, strict=True)):
+                at = f"the parameters after step {step + 1}, {where}"
+                expect_close(mine, theirs, given=at, hint=hint)
+                largest = max(largest, (mine - theirs).abs().max().item())
+            reduces = sum(name == "all_reduce" for name, _ in calls)
+            counts.add(reduces / 3)
+            if reduces > 3 * 4:
+                raise Wrong(
+                    yours=f"{reduces} calls of all_reduce in 3 steps",
+                    expected="12: one for each of 4 parameters and each backward",
+                    given=where,
+                    hint="Register one hook for each parameter, once.",
+                )
+    return {
+        "largest difference from one process": f"{largest:.1e}, on 2 and 3 ranks, in 3 steps",
+        "all_reduce": f"{max(counts):g} a step, for 4 parameters",
+    }
+
+
+def _hint_for_steps(mine: torch.Tensor, theirs: torch.Tensor, start: torch.Tensor) -> str:
+    """What the first step says: the update should be the right one, not a multiple of it."""
+    moved, right = mine - start, theirs - start
+    scale = (moved @ right / (right @ right)).item()
+    if torch.allclose(moved, right * round(scale), rtol=1e-3, atol=1e-6) and round(scale) > 1:
+        return f"Each step is {round(scale)} times too large: divide the sum by the world size."
+    if torch.equal(mine, start):
+        return "Nothing moved: are the gradients still there when the optimizer steps?"
+    return "Each rank must step with the average of all ranks' gradients."
+
+
+@exercise("7.2", "Sum or average")
+def sum_or_average(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     for sizes in ([5, 2], [random.randint(5, 9), random.randint(1, 2), 3]):
         ranks, total = len(sizes), sum(sizes)
         x, y = torch.randn(total, 3), torch.randn(total)
@@ -39,7 +133,14 @@ def sum_or_average(answer: Callable[[torch.Tensor], torch.Tensor]) -> None:
             loss = answer((parallel(own_x)[:, 0] - own_y).square())
             if not isinstance(loss, torch.Tensor):
                 raise TypeError(f"loss_for_ddp returned {loss!r}; it must return a tensor")
-            loss.backward()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                loss.backward()
+            if any("autograd kernel was not registered" in str(w.message) for w in caught):
+                raise ValueError(
+                    "the loss went through a collective, which backward knows nothing of: hand "
+                    "all_reduce a tensor without a graph, such as a count"
+                )
             if model.weight.grad is None:
                 raise ValueError("backward() left no gradient: is the loss detached?")
             return model.weight.grad
@@ -68,10 +169,15 @@ def sum_or_average(answer: Callable[[torch.Tensor], torch.Tensor]) -> None:
             expect_close(
                 yours, expected, given=f"the gradient, {given}", hint=hint, rtol=1e-4, atol=1e-6
             )
+    return {
+        "given": given,
+        "your gradient": f"{yours[0].tolist()} on every rank",
+        "largest difference": f"{(yours - expected).abs().max().item():.1e} from one process",
+    }
 
 
-@exercise("7.2", "A sampler for validation")
-def validation_sampler(answer: Callable[..., Any]) -> None:
+@exercise("7.3", "A sampler for validation")
+def validation_sampler(answer: Callable[..., Any]) -> dict[str, Any]:
     cases = [(12, 4), (10, 4), (2, 5), (random.randint(20, 90), random.randint(2, 7))]
     for length, ranks in cases:
         data = list(range(length))
@@ -116,12 +222,16 @@ def validation_sampler(answer: Callable[..., Any]) -> None:
         )
         loaded = sorted(int(index) for batch in loader for index in batch)
         expect_equal(loaded, walked[0], given=f"through a DataLoader, rank 0, {given}")
+    return {
+        f"{length} samples on {ranks} ranks": f"parts of {sizes}",
+        "dealt twice, left out": "none, none",
+    }
 
 
-@exercise("7.3", "Accumulate, and send once")
+@exercise("7.4", "Accumulate, and send once")
 def accumulate_and_send_once(
     answer: Callable[[DistributedDataParallel, list[tuple[torch.Tensor, torch.Tensor]]], None],
-) -> None:
+) -> dict[str, Any]:
     for count in (2, random.randint(3, 5)):
         ranks, size = 2, random.randint(2, 4)
         # Two accumulations: the second shows what the first has left behind.
@@ -176,6 +286,12 @@ def accumulate_and_send_once(
                         given=where,
                         hint="Joined micro-batches need the memory that accumulating saves.",
                     )
+    once = results[0][0][0].nbytes
+    return {
+        "given": given,
+        "your bytes": f"{results[0][1][0]}, one whole gradient",
+        "sent after each micro-batch": f"it would be {count * once}",
+    }
 
 
 def _judge(

@@ -1,5 +1,23 @@
 """Typical mistakes in the exercises of lesson 07, and what the learner must be told."""
 
+_HANDMADE = """
+class HandmadeDDP(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        {start}
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self.hook)
+
+    @staticmethod
+    def hook(p):
+        {hook}
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+"""
+_SEND = "[dist.broadcast(tensor, src=0) for tensor in module.state_dict().values()]"
+_AVERAGE = "dist.all_reduce(p.grad); p.grad /= dist.get_world_size()"
 _LOSS = "def loss_for_ddp(losses):\n    "
 _COUNT = (
     "def loss_for_ddp(losses):\n"
@@ -31,6 +49,31 @@ _LOSS_OF_ONE = "nn.functional.mse_loss(parallel(x), y) / len(micro_batches)"
 
 WRONG = {
     "7.1": [
+        (_HANDMADE.format(start="pass", hook=_AVERAGE), "that is rank"),
+        (
+            _HANDMADE.format(
+                start="[dist.broadcast(p.data, src=0) for p in module.parameters()]", hook=_AVERAGE
+            ),
+            "the buffer that is rank",
+        ),
+        (_HANDMADE.format(start=_SEND, hook="dist.all_reduce(p.grad)"), "divide the sum"),
+        (_HANDMADE.format(start=_SEND, hook="pass"), "average of all ranks"),
+        (
+            _HANDMADE.format(start=_SEND, hook=f"{_AVERAGE}; {_AVERAGE}"),
+            "12: one for each of 4 parameters",
+        ),
+        (_HANDMADE.format(start=_SEND, hook="p.grad.zero_()"), "Nothing moved"),
+        (
+            _HANDMADE.format(
+                start="[dist.broadcast(t, src=0) for t in (*module.buffers(), *module.parameters())]",
+                hook=_AVERAGE,
+            ),
+            "send parameter.data",
+        ),
+        ("HandmadeDDP = DDP", "write yours from broadcast"),
+        ("def HandmadeDDP(module):\n    pass", "it must be a module"),
+    ],
+    "7.2": [
         (_LOSS + "return losses.mean()", "as much weight"),
         (_LOSS + "return losses.mean() * dist.get_world_size()", "usual mistake"),
         (_LOSS + "return losses.sum()", "These are sums"),
@@ -38,6 +81,13 @@ WRONG = {
         (_COUNT + "losses.sum() / count", "too small by that factor"),
         (_COUNT + "losses.sum() * dist.get_world_size()", "Nothing has been divided"),
         (_COUNT + "losses.mean() * count", "Compare with"),
+        (
+            _COUNT.replace(
+                "return ", "losses = losses.sum()\n    dist.all_reduce(losses)\n    return "
+            )
+            + "losses / count * dist.get_world_size()",
+            "without a graph, such as a count",
+        ),
         (_COUNT + "losses", "raised RuntimeError: grad can be implicitly created"),
         (_COUNT + "losses.sum().item() / count.item()", "must return a tensor"),
         (_COUNT + "losses.sum().detach() / count", "does not require grad"),
@@ -51,7 +101,7 @@ WRONG = {
         (_LOSS + "if dist.get_rank() == 0:\n        dist.barrier()", "must return a tensor"),
         ("loss_for_ddp = torch.tensor(1.0)", "Hand over the function itself"),
     ],
-    "7.2": [
+    "7.3": [
         (
             "class ValidationSampler(DistributedSampler):\n"
             "    def __init__(self, data, num_replicas, rank):\n"
@@ -96,7 +146,7 @@ WRONG = {
         ),
         ("ValidationSampler = [0, 4, 8]", "Hand over the function itself"),
     ],
-    "7.3": [
+    "7.4": [
         (
             _ACCUMULATE.format(body=f"({_LOSS_OF_ONE}).backward()"),
             "DDP sent after more than one",
