@@ -6,7 +6,7 @@ from helpers.vgpu.device.memory import record_memory
 from helpers.vgpu.device.specs import PRESETS, GPUSpec
 from helpers.vgpu.iterations import data_parallel_iteration, ddp_iteration
 from helpers.vgpu.shapes import NoValueError, is_shape, shapes_only
-from helpers.vgpu.timing.costs import CostModel, fit_share_of_peak
+from helpers.vgpu.timing.costs import CostModel, fit_share
 from helpers.vgpu.timing.recorder import record, spend
 from helpers.vgpu.timing.trace import Race, Timeline, TraceEvent, covered_s
 
@@ -25,7 +25,7 @@ __all__ = [
     "ddp_iteration",
     "disable",
     "enable",
-    "fit_share_of_peak",
+    "fit_share",
     "is_enabled",
     "is_shape",
     "record",

@@ -1,10 +1,11 @@
 """One training iteration of DataParallel and of DistributedDataParallel, in virtual time.
 
 Both run the model's own forward and backward as shapes. DataParallel is PyTorch's: one process,
-whose threads share the interpreter, so that each launch of a forward takes as many times longer as
-there are replicas; every iteration broadcasts the parameters from GPU 0 and adds the gradients up
-there. For DDP one rank is run, with its share of the batch, and stands for all: each has a process
-of its own, and all-reduces a bucket of gradients as soon as the backward pass has filled it.
+whose threads queue for the interpreter's lock, which each launch of the forward pass needs for a
+part of its time (``CostModel.locked_share``); every iteration broadcasts the parameters from GPU 0
+and adds the gradients up there. For DDP one rank is run, with its share of the batch, and stands
+for all: each has a process of its own, and all-reduces a bucket of gradients as soon as the
+backward pass has filled it.
 
 Left out of DDP: copying gradients into buckets, the broadcast of buffers, ranks that are not in
 step. Left out of DataParallel: copying parameters into the buffers of a broadcast.

@@ -47,7 +47,7 @@ def test_data_parallel_broadcasts_and_reduces_as_nccl_does():
         assert len(by_gpu[0]) == 2  # buffers of 10 MiB
         times = [[(e.start_s, e.end_s) for e in each] for each in by_gpu]
         assert times[0] == times[1] == times[2] == times[3]
-    rate = 150e9 * 0.5  # NVLink 2, at half of its peak
+    rate = 150e9 * 0.8  # NVLink 2, at the share that is assumed
     duration_s = by_gpu[0][0].duration_s
     assert duration_s == pytest.approx(by_gpu[0][0].size_bytes / rate + 3 * 5e-6)
 

@@ -3,7 +3,11 @@
 Rates are for one direction, before any protocol's own bytes; both directions work at once. PCIe:
 PCI-SIG base specifications (5, 8, 16, 32 GT/s a lane, 16 lanes, 8b/10b coding in generation 2 and
 128b/130b after it). NVLink: NVIDIA's datasheets and whitepapers of P100, V100, A100 and H100, which
-print both directions together; here is half of that, for all links of one GPU.
+print both directions together; here is half of that.
+
+All links of one GPU and those between two GPUs are two figures. Since the A100, NVSwitch lets any
+pair use all of both GPUs' links. In a DGX-1 the links are wires: of a P100's four, one leads to each
+of four neighbours; of a V100's six, at most two lead to the same GPU, and some pairs have none.
 """
 
 from dataclasses import dataclass
@@ -11,12 +15,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two GPUs, or between a GPU and its host."""
+    """One direction out of a GPU, to other GPUs or to its host."""
 
     name: str
-    bandwidth_bytes_per_s: float
+    bandwidth_bytes_per_s: float  # all links of the GPU together
     latency_s: float
     source: str
+    pair_bytes_per_s: float | None = None  # those that lead to one other GPU; None means all
+
+    def among_bytes_per_s(self, count: int) -> float:
+        """What one of ``count`` GPUs can send to the others: over all links that lead to them."""
+        if self.pair_bytes_per_s is None:
+            return self.bandwidth_bytes_per_s
+        return min(self.bandwidth_bytes_per_s, (count - 1) * self.pair_bytes_per_s)
 
 
 def _pcie(generation: int, transfers_per_s: float, coding: float) -> Link:
@@ -39,8 +50,12 @@ LINKS: dict[str, Link] = {
     "PCIe 3 via host": Link(
         "PCIe 3.0 x16 via the host", 16 * 8e9 * 128 / 130 / 8 / 2, 20e-6, "as PCIe 3, twice in turn"
     ),
-    "NVLink 1": Link("NVLink 1 (4 links)", 80e9, 5e-6, "NVIDIA Tesla P100 whitepaper"),
-    "NVLink 2": Link("NVLink 2 (6 links)", 150e9, 5e-6, "NVIDIA Tesla V100 whitepaper"),
+    "NVLink 1": Link(
+        "NVLink 1 (4 links)", 80e9, 5e-6, "NVIDIA Tesla P100 whitepaper", pair_bytes_per_s=20e9
+    ),
+    "NVLink 2": Link(
+        "NVLink 2 (6 links)", 150e9, 5e-6, "NVIDIA Tesla V100 whitepaper", pair_bytes_per_s=50e9
+    ),
     "NVLink 3": Link("NVLink 3 (12 links)", 300e9, 5e-6, "NVIDIA A100 whitepaper"),
     "NVLink 4": Link("NVLink 4 (18 links)", 450e9, 5e-6, "NVIDIA H100 whitepaper"),
 }

@@ -2,7 +2,7 @@
 
 The figures are the maker's peaks: no program reaches them, and a cost model must say what share of
 a peak it assumes. ``memory_bytes`` takes the datasheet's gigabytes as GiB, which is how boards are
-built; a driver keeps a few hundred MiB of them for itself, which is not modelled.
+built; a driver keeps a few hundred MiB for itself, which is not modelled.
 """
 
 from dataclasses import dataclass
@@ -20,16 +20,17 @@ class GPUSpec:
     memory_bytes: int
     memory_bandwidth_bytes_per_s: float
     fp32_flop_per_s: float
-    tensor_flop_per_s: float  # dense float16 on tensor cores; the float32 rate where it has none
+    tensor_flop_per_s: float  # dense float16 on tensor cores; the float32 rate if it has none
     multi_processor_count: int
     compute_capability: tuple[int, int]
     source: str
     link: Link = LINKS["PCIe 3"]  # to the other GPUs of such a machine
     host_link: Link = LINKS["PCIe 3"]
+    tf32_flop_per_s: float | None = None  # dense float32 on tensor cores; None before the A100
 
 
-# The float16 rates are for dense matrices: datasheets since the A100 also print twice as much, for
-# matrices with two zeros in each four entries.
+# The rates of tensor cores are for dense matrices: datasheets since the A100 also print twice as
+# much, for matrices with two zeros in each four entries. H100's and H200's print only that: 989.
 PRESETS: dict[str, GPUSpec] = {
     "K80": GPUSpec(
         name="Virtual Tesla K80",
@@ -64,6 +65,7 @@ PRESETS: dict[str, GPUSpec] = {
         source="NVIDIA A100 Tensor Core GPU datasheet, 40 GB SXM column",
         link=LINKS["NVLink 3"],
         host_link=LINKS["PCIe 4"],
+        tf32_flop_per_s=156e12,
     ),
     "H100": GPUSpec(
         name="Virtual H100 80GB HBM3",
@@ -76,6 +78,7 @@ PRESETS: dict[str, GPUSpec] = {
         source="NVIDIA H100 Tensor Core GPU datasheet, SXM column",
         link=LINKS["NVLink 4"],
         host_link=LINKS["PCIe 5"],
+        tf32_flop_per_s=494.5e12,
     ),
     "H200": GPUSpec(
         name="Virtual H200",
@@ -88,6 +91,7 @@ PRESETS: dict[str, GPUSpec] = {
         source="NVIDIA H200 Tensor Core GPU datasheet, SXM column",
         link=LINKS["NVLink 4"],
         host_link=LINKS["PCIe 5"],
+        tf32_flop_per_s=494.5e12,
     ),
 }
 

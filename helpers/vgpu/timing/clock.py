@@ -34,7 +34,7 @@ class Clock:
         """current_stream: for the index of a GPU, the number of the thread's current stream."""
         self.model = model
         self.events: list[TraceEvent] = []
-        self.hosts = Hosts(model.python_launch_s, model.engine_launch_s)
+        self.hosts = Hosts(model)
         self.several_streams = False  # whether a GPU has had more than its default stream
         self._current_stream = current_stream
         self._streams: dict[tuple[int, int], StreamTime] = {}

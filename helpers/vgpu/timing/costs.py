@@ -3,12 +3,11 @@
 An operation lasts as the roofline says (Williams, Waterman and Patterson, 2009): the longer of
 FLOPs over FLOP/s and bytes over bytes/s, plus a fixed time to start. FLOPs are counted by torch's
 own ``torch.utils.flop_counter``, bytes are those of the tensors. No program reaches a datasheet's
-peak, so every peak, of arithmetic, memory and links alike, is multiplied by one ``share_of_peak``.
-It is the one figure that may be fitted to a measurement.
+peak, so arithmetic, memory and links each have a share of theirs: see ``CostModel``.
 
 Left out: caches, the algorithm that a library picks, a GPU that a small operation cannot fill,
-fused kernels, operations that read their input twice (batch norm), TF32, clocks that fall with
-heat, and neighbours on the same switch.
+fused kernels, operations that read their input twice (batch norm), float64 (counted as float32),
+clocks that fall with heat, and neighbours on the same switch.
 """
 
 import math
@@ -25,7 +24,11 @@ from helpers.vgpu.timing import collectives
 from helpers.vgpu.timing.collectives import Way
 from helpers.vgpu.timing.traits import Args, Kwargs, Operator, tensors_in
 
-_TENSOR_CORE_TYPES = (torch.float16, torch.bfloat16)
+# What an operation computes with. The last two are float32 on the GPU's matrix units if torch
+# allows TF32 there; then they read torch's setting each time, since it may change.
+FLOAT32, FLOAT16, PRODUCT, CONVOLUTION = "float32", "float16", "product", "convolution"
+_TF32_SWITCH = {PRODUCT: "matmul", CONVOLUTION: "conv"}  # in torch.backends.cuda and .cudnn
+_float32_precision = torch._C._get_fp32_precision_getter
 
 
 class Work(NamedTuple):
@@ -33,67 +36,103 @@ class Work(NamedTuple):
 
     flop: int
     size_bytes: int  # read and written
-    on_tensor_cores: bool
+    arithmetic: str = FLOAT32
+
+    @property
+    def allows_tf32(self) -> bool:
+        """Whether torch's settings of this moment let TF32 do it, on a GPU that has it.
+
+        By default they do for convolutions (``torch.backends.cudnn.allow_tf32``) and not for matrix
+        products (``torch.backends.cuda.matmul.allow_tf32``, ``set_float32_matmul_precision``).
+        """
+        switch = _TF32_SWITCH.get(self.arithmetic)
+        return switch is not None and _float32_precision("cuda", switch) == "tf32"
 
 
 @dataclass(frozen=True)
 class CostModel:
     """How long things take on one model of GPU.
 
+    The three shares say how much of a datasheet's peak is reached. None is measured here; where a
+    lesson fits one to a published time, it says which, and the others stay assumed:
+
+    - ``arithmetic_share``: large matrix products reach 0.87 (A100) and 0.80 (H100) of their peak in
+      bfloat16 (stas00/ml-engineering), convolutions of a real network less; 0.5 is assumed.
+    - ``memory_share``: kernels that only read and write reach 0.7 to 0.9, depending on the GPU
+      (BabelStream; Deakin et al., 2018); 0.8 is assumed.
+    - ``link_share``: 0.8 is assumed for every link. p2pBandwidthLatencyTest gives some 0.8 over
+      PCIe and 0.96 over a V100's NVLink (Dell, 2018); NCCL's collectives on eight H100s give 0.56
+      to 0.97 (Ultra-Scale Playbook, 2025).
+
     The times of the host are orders of magnitude, not a datasheet's: a call from Python costs
     PyTorch some 10 µs, a call from the autograd engine, in C++, half of that, a kernel some 2 µs
-    to start and to drain.
+    to start and to drain. ``locked_share`` is the part of a Python call under the interpreter's
+    lock, which PyTorch releases inside each operator: half is assumed. Threads of one process, as
+    DataParallel's, queue for that part only.
     """
 
     spec: GPUSpec
     link: Link = field(default=None)  # type: ignore[assignment]  # the spec's own, unless given
-    share_of_peak: float = 0.5
+    arithmetic_share: float = 0.5
+    memory_share: float = 0.8
+    link_share: float = 0.8
     python_launch_s: float = 10e-6
     engine_launch_s: float = 5e-6
     kernel_s: float = 2e-6
+    locked_share: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 < self.share_of_peak <= 1:
-            raise ValueError(f"share_of_peak must be in (0, 1], got {self.share_of_peak}")
+        for name in ("arithmetic_share", "memory_share", "link_share", "locked_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
         if self.link is None:
             object.__setattr__(self, "link", self.spec.link)
 
     def kernel_time_s(self, work: Work) -> float:
         """Seconds of one operation on the GPU, from its first to its last instruction."""
         spec = self.spec
-        peak = spec.tensor_flop_per_s if work.on_tensor_cores else spec.fp32_flop_per_s
-        arithmetic_s = work.flop / peak
-        memory_s = work.size_bytes / spec.memory_bandwidth_bytes_per_s
-        return max(arithmetic_s, memory_s) / self.share_of_peak + self.kernel_s
+        peak = spec.fp32_flop_per_s
+        if work.arithmetic == FLOAT16:
+            peak = spec.tensor_flop_per_s
+        elif spec.tf32_flop_per_s is not None and work.allows_tf32:
+            peak = spec.tf32_flop_per_s
+        arithmetic_s = work.flop / (peak * self.arithmetic_share)
+        memory_s = work.size_bytes / (spec.memory_bandwidth_bytes_per_s * self.memory_share)
+        return max(arithmetic_s, memory_s) + self.kernel_s
+
+    def launch_s(self, threads: int) -> float:
+        """Seconds between two calls of one thread, of ``threads`` that share an interpreter.
+
+        They compute one behind the other what is under the lock, and the rest side by side.
+        """
+        return self.python_launch_s * max(1.0, threads * self.locked_share)
 
     def copy_time_s(self, size_bytes: int) -> float:
         """Seconds of a copy from one GPU to another."""
-        return self._over(self.link, size_bytes)
+        return self.collective_time_s("send", size_bytes, 2)
 
     def host_copy_time_s(self, size_bytes: int) -> float:
         """Seconds of a copy between a GPU and its host."""
-        return self._over(self.spec.host_link, size_bytes)
+        return self._seconds("send", size_bytes, 2, self.spec.host_link)
 
     def collective_time_s(self, name: str, size_bytes: int, count: int) -> float:
         """Seconds of a collective of ``collectives.py`` among ``count`` GPUs."""
-        return collectives.seconds(name, size_bytes, count, self._way(self.link))
+        return self._seconds(name, size_bytes, count, self.link)
 
-    def _over(self, link: Link, size_bytes: int) -> float:
-        return collectives.seconds("send", size_bytes, 2, self._way(link))
-
-    def _way(self, link: Link) -> Way:
-        return Way(link.latency_s, link.bandwidth_bytes_per_s * self.share_of_peak)
+    def _seconds(self, name: str, size_bytes: int, count: int, link: Link) -> float:
+        way = Way(link.latency_s, link.among_bytes_per_s(count) * self.link_share)
+        return collectives.seconds(name, size_bytes, count, way)
 
 
-def fit_share_of_peak(time_of: Callable[[float], float], measured_s: float) -> float:
-    """The ``share_of_peak`` at which ``time_of(share_of_peak)`` is ``measured_s``, within 1/10,000.
+def fit_share(time_of: Callable[[float], float], measured_s: float) -> float:
+    """The share of a peak at which ``time_of(share)`` is ``measured_s``, within 1/10,000.
 
     Raises ValueError if even the whole peak is too slow, or even a thousandth of it too fast.
     """
     low, high = 1e-3, 1.0
     if not time_of(high) <= measured_s <= time_of(low):
         raise ValueError(
-            f"no share of the datasheet's peaks between {low} and {high} gives {measured_s} s: "
+            f"no share of a datasheet's peak between {low} and {high} gives {measured_s} s: "
             f"these are {time_of(low):.3g} s and {time_of(high):.3g} s"
         )
     while high / low > 1 + 1e-4:
@@ -109,8 +148,17 @@ def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Work:
     # Each argument is read once, each result is written once; one changed in place is both.
     touched = [*tensors_in((args, tuple(kwargs.values()))), *tensors_in(result)]
     size_bytes = sum(touched_bytes(tensor) for tensor in touched)
-    half = any(tensor.dtype in _TENSOR_CORE_TYPES for tensor in touched)
-    return Work(flop, size_bytes, half)
+    return Work(flop, size_bytes, _arithmetic_of(func, touched) if flop else FLOAT32)
+
+
+def _arithmetic_of(func: Operator, touched: list[torch.Tensor]) -> str:
+    """What an operation that the FLOP counter knows computes with: a product or a convolution."""
+    types = {tensor.dtype for tensor in touched}
+    if not types.isdisjoint((torch.float16, torch.bfloat16)):
+        return FLOAT16
+    if types != {torch.float32}:
+        return FLOAT32
+    return CONVOLUTION if "convolution" in func._schema.name else PRODUCT
 
 
 def touched_bytes(tensor: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from helpers.vgpu.device import gpus
+from helpers.vgpu.timing.costs import CostModel
 
 
 class Unit:
@@ -143,15 +144,14 @@ class Hosts:
     engine, one per GPU. The engine's launch from C++, where no interpreter lock separates them.
     """
 
-    def __init__(self, python_launch_s: float, engine_launch_s: float) -> None:
-        self.main = HostTime(0, 0.0, python_launch_s)
+    def __init__(self, model: CostModel) -> None:
+        self.main = HostTime(0, 0.0, model.launch_s(threads=1))
         self.engines: dict[int, HostTime] = {}
-        self._python_launch_s = python_launch_s
-        self._engine_launch_s = engine_launch_s
+        self._model = model
         self._of_thread = _OfThread()
         self._of_thread.host = self.main
         self._parent = self.main  # where threads that are new start
-        self._forked_launch_s = python_launch_s
+        self._forked_launch_s = self.main.launch_s
         self._forked: list[HostTime] = []
 
     def current(self) -> HostTime:
@@ -170,7 +170,7 @@ class Hosts:
         engine = self.engines.get(index)
         if engine is None:
             caller = getattr(self._of_thread, "host", self.main)
-            engine = HostTime(caller.number, caller.now_s, self._engine_launch_s)
+            engine = HostTime(caller.number, caller.now_s, self._model.engine_launch_s)
             self.engines[index] = engine
         return engine
 
@@ -187,13 +187,13 @@ class Hosts:
         so that nothing depends on how the real threads interleave.
         """
         self._parent = HostTime(0, caller.now_s, caller.launch_s)
-        self._forked_launch_s = self._python_launch_s * threads
+        self._forked_launch_s = self._model.launch_s(threads)
 
     def join(self, caller: HostTime) -> None:
         """The caller goes on when all threads since ``fork`` have ended."""
         caller.now_s = max([caller.now_s, *(forked.now_s for forked in self._forked)])
         self._forked.clear()
-        self._parent, self._forked_launch_s = self.main, self._python_launch_s
+        self._parent, self._forked_launch_s = self.main, self.main.launch_s
 
 
 _graph_task = torch._C._current_graph_task_id

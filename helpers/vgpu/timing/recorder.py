@@ -21,7 +21,7 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
     """Record the virtual time of what the block computes on virtual GPUs.
 
     costs: times from this model in place of the enabled GPU's. Any of its fields can be given by
-    name, such as ``share_of_peak=0.3`` or ``link="PCIe 4"``. The timeline is complete when the
+    name, such as ``arithmetic_share=0.3`` or ``link="PCIe 4"``. The timeline is complete when the
     block ends. RuntimeError inside another recording, or without virtual GPUs.
     """
     costs = costs or CostModel(gpus.by_index(0).spec)

@@ -18,7 +18,7 @@ from helpers.vgpu.dispatch import handlers, tensor
 from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.timing import module_names, signatures
 from helpers.vgpu.timing.clock import Clock
-from helpers.vgpu.timing.costs import CostModel, Work, work_of
+from helpers.vgpu.timing.costs import FLOAT16, FLOAT32, CostModel, Work, work_of
 from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime, in_backward
 from helpers.vgpu.timing.races import Accesses, poisoned, replaced
 from helpers.vgpu.timing.trace import Timeline
@@ -175,7 +175,7 @@ class Recording:
                 return
             stream, host = self.place("copy", source_gpu)
             self._accesses.check("copy", [], overwritten, stream, host)
-            work = Work(0, size_bytes + target.numel() * target.element_size(), False)
+            work = Work(0, size_bytes + target.numel() * target.element_size())
             done = self._kernel("copy", stream, host, work)
             self._accesses.note(done, read, written)
             return
@@ -263,7 +263,9 @@ class Recording:
     def _kernel(self, name: str, stream: StreamTime, host: HostTime, work: Work) -> Done:
         duration_s = self._seconds.get(work)
         if duration_s is None:
-            duration_s = self._seconds[work] = self.clock.model.kernel_time_s(work)
+            duration_s = self.clock.model.kernel_time_s(work)
+            if work.arithmetic in (FLOAT32, FLOAT16):  # the others depend on torch's settings
+                self._seconds[work] = duration_s
         return self.clock.kernel(name, stream, host, work, duration_s)
 
 

@@ -26,17 +26,25 @@ class Operator(Protocol):
 # Operators that launch nothing on a GPU, besides those whose results are views: they hand out or
 # release memory, or ask something about a tensor.
 _FREE = {
+    "_assert_tensor_metadata",
     "empty",
     "empty_like",
+    "empty_permuted",
     "empty_strided",
     "is_pinned",
+    "is_same_size",
+    "is_set_to",
     "layout",
     "new_empty",
     "new_empty_strided",
     "record_stream",
     "resize_",
+    "resize_as_",
     "set_",
 }
+
+# Operators whose results view their first argument, though their schema does not say so.
+_SILENT_VIEWS = {"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
 
 
 class Traits:
@@ -50,7 +58,7 @@ class Traits:
         # Whether it may cross devices.
         self.copies = self.name in ("_to_copy", "copy_")
         # For a result that is a view: the position of the argument that it views.
-        self.view_of = _viewed(schema)
+        self.view_of = 0 if self.name in _SILENT_VIEWS else _viewed(schema)
         self.free = (
             self.view_of is not None
             or self.name in _FREE

@@ -1,7 +1,10 @@
 """Seconds from datasheets: the roofline, links, collectives, and what is fitted."""
 
+import dataclasses
+
 import pytest
 import torch
+from torch import nn
 
 from helpers import vgpu
 from helpers.vgpu.timing import collectives
@@ -12,17 +15,41 @@ ATEN = torch.ops.aten
 
 def test_the_longer_of_arithmetic_and_memory_counts():
     spec = vgpu.PRESETS["V100"]
-    costs = vgpu.CostModel(spec, share_of_peak=0.5, kernel_s=0.0)
+    costs = vgpu.CostModel(spec, arithmetic_share=0.5, memory_share=0.8, kernel_s=0.0)
     flop = 10**12
-    assert costs.kernel_time_s(Work(flop, 1, False)) == flop / 15.7e12 / 0.5
-    assert costs.kernel_time_s(Work(flop, 1, True)) == flop / 125e12 / 0.5
-    assert costs.kernel_time_s(Work(1, 9 * 10**9, True)) == pytest.approx(0.01 / 0.5)
+    assert costs.kernel_time_s(Work(flop, 1, "float32")) == flop / (15.7e12 * 0.5)
+    assert costs.kernel_time_s(Work(flop, 1, "float16")) == flop / (125e12 * 0.5)
+    assert costs.kernel_time_s(Work(1, 9 * 10**9, "float16")) == pytest.approx(0.01 / 0.8)
+
+
+def test_each_share_is_of_its_own_peak():
+    link = vgpu.Link("test", 1e9, 0.0, "made for this test")
+    whole = vgpu.CostModel(
+        vgpu.PRESETS["K80"], link, arithmetic_share=1, memory_share=1, link_share=1, kernel_s=0
+    )
+
+    def times_s(**shares):
+        costs = dataclasses.replace(whole, **shares)
+        product, read = Work(4370, 0), Work(0, 240)
+        return costs.kernel_time_s(product), costs.kernel_time_s(read), costs.copy_time_s(1)
+
+    assert times_s() == pytest.approx((1e-9, 1e-9, 1e-9))
+    assert times_s(arithmetic_share=0.5) == pytest.approx((2e-9, 1e-9, 1e-9))
+    assert times_s(memory_share=0.5) == pytest.approx((1e-9, 2e-9, 1e-9))
+    assert times_s(link_share=0.5) == pytest.approx((1e-9, 1e-9, 2e-9))
+
+
+@pytest.mark.parametrize("name", ["arithmetic_share", "memory_share", "link_share", "locked_share"])
+@pytest.mark.parametrize("share", [0, -0.1, 1.01])
+def test_a_share_is_between_nothing_and_the_peak(name, share):
+    with pytest.raises(ValueError, match=f"{name} must be in"):
+        vgpu.CostModel(vgpu.PRESETS["K80"], **{name: share})
 
 
 def test_flops_and_bytes_of_a_matrix_product():
     a, b = torch.ones(8, 16), torch.ones(16, 4)
     work = work_of(ATEN.mm.default, (a, b), {}, a @ b)
-    assert work == Work(2 * 8 * 16 * 4, 4 * (8 * 16 + 16 * 4 + 8 * 4), False)
+    assert work == Work(2 * 8 * 16 * 4, 4 * (8 * 16 + 16 * 4 + 8 * 4), "product")
 
 
 def test_in_place_reads_and_writes_and_expanded_tensors_are_read_once():
@@ -34,7 +61,91 @@ def test_in_place_reads_and_writes_and_expanded_tensors_are_read_once():
 
 def test_half_precision_uses_tensor_cores():
     a = torch.ones(8, 8, dtype=torch.float16)
-    assert work_of(ATEN.mm.default, (a, a), {}, a).on_tensor_cores
+    assert work_of(ATEN.mm.default, (a, a), {}, a).arithmetic == "float16"
+    assert work_of(ATEN.add.Tensor, (a, a), {}, a).arithmetic == "float32"  # nothing to multiply
+
+
+@pytest.fixture
+def settings():
+    """torch's settings of TF32, put back after the test."""
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = products.allow_tf32, convolutions.allow_tf32
+    yield products, convolutions
+    products.allow_tf32, convolutions.allow_tf32 = before
+
+
+def a_product_and_a_convolution_s():
+    """Seconds on an A100, in float32, of 1 TFLOP each, as torch's settings stand."""
+    costs = vgpu.CostModel(vgpu.PRESETS["A100"], arithmetic_share=1.0, kernel_s=0.0)
+    return [costs.kernel_time_s(Work(10**12, 0, kind)) for kind in ("product", "convolution")]
+
+
+def test_tf32_computes_what_torch_s_settings_allow(settings):
+    products, convolutions = settings
+    plain, tf32 = 1 / 19.5, 1 / 156  # TFLOP/s of the A100's datasheet
+    assert a_product_and_a_convolution_s() == pytest.approx([plain, tf32])  # torch's defaults
+    convolutions.allow_tf32 = False
+    assert a_product_and_a_convolution_s() == pytest.approx([plain, plain])
+    products.allow_tf32 = True
+    assert a_product_and_a_convolution_s() == pytest.approx([tf32, plain])
+
+
+@pytest.mark.parametrize(("precision", "tflops"), [("high", 156), ("highest", 19.5)])
+def test_the_precision_of_products_is_heeded(precision, tflops, settings):
+    torch.set_float32_matmul_precision(precision)
+    assert a_product_and_a_convolution_s()[0] == pytest.approx(1 / tflops)
+
+
+@pytest.mark.parametrize("gpu", ["K80", "V100"])
+def test_before_the_a100_no_gpu_has_tf32(gpu):
+    spec = vgpu.PRESETS[gpu]
+    costs = vgpu.CostModel(spec, arithmetic_share=1.0, kernel_s=0.0)
+    found_s = costs.kernel_time_s(Work(10**12, 0, "convolution"))
+    assert found_s == pytest.approx(10**12 / spec.fp32_flop_per_s)
+
+
+def test_operations_say_whether_they_multiply_or_convolve():
+    image, weight = torch.ones(1, 3, 8, 8), torch.ones(4, 3, 3, 3)
+    with vgpu.enable(1, gpu="A100"):
+        image, weight = image.to("vgpu:0"), weight.to("vgpu:0").requires_grad_()
+        with vgpu.record(kernel_s=0.0, arithmetic_share=1e-6) as timeline:
+            nn.functional.conv2d(image, weight).sum().backward()
+            weight.view(4, 27) @ weight.view(27, 4)
+    rates = {e.name: e.flop / e.duration_s / 1e6 for e in timeline.events if e.flop}
+    assert rates == {
+        "convolution": pytest.approx(156, rel=1e-6),
+        "convolution_backward": pytest.approx(156, rel=1e-6),
+        "mm": pytest.approx(19.5, rel=1e-6),
+    }
+
+
+def test_a_setting_that_changes_in_a_recording_counts_from_then_on(settings):
+    products, _ = settings
+    with vgpu.enable(1, gpu="A100"), vgpu.shapes_only():
+        x = torch.empty(4096, 4096, device="vgpu:0")
+        with vgpu.record() as timeline:
+            x @ x
+            products.allow_tf32 = True
+            x @ x
+    slow, fast = (event.duration_s for event in timeline.events)
+    assert slow - 2e-6 == pytest.approx(8 * (fast - 2e-6))  # 156 over 19.5; 2 µs to start
+
+
+@pytest.mark.parametrize(
+    ("link", "count", "gigabytes_per_s"),
+    [
+        ("NVLink 2", 2, 50),  # two of a V100's six links lead to one neighbour
+        ("NVLink 2", 3, 100),
+        ("NVLink 2", 4, 150),
+        ("NVLink 2", 8, 150),
+        ("NVLink 1", 2, 20),
+        ("NVLink 1", 8, 80),
+        ("NVLink 3", 2, 300),  # NVSwitch: a pair has all
+        ("NVLink 4", 8, 450),
+    ],
+)
+def test_a_pair_has_not_all_links_of_a_gpu(link, count, gigabytes_per_s):
+    assert vgpu.LINKS[link].among_bytes_per_s(count) == gigabytes_per_s * 1e9
 
 
 # A GPU that sends 1 GB/s and needs 1 µs for each message; 4 MB among 4 GPUs.
@@ -52,7 +163,7 @@ MILLISECONDS = {
 @pytest.mark.parametrize("name", collectives.COLLECTIVES)
 def test_collectives_by_hand(name):
     link = vgpu.Link("test", 1e9, 1e-6, "made for this test")
-    costs = vgpu.CostModel(vgpu.PRESETS["V100"], link=link, share_of_peak=1.0)
+    costs = vgpu.CostModel(vgpu.PRESETS["V100"], link=link, link_share=1.0)
     found_s = costs.collective_time_s(name, 4 * 10**6, 4)
     assert found_s == pytest.approx(MILLISECONDS[name] * 1e-3, rel=1e-12)
     assert costs.collective_time_s(name, 4 * 10**6, 1) == 0
@@ -84,6 +195,6 @@ def test_links_as_their_standards_print_them():
 
 
 def test_fitting_finds_the_share_and_refuses_the_impossible():
-    assert vgpu.fit_share_of_peak(lambda share: 1.5 / share, 6.0) == pytest.approx(0.25, rel=1e-4)
+    assert vgpu.fit_share(lambda share: 1.5 / share, 6.0) == pytest.approx(0.25, rel=1e-4)
     with pytest.raises(ValueError, match="no share"):
-        vgpu.fit_share_of_peak(lambda share: 1.5 / share, 1.0)
+        vgpu.fit_share(lambda share: 1.5 / share, 1.0)

@@ -1,48 +1,76 @@
-"""The published model-parallel experiment, predicted with one fitted figure (claims D05 to D08)."""
+"""The published model-parallel experiment, predicted (claims D05, D07, D08).
+
+One figure is fitted, the share of arithmetic's peak, to the time of one GPU. What else is assumed
+is moved, to see which of the predictions stand on it. None is tuned to the other published times:
+the model predicts less of a slow-down, and more of a gain, than were measured.
+"""
+
+import functools
 
 import pytest
 
 from benchmarks.split_sizes import (
     GPU,
+    LINKS,
     ONE_GPU_S,
     PUBLISHED_S,
     TWO_GPUS_S,
     TwoStages,
-    fitted_share,
+    fitted,
     one_gpu,
     seconds,
 )
 from helpers import vgpu
 
-
-@pytest.fixture(scope="module")
-def predicted_s():
-    with vgpu.enable(2, gpu=GPU), vgpu.shapes_only():
-        share = fitted_share()
-        one_s = seconds(one_gpu(), share)
-    with vgpu.enable(2, gpu=GPU, link="PCIe 3 via host"), vgpu.shapes_only():
-        found = {size: seconds(TwoStages(size), share) for size in (120, 40, 20, 12, 5)}
-    return {"one": one_s, **found}
-
-
-def test_the_fitted_figure_is_met(predicted_s):
-    assert predicted_s["one"] == pytest.approx(ONE_GPU_S, rel=1e-3)
+VIA_HOST = LINKS[1]
+ASSUMPTIONS = [
+    (),
+    (("link_share", 0.6),),
+    (("link_share", 1.0),),
+    (("memory_share", 0.6),),
+    (("memory_share", 0.9),),
+]
+each_link = pytest.mark.parametrize("link", LINKS)
+each_assumption = pytest.mark.parametrize("assumed", ASSUMPTIONS, ids=str)
 
 
-def test_two_gpus_one_after_the_other_are_slower(predicted_s):
-    predicted, published = (time_s / ONE_GPU_S - 1 for time_s in (predicted_s[120], TWO_GPUS_S))
-    assert predicted > 0
-    assert predicted == pytest.approx(published, abs=0.03)
+@functools.cache
+def costs(assumed=()):
+    """What is assumed and what is fitted, on one GPU: the link between two plays no part."""
+    with vgpu.enable(1, gpu=GPU), vgpu.shapes_only():
+        found = fitted(**dict(assumed))
+        assert seconds(one_gpu(), found) == pytest.approx(ONE_GPU_S, rel=1e-3)
+    return found
 
 
-@pytest.mark.parametrize("size", PUBLISHED_S)
-def test_the_speed_ups_of_pipelines(size, predicted_s):
-    predicted, published = (
-        ONE_GPU_S / time_s - 1 for time_s in (predicted_s[size], PUBLISHED_S[size])
-    )
-    assert predicted == pytest.approx(published, abs=0.10)
+@functools.cache
+def gain(link, size, assumed=()):
+    """How much faster two GPUs with this split size are than one; below 0 they are slower."""
+    with vgpu.enable(2, gpu=GPU, link=link), vgpu.shapes_only():
+        return ONE_GPU_S / seconds(TwoStages(size), costs(assumed)) - 1
 
 
-def test_the_curve_rises_on_both_sides(predicted_s):
-    assert predicted_s[12] < predicted_s[20] < predicted_s[40] < predicted_s[120]
-    assert predicted_s[12] < predicted_s[5]
+@each_link
+@each_assumption
+def test_two_gpus_in_turn_are_slower_by_less_than_published(link, assumed):
+    assert ONE_GPU_S / TWO_GPUS_S - 1 < -0.025 < gain(link, 120, assumed) < 0
+
+
+@each_link
+@each_assumption
+def test_pipelines_gain_about_what_was_published_and_somewhat_more(link, assumed):
+    for size, time_s in PUBLISHED_S.items():
+        published = ONE_GPU_S / time_s - 1
+        assert published < gain(link, size, assumed) < published + 0.14
+
+
+def test_the_curve_rises_on_both_sides_and_is_flat_in_between():
+    of = {size: gain(VIA_HOST, size) for size in (3, 8, 12, 20, 40, 120)}
+    assert of[3] < of[8] > of[12] > of[20] > of[40] > of[120]
+    assert of[8] - of[12] < 0.03  # where the published best was
+
+
+def test_where_the_best_size_lies_depends_on_what_is_assumed_of_memory():
+    slow_memory = (("memory_share", 0.25),)
+    of = {size: gain(VIA_HOST, size, slow_memory) for size in (8, 12, 20)}
+    assert of[8] < of[12] > of[20]

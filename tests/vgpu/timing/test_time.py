@@ -1,6 +1,7 @@
 """Virtual time: hosts, streams, events and copies, by hand-computed seconds."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -27,7 +28,13 @@ SPEC = vgpu.GPUSpec(
 )
 LAUNCH_S = 1e-6
 COSTS = vgpu.CostModel(
-    SPEC, share_of_peak=1.0, python_launch_s=LAUNCH_S, engine_launch_s=LAUNCH_S, kernel_s=0.0
+    SPEC,
+    arithmetic_share=1.0,
+    memory_share=1.0,
+    link_share=1.0,
+    python_launch_s=LAUNCH_S,
+    engine_launch_s=LAUNCH_S,
+    kernel_s=0.0,
 )
 KB = 250  # float32 values of 1,000 bytes
 
@@ -64,6 +71,29 @@ def test_views_launch_nothing():
         x.t().view(-1, 5, 2).split(2)[0].detach()
         torch.empty(100, device="vgpu:0")
     assert timeline.events == [] and timeline.makespan_s == 0
+
+
+def test_views_that_their_schema_hides_launch_nothing_either():
+    x = torch.ones(4, 6, device="vgpu:0")
+    held = torch.vgpu.memory_allocated("vgpu:0")
+    with vgpu.record(COSTS) as timeline:
+        viewed = torch.ops.aten._unsafe_view(x, [24])
+        pieces = x.unsafe_split(2)
+    assert timeline.events == [] and torch.vgpu.memory_allocated("vgpu:0") == held
+    assert viewed.shape == (24,) and [piece.shape for piece in pieces] == [(2, 6)] * 2
+
+
+def test_a_product_of_batches_launches_one_operation():
+    x, weight = torch.ones(2, 3, 4, device="vgpu:0"), torch.ones(4, 5, device="vgpu:0")
+    for shapes in (False, True):
+        with vgpu.shapes_only() if shapes else nullcontext():
+            with vgpu.record(COSTS) as timeline:
+                held = torch.vgpu.memory_allocated("vgpu:0")
+                y = x @ weight  # a view of x, mm, and _unsafe_view of what comes
+                assert torch.vgpu.memory_allocated("vgpu:0") - held == 512
+            assert [event.name for event in timeline.events] == ["mm"]
+            assert y.shape == (2, 3, 5)
+            del y
 
 
 def test_item_makes_the_host_wait():
@@ -105,6 +135,14 @@ def test_a_copy_occupies_the_current_streams_of_both():
     assert kernels(timeline, "vgpu:1")[1].start_s == near(18e-6)
     assert timeline.host_s == near(4e-6)  # the host went on
     assert timeline.copying_s("vgpu:0") == near(1e-6)
+
+
+def test_a_copy_uses_the_links_of_its_pair():
+    x = torch.ones(KB, device="vgpu:0")
+    wires = vgpu.Link("wires", 1e9, 0.0, "made for this test", pair_bytes_per_s=0.25e9)
+    with vgpu.record(COSTS, link=wires) as timeline:
+        x.to("vgpu:1")
+    assert timeline.copying_s("vgpu:0") == near(4e-6)
 
 
 def test_copies_from_the_host_block_unless_pinned_and_non_blocking():
@@ -207,30 +245,40 @@ def test_equal_runs_give_equal_timelines():
     assert (first.makespan_s, first.host_s) == (second.makespan_s, second.host_s)
 
 
-def test_threads_that_share_the_interpreter_launch_more_slowly():
-    def last_launch_s(count):
-        with vgpu.enable(count, gpu=SPEC):
-            model = nn.DataParallel(nn.Sequential(*[nn.ReLU()] * 10).to("vgpu:0"), range(count))
-            x = torch.ones(count, KB, device="vgpu:0")
-            with vgpu.record(COSTS) as timeline:
-                model(x)
-            relus = [e for e in timeline.events if e.name == "relu"]
-            assert len(relus) == 10 * count
-            return max(e.launch_s for e in relus) - min(e.launch_s for e in relus)
-
-    assert last_launch_s(4) == near(4 * 9 * LAUNCH_S)
-    assert last_launch_s(2) == near(2 * 9 * LAUNCH_S)
+@pytest.mark.parametrize(
+    ("locked_share", "count", "launches"),
+    [
+        (1.0, 2, 2),  # one behind the other
+        (1.0, 4, 4),
+        (0.5, 2, 1),  # while one is under the lock, the other is in its operator
+        (0.5, 4, 2),
+        (0.25, 4, 1),
+        (0.25, 8, 2),
+    ],
+)
+def test_threads_queue_for_the_part_of_a_launch_that_is_under_the_lock(
+    locked_share, count, launches
+):
+    with vgpu.enable(count, gpu=SPEC):
+        model = nn.DataParallel(nn.Sequential(*[nn.ReLU()] * 10).to("vgpu:0"), range(count))
+        x = torch.ones(count, KB, device="vgpu:0")
+        with vgpu.record(COSTS, locked_share=locked_share) as timeline:
+            model(x)
+    relus = [e for e in timeline.events if e.name == "relu"]
+    assert len(relus) == 10 * count
+    first_s, last_s = min(e.launch_s for e in relus), max(e.launch_s for e in relus)
+    assert last_s - first_s == near(launches * 9 * LAUNCH_S)
 
 
 def test_spend_and_costs_by_name():
     x = torch.ones(KB, device="vgpu:0")
     vgpu.spend(1.0)  # nothing outside a recording
-    with vgpu.record(COSTS, share_of_peak=0.5, link="PCIe 4") as timeline:
+    with vgpu.record(COSTS, memory_share=0.5, link="PCIe 4") as timeline:
         vgpu.spend(0.25)
         x.neg()
     assert timeline.events[0].start_s == near(0.25 + 1e-6)
     assert timeline.events[0].duration_s == near(4e-6)
-    with pytest.raises(ValueError, match="share_of_peak must be in"), vgpu.record(share_of_peak=2):
+    with pytest.raises(ValueError, match="link_share must be in"), vgpu.record(link_share=2):
         pass
     with pytest.raises(ValueError, match="no link preset 'PCI'"), vgpu.record(link="PCI"):
         pass
