@@ -12,12 +12,12 @@ from helpers.plots.memory import (
     step_by_module,
     steps_by_cause,
 )
-from helpers.plots.model_parallel import repeated_times, stages_over_time
 from helpers.plots.one_device.autograd import gradients, graph_before_and_after, kept_per_step
 from helpers.plots.one_device.network import network
 from helpers.plots.one_device.places import memories, relabelled
 from helpers.plots.one_device.training import digit_grid, learning_curves, resumed_curves
 from helpers.plots.pipeline import data_parallel_against_ddp, parts_of_time, split_sizes
+from helpers.plots.repeats import repeated_times
 from helpers.plots.schedules import schedule, schedules
 from helpers.plots.shares import replica_sizes, share_bars, shares
 from helpers.plots.style import COLOURS, figure, show
@@ -58,7 +58,6 @@ __all__ = [
     "shares",
     "show",
     "split_sizes",
-    "stages_over_time",
     "step_by_cause",
     "step_by_module",
     "steps_by_cause",

@@ -18,7 +18,6 @@ STILL_WITHOUT_INPUT = {
     "5",
     "6",
     "7",
-    "8",
     "9",
 }
 STILL_WITHOUT_REWARD = {
@@ -27,7 +26,6 @@ STILL_WITHOUT_REWARD = {
     "5",
     "6",
     "7",
-    "8",
     "9",
 }
 

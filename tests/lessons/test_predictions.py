@@ -13,7 +13,6 @@ STILL_WITHOUT = {
     "05",
     "06",
     "07",
-    "08",
     "09",
 }
 NUMBERED = [path for path in lessons.NOTEBOOKS if lessons.number(path)]

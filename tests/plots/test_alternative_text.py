@@ -17,9 +17,7 @@ matplotlib.use("Agg")
 
 PLOTS = sorted((lessons.ROOT / "helpers" / "plots").rglob("[a-z]*.py"))
 # Files whose figures are still to be given their texts: take a name out when it is done.
-STILL_WITHOUT = {
-    "model_parallel",
-}
+STILL_WITHOUT: set[str] = set()
 
 
 def shown(draw, monkeypatch):

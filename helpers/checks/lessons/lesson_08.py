@@ -1,8 +1,9 @@
-"""Checks of lesson 08: where a network is cut, where its labels go, and more than two stages."""
+"""Checks of lesson 08: more than two stages, where labels go, where a network is cut, and chance."""
 
 import copy
 import random
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers import devices
-from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 from helpers.memory import peaks_during
 from helpers.units import format_bytes
 
@@ -107,92 +108,25 @@ def _networks() -> list[Network]:
             return made
 
 
-@exercise("8.1", "Cut where the memory balances")
-def balanced_cut(answer: Callable[..., int]) -> None:
-    gpus = devices.lab(2)
-    # An untouched stub says so here, before anything is measured.
-    answer(_layers([4, 4, 4]), torch.randn(2, 4), gpus)
-    for widths, layers, batch, peaks in _networks():
-        given = f"linear layers of widths {widths}, a batch of {len(batch)}"
-        yours = answer(copy.deepcopy(layers), batch.clone(), gpus)
-        lowest = min(peaks.values())
-        if isinstance(yours, bool) or not isinstance(yours, int) or yours not in peaks:
-            raise Wrong(
-                yours=yours,
-                expected=f"a whole number from 1 to {len(layers) - 1}",
-                given=given,
-                hint="Return how many layers go on the first GPU; each GPU gets at least one.",
-            )
-        if peaks[yours] > 1.05 * lowest:
-            fits = [hint for hint, cut in _rules(widths).items() if cut == yours]
-            raise Wrong(
-                yours=f"cut {yours}: {format_bytes(peaks[yours])} on the fuller GPU",
-                expected=f"at most {format_bytes(1.05 * lowest)}",
-                given=given,
-                hint=fits[0] if fits else "Measure every cut and take the lowest.",
-            )
-
-
-@exercise("8.2", "Labels for two losses")
-def two_losses(answer: Callable[..., torch.Tensor]) -> None:
+@exercise("8.1", "A network of three stages")
+def staged(answer: Callable[..., nn.Module]) -> dict[str, str]:
     gpus = devices.lab(3)
-    for _ in range(4):
-        main_gpu, auxiliary_gpu = random.sample(gpus, 2)
-        labels_at = random.choice([*gpus, torch.device("cpu")])
-        size, classes = random.randint(20, 40), random.randint(200, 400)
-        main, auxiliary = torch.randn(size, classes), torch.randn(size, classes)
-        labels = torch.randint(classes, (size,))
-        expected = F.cross_entropy(main, labels) + 0.3 * F.cross_entropy(auxiliary, labels)
-        given = f"main on {main_gpu}, auxiliary on {auxiliary_gpu}, labels on {labels_at}"
-        outputs = [
-            main.to(main_gpu).requires_grad_(),
-            auxiliary.to(auxiliary_gpu).requires_grad_(),
-        ]
-        there = labels.to(labels_at)
-        made: list[Any] = []
-        peaks = peaks_during(lambda: made.append(answer(*outputs, there)), gpus)  # noqa: B023
-        (yours,) = made
-        if not isinstance(yours, torch.Tensor):
-            hint = "A number has no gradient: return the tensor, without .item()."
-            raise Wrong(yours=yours, expected="a tensor of size []", given=given, hint=hint)
-        hint = "The sum is main + 0.3 * auxiliary, each a cross-entropy with its mean."
-        expect_close(yours.detach().cpu(), expected, given=given, hint=hint)
-        hint = "Move the auxiliary loss to the main loss, not the other way round."
-        expect_equal(yours.device, main_gpu, given=given, hint=hint)
-        _expect_gradients(yours, outputs, given)
-        # log_softmax makes a tensor of the size of its input, on the GPU where it runs.
-        if peaks[auxiliary_gpu.index] < auxiliary.nbytes:
-            raise Wrong(
-                yours="the auxiliary loss was not computed where its outputs are",
-                expected=f"the auxiliary loss on {auxiliary_gpu}",
-                given=given,
-                hint="Move the labels, which are small, and not the outputs.",
-            )
-
-
-def _expect_gradients(loss: torch.Tensor, outputs: Sequence[torch.Tensor], given: str) -> None:
-    if loss.requires_grad:
-        loss.backward()
-    for name, output in zip(("main", "auxiliary"), outputs, strict=True):
-        if output.grad is None:
-            raise Wrong(
-                yours=f"no gradient for the {name} outputs",
-                expected="gradients for both outputs",
-                given=given,
-                hint="item(), detach() and torch.tensor(...) cut the graph; .to() does not.",
-            )
-
-
-@exercise("8.3", "A network of three stages")
-def staged(answer: Callable[..., nn.Module]) -> None:
-    gpus = devices.lab(3)
+    shown = {}
     for count in (3, 2, 3):
         used = random.sample(gpus, count)
         widths = [random.randint(3, 9) for _ in range(count + 1)]
         reference = nn.Sequential(*_layers(widths))
         batch = torch.randn(random.randint(2, 6), widths[0])
         given = f"{count} stages on {', '.join(map(str, used))}, a batch on the CPU"
-        _judge_stages(answer(list(copy.deepcopy(reference)), used), reference, batch, used, given)
+        with for_input(given, "Stage i runs on gpus[i]; lists of two or three of both."):
+            model = answer(list(copy.deepcopy(reference)), used)
+            _judge_stages(model, reference, batch, used, given)
+        held = {str(gpu): 0 for gpu in used}
+        for parameter in model.parameters():
+            held[str(parameter.device)] += parameter.nbytes
+        told = ", ".join(f"{gpu} {format_bytes(size)}" for gpu, size in held.items())
+        shown[f"stages of widths {widths}"] = f"parameters: {told}; equal to one device"
+    return shown
 
 
 def _judge_stages(
@@ -232,9 +166,100 @@ def _judge_stages(
         expect_close(mine.grad.cpu(), theirs.grad, given=given, hint="A gradient is wrong.")
 
 
+@exercise("8.2", "Labels for two losses")
+def two_losses(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
+    gpus = devices.lab(3)
+    shown = {}
+    for _ in range(4):
+        main_gpu, auxiliary_gpu = random.sample(gpus, 2)
+        labels_at = random.choice([*gpus, torch.device("cpu")])
+        size, classes = random.randint(20, 40), random.randint(200, 400)
+        main, auxiliary = torch.randn(size, classes), torch.randn(size, classes)
+        labels = torch.randint(classes, (size,))
+        expected = F.cross_entropy(main, labels) + 0.3 * F.cross_entropy(auxiliary, labels)
+        given = f"main on {main_gpu}, auxiliary on {auxiliary_gpu}, labels on {labels_at}"
+        outputs = [
+            main.to(main_gpu).requires_grad_(),
+            auxiliary.to(auxiliary_gpu).requires_grad_(),
+        ]
+        there = labels.to(labels_at)
+        made: list[Any] = []
+        with for_input(given, "Each loss needs the labels on its own output's device."):
+            peaks = peaks_during(lambda: made.append(answer(*outputs, there)), gpus)  # noqa: B023
+        (yours,) = made
+        if not isinstance(yours, torch.Tensor):
+            hint = "A number has no gradient: return the tensor, without .item()."
+            raise Wrong(yours=repr(yours), expected="a tensor of size []", given=given, hint=hint)
+        hint = "The sum is main + 0.3 * auxiliary, each a cross-entropy with its mean."
+        expect_close(yours.detach().cpu(), expected, given=given, hint=hint)
+        hint = "Move the auxiliary loss to the main loss, not the other way round."
+        expect_equal(yours.device, main_gpu, given=given, hint=hint)
+        _expect_gradients(yours, outputs, given)
+        # log_softmax makes a tensor of the size of its input, on the GPU where it runs.
+        if peaks[auxiliary_gpu.index] < auxiliary.nbytes:
+            raise Wrong(
+                yours="the auxiliary loss was not computed where its outputs are",
+                expected=f"the auxiliary loss on {auxiliary_gpu}",
+                given=given,
+                hint="Move the labels, which are small, and not the outputs.",
+            )
+        shown[given] = (
+            f"the auxiliary outputs, {format_bytes(auxiliary.nbytes)}, stayed on {auxiliary_gpu}; "
+            f"the labels have {format_bytes(labels.nbytes)}"
+        )
+    return shown
+
+
+def _expect_gradients(loss: torch.Tensor, outputs: Sequence[torch.Tensor], given: str) -> None:
+    if loss.requires_grad:
+        loss.backward()
+    for name, output in zip(("main", "auxiliary"), outputs, strict=True):
+        if output.grad is None:
+            raise Wrong(
+                yours=f"no gradient for the {name} outputs",
+                expected="gradients for both outputs",
+                given=given,
+                hint="item(), detach() and torch.tensor(...) cut the graph; .to() does not.",
+            )
+
+
+@exercise("8.3", "Cut where the memory balances")
+def balanced_cut(answer: Callable[..., int]) -> dict[str, str]:
+    gpus = devices.lab(2)
+    # An untouched stub says so here, before anything is measured.
+    answer(_layers([4, 4, 4]), torch.randn(2, 4), gpus)
+    shown = {}
+    for widths, layers, batch, peaks in _networks():
+        given = f"linear layers of widths {widths}, a batch of {len(batch)}"
+        with for_input(given, "Return how many layers go on the first GPU."):
+            yours = answer(copy.deepcopy(layers), batch.clone(), gpus)
+        lowest = min(peaks.values())
+        if isinstance(yours, bool) or not isinstance(yours, int) or yours not in peaks:
+            raise Wrong(
+                yours=repr(yours),
+                expected=f"a whole number from 1 to {len(layers) - 1}",
+                given=given,
+                hint="Return how many layers go on the first GPU; each GPU gets at least one.",
+            )
+        if peaks[yours] > 1.05 * lowest:
+            fits = [hint for hint, cut in _rules(widths).items() if cut == yours]
+            raise Wrong(
+                yours=f"cut {yours}: {format_bytes(peaks[yours])} on the fuller GPU",
+                expected=f"at most {format_bytes(1.05 * lowest)}",
+                given=given,
+                hint=fits[0] if fits else "Measure every cut and take the lowest.",
+            )
+        half = (len(widths) - 1) // 2
+        shown[f"widths {widths}"] = (
+            f"cut {yours}: {format_bytes(peaks[yours])} on the fuller GPU; "
+            f"best {format_bytes(lowest)}, half of the layers {format_bytes(peaks[half])}"
+        )
+    return shown
+
+
 @exercise("8.4", "Slower, or chance")
-def compare(answer: Callable[[list[float], list[float]], str]) -> None:
-    seen: set[str] = set()
+def compare(answer: Callable[[list[float], list[float]], str]) -> dict[str, str]:
+    seen: Counter[str] = Counter()
     while len(seen) < 3:
         first, second = _times(), _times()
         for _ in range(8):
@@ -244,10 +269,12 @@ def compare(answer: Callable[[list[float], list[float]], str]) -> None:
             if abs(abs(shift_s) / _error_s(first, moved) - 2) < 0.05:
                 continue
             expected = _verdict(first, moved)
-            seen.add(expected)
-            yours = answer(list(first), list(moved))
+            seen[expected] += 1
             given = f"first {_rounded(first)}, second {_rounded(moved)}"
+            with for_input(given, 'Return "slower", "faster" or "cannot tell".'):
+                yours = answer(list(first), list(moved))
             expect_equal(yours, expected, given=given, hint=_why(yours, first, moved))
+    return {name: f"{count} pairs of lists, all told right" for name, count in seen.items()}
 
 
 def _times() -> list[float]:

@@ -62,28 +62,6 @@ _SAID = '"slower" if gap > 0 else "faster"'
 
 WRONG = {
     "8.1": [
-        ("def balanced_cut(layers, batch, gpus):\n    return len(layers) // 2", "layers differ"),
-        (_EVEN.format(size="sum(p.nbytes for p in layer.parameters())"), "parameters alone"),
-        (_EVEN.format(size="hidden.nbytes"), "activations alone"),
-        ("def balanced_cut(layers, batch, gpus):\n    return 3", "on the fuller GPU"),
-        ("def balanced_cut(layers, batch, gpus):\n    return 0", "at least one"),
-        ("def balanced_cut(layers, batch, gpus):\n    return layers[:3]", "how many layers"),
-    ],
-    "8.2": [
-        (_losses(auxiliary_labels="main.device"), "same device"),
-        (_losses(result="main_loss + 0.3 * auxiliary_loss.item()"), "cut the graph"),
-        (_losses(result="main_loss.item() + 0.3 * auxiliary_loss.item()"), "without .item()"),
-        (
-            _losses(auxiliary="auxiliary.to(main.device)", auxiliary_labels="main.device"),
-            "Move the labels",
-        ),
-        (_losses(result="main_loss + auxiliary_loss.to(main.device)"), "0.3 * auxiliary"),
-        (
-            _losses(result="main_loss.to(auxiliary.device) + 0.3 * auxiliary_loss"),
-            "not the other way",
-        ),
-    ],
-    "8.3": [
         (
             _STAGED.format(
                 stages="[s.to(g) for s, g in zip(stages, gpus)]", hidden="hidden.to(gpu)"
@@ -110,6 +88,28 @@ WRONG = {
             "        return self.c(self.b(self.a(x.to(a)).to(b)).to(c))",
             "not enough values to unpack",
         ),
+    ],
+    "8.2": [
+        (_losses(auxiliary_labels="main.device"), "same device"),
+        (_losses(result="main_loss + 0.3 * auxiliary_loss.item()"), "cut the graph"),
+        (_losses(result="main_loss.item() + 0.3 * auxiliary_loss.item()"), "without .item()"),
+        (
+            _losses(auxiliary="auxiliary.to(main.device)", auxiliary_labels="main.device"),
+            "Move the labels",
+        ),
+        (_losses(result="main_loss + auxiliary_loss.to(main.device)"), "0.3 * auxiliary"),
+        (
+            _losses(result="main_loss.to(auxiliary.device) + 0.3 * auxiliary_loss"),
+            "not the other way",
+        ),
+    ],
+    "8.3": [
+        ("def balanced_cut(layers, batch, gpus):\n    return len(layers) // 2", "layers differ"),
+        (_EVEN.format(size="sum(p.nbytes for p in layer.parameters())"), "parameters alone"),
+        (_EVEN.format(size="hidden.nbytes"), "activations alone"),
+        ("def balanced_cut(layers, batch, gpus):\n    return 3", "on the fuller GPU"),
+        ("def balanced_cut(layers, batch, gpus):\n    return 0", "at least one"),
+        ("def balanced_cut(layers, batch, gpus):\n    return layers[:3]", "how many layers"),
     ],
     "8.4": [
         (_COMPARE.format(error="0", said=_SAID), "less than two errors"),
