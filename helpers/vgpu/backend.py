@@ -144,7 +144,7 @@ def _name_device_type() -> None:
         for owner in (torch.Tensor, torch.nn.Module, torch.nn.utils.rnn.PackedSequence)
     }
     backend_registration._setup_privateuseone_for_python_backend(
-        gpus.DEVICE_TYPE, backend_module=device_module
+        gpus.DEVICE_TYPE, backend_module=device_module, device_guard=gpus.DeviceGuard()
     )
     for owner, names in methods.items():
         for name in set(vars(owner)) - names:

@@ -9,6 +9,7 @@ from helpers.vgpu.dispatch.rules import rule_for
 from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.timing import signatures
 from helpers.vgpu.timing.costs import Work, work_of
+from helpers.vgpu.timing.traits import tensors_in
 
 
 class Output(NamedTuple):
@@ -34,6 +35,7 @@ class Result(NamedTuple):
 
     form: Any  # None for one tensor; else list or tuple
     outputs: list[Output | None]  # None where the result is None
+    bases: list[int | None]  # the virtual input, by its number, whose memory an output shares
     work: Work
 
 
@@ -42,8 +44,14 @@ def learn(func: Any, args: tuple, kwargs: dict) -> Result:
 
     NotImplementedError from torch where it has no function for meta tensors.
     """
+    given = list(tensors_in((args, tuple(kwargs.values()))))
     args = _metas(args)
     kwargs = {name: _metas(value) for name, value in kwargs.items()}
+    virtual = [
+        meta
+        for meta, tensor in zip(tensors_in((args, tuple(kwargs.values()))), given, strict=True)
+        if isinstance(tensor, VirtualTensor)
+    ]
     kwargs.pop("pin_memory", None)
     kwargs.pop("generator", None)
     if rule_for(func).makes_on_device:
@@ -51,11 +59,14 @@ def learn(func: Any, args: tuple, kwargs: dict) -> Result:
     result = func(*args, **kwargs)
     work = work_of(func, args, kwargs, result)
     if result is None:
-        return Result(None, [], work)
-    if isinstance(result, torch.Tensor):
-        return Result(None, [Output.of(result)], work)
-    outputs = [None if item is None else Output.of(item) for item in result]
-    return Result(type(result), outputs, work)
+        return Result(None, [], [], work)
+    form = None if isinstance(result, torch.Tensor) else type(result)
+    items = [result] if form is None else list(result)
+    outputs = [None if item is None else Output.of(item) for item in items]
+    # Asked of the memory, not of the schema: unsafe_split hands out views that it does not declare.
+    owners = {meta.untyped_storage()._cdata: number for number, meta in enumerate(virtual)}
+    bases = [None if item is None else owners.get(item.untyped_storage()._cdata) for item in items]
+    return Result(form, outputs, bases, work)
 
 
 def _metas(value: Any) -> Any:

@@ -9,7 +9,7 @@ or NumPy already holds (``torch.tensor([1, 2])``) stays real until it moves to a
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.vgpu.device import gpus
 from helpers.vgpu.dispatch import tensor
-from helpers.vgpu.dispatch.rules import rule_for
+from helpers.vgpu.dispatch.rules import decompose, rule_for
 from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.shape_results import Output, Result, learn
 from helpers.vgpu.timing import recording, signatures
@@ -57,13 +57,12 @@ class ShapeTensor(VirtualTensor):
         gradient = ", requires_grad=True" if self.requires_grad else ""
         return f"shape({list(self.size())}, device='{self.device}', dtype={self.dtype}{gradient})"
 
-    def __deepcopy__(self, memo: dict) -> Any:
-        if id(self) in memo:
-            return memo[id(self)]
-        result = memo[id(self)] = _new(Output.of(self._inner), self._gpu, "deepcopy")
-        result.requires_grad_(self.requires_grad)
-        if hasattr(self, "_is_param"):
-            result._is_param = True
+    def _copied(self, memo: dict) -> Any:
+        block = self._block
+        base = None if block is None else memo.get(id(block))
+        result = _new(Output.of(self._inner), self._gpu, "deepcopy", base)
+        if block is not None:
+            memo.setdefault(id(block), result)
         return result
 
 
@@ -87,7 +86,7 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        return dispatch(func, args, kwargs or {})
+        return dispatch(func, args, kwargs or {}, self)
 
 
 @contextmanager
@@ -119,7 +118,7 @@ _ANSWERS = {
 class _Operator:
     """What must be known about an operator, read at its first call."""
 
-    __slots__ = ("aliases", "check", "copies", "func", "makes", "traits", "values")
+    __slots__ = ("aliases", "check", "composite", "copies", "func", "makes", "traits", "values")
 
     def __init__(self, func: Any) -> None:
         rule = rule_for(func)
@@ -127,6 +126,7 @@ class _Operator:
         self.traits = traits_of(func)
         self.aliases = rule.aliases
         self.check = rule.check
+        self.composite = rule.composite
         self.makes = rule.makes_on_device
         self.copies = self.traits.copies
         self.values = self.traits.waits or self.traits.name in _ANSWERS
@@ -137,11 +137,17 @@ _operators: dict[int, _Operator] = {}
 _results: dict[tuple, Result] = {}
 
 
-def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run one operation on shapes: only look up what comes out."""
+def dispatch(func: Any, args: tuple, kwargs: dict, mode: _Mode | None = None) -> Any:
+    """Run one operation on shapes: only look up what comes out.
+
+    mode: the block that the call came through, which C++ switches off meanwhile.
+    """
     operator = _operators.get(id(func))
     if operator is None:
         operator = _operators[id(func)] = _Operator(func)
+    if operator.composite:
+        with mode or nullcontext():
+            return decompose(func, args, kwargs)
     key: list[Any] = [id(func)]
     inputs: list[Any] = []
     _read(args, key, inputs, operator.makes)
@@ -175,7 +181,7 @@ def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     done, now = None, recording.under_way
     if now is not None and gpu is not _HOST:
         done = now.operation(traits, gpu, inputs, written, result.work)
-    return _outputs(operator, args, kwargs, result, gpu, done)
+    return _outputs(operator, args, kwargs, inputs, result, gpu, done)
 
 
 def _read(values: Any, key: list[Any], inputs: list[Any], with_floats: bool) -> None:
@@ -234,14 +240,16 @@ def _stays_real(operator: _Operator, args: tuple, kwargs: dict, target: Any) -> 
 
 
 def _outputs(
-    operator: _Operator, args: tuple, kwargs: dict, result: Result, gpu: Any, done: Any
+    operator: _Operator,
+    args: tuple,
+    kwargs: dict,
+    inputs: list[Any],
+    result: Result,
+    gpu: Any,
+    done: Any,
 ) -> Any:
     """The tensors that a call gives back; in a recording ``done`` wrote them."""
     aliases = operator.aliases
-    base = None
-    if operator.traits.view_of is not None:
-        base = args[operator.traits.view_of]
-        base = base[0] if isinstance(base, list | tuple) else base
     outputs: list[Any] = []
     for position, output in enumerate(result.outputs):
         alias = aliases[position] if aliases is not None and position < len(aliases) else None
@@ -254,6 +262,8 @@ def _outputs(
                 _become(argument, output, operator.traits.name)
             outputs.append(argument)
         else:
+            number = result.bases[position]
+            base = None if number is None or inputs[number]._gpu is not gpu else inputs[number]
             made = _new(output, gpu, operator.traits.name, base)
             if done is not None:
                 made._block.last_write = done

@@ -1,5 +1,8 @@
 """``shapes_only()``: the same sizes, bytes and times as with values, and no values."""
 
+import copy
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torchvision
@@ -189,3 +192,28 @@ def test_record_stream_needs_no_values():
     with vgpu.shapes_only():
         x = torch.randn(4, device="vgpu:0")
         assert x.record_stream(torch.Stream("vgpu:0")) is None
+
+
+def test_an_lstm_takes_the_bytes_that_it_takes_with_values():
+    found = []
+    for block in (nullcontext, vgpu.shapes_only):
+        torch.vgpu.reset_peak_memory_stats(1)
+        with block():
+            model = nn.LSTM(64, 64, 2).to("vgpu:1")
+            output, _ = model(torch.randn(20, 8, 64, device="vgpu:1"))
+            output.sum().backward()
+        found.append((torch.vgpu.max_memory_allocated(1), torch.vgpu.memory_allocated(1)))
+        del model, output, _
+    assert found[0] == found[1]
+
+
+def test_deep_copies_share_what_their_originals_share():
+    with vgpu.shapes_only():
+        base = torch.zeros(1000, device="vgpu:1")
+        before = torch.vgpu.memory_allocated(1)
+        copies = copy.deepcopy([base, base[1:]])
+        layer = nn.Linear(2, 2, device="vgpu:1")
+        layer(torch.ones(1, 2, device="vgpu:1")).sum().backward()
+        assert copy.deepcopy(layer).weight.grad is None
+    assert torch.vgpu.memory_allocated(1) - before >= 4096
+    assert copies[0]._block is copies[1]._block

@@ -4,7 +4,6 @@
 one device draws does not depend on the others or on the order in which threads run.
 """
 
-import threading
 import weakref
 from typing import Any
 
@@ -16,7 +15,6 @@ _PlainGenerator = torch.Generator
 
 # C++ hands a generator back as a new Python object; its address tells which one it is.
 _owners: weakref.WeakValueDictionary[int, "DeviceGenerator"] = weakref.WeakValueDictionary()
-_default_state_lock = threading.RLock()
 
 
 class DeviceGenerator(_PlainGenerator):
@@ -61,20 +59,7 @@ def default_generator(gpu: gpus.VirtualGPU) -> torch.Generator:
 
 def draw(rule: Any, func: Any, args: list, kwargs: dict, gpu: gpus.VirtualGPU) -> Any:
     """Run an operation that draws random numbers, from the generator of ``gpu``."""
-    if rule.with_generator is None:
-        return _draw_by_state(func, args, kwargs, gpu)
+    if rule.with_generator is None:  # what draws in fact has a handler of its own
+        return func(*args, **kwargs)
     given = kwargs.get("generator")
     return rule.with_generator(*args, **{**kwargs, "generator": generator_for(gpu, given)})
-
-
-def _draw_by_state(func: Any, args: list, kwargs: dict, gpu: gpus.VirtualGPU) -> Any:
-    """Run an operation that takes no generator, with the device's in place of the CPU's."""
-    own = default_generator(gpu)
-    with _default_state_lock:
-        outside = torch.default_generator.get_state()
-        torch.default_generator.set_state(own.get_state())
-        try:
-            return func(*args, **kwargs)
-        finally:
-            own.set_state(torch.default_generator.get_state())
-            torch.default_generator.set_state(outside)

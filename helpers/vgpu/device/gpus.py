@@ -1,6 +1,7 @@
 """The virtual GPUs of this process: which there are, and which one is current in each thread."""
 
 import threading
+from typing import Any
 
 import torch
 
@@ -11,6 +12,18 @@ DEVICE_TYPE = "vgpu"
 # The device that C++ sees. It needs a type whose index autograd keeps and for which torch ships no
 # kernel; Lazy is the only one (see tensor.py).
 CPP_DEVICE_TYPE = "lazy"
+# Where "vgpu" names no index, C++ asks the device guard for the current device. A guard in Python
+# can only tell its type, and C++ makes index 0 of it. A type that no tensor has keeps "the current
+# one" apart from vgpu:0.
+CURRENT_DEVICE_TYPE = "ve"
+_OUR_TYPES = (DEVICE_TYPE, CPP_DEVICE_TYPE, CURRENT_DEVICE_TYPE)
+
+
+class DeviceGuard(torch._C._acc.DeviceGuard):  # type: ignore[name-defined]
+    """What C++ asks for the current device."""
+
+    def type_(self) -> Any:
+        return torch._C._autograd.DeviceType.VE  # type: ignore[attr-defined]
 
 
 class VirtualGPU:
@@ -81,8 +94,9 @@ def by_index(index: int) -> VirtualGPU:
 def resolve(device: torch.device) -> VirtualGPU | None:
     """The GPU that a device means, in Python's name or in C++'s; None for any other device."""
     gpu = _by_device.get(device)
-    if gpu is None and device.type in (DEVICE_TYPE, CPP_DEVICE_TYPE):
-        return by_index(current_index() if device.index is None else device.index)
+    if gpu is None and device.type in _OUR_TYPES:
+        current = device.index is None or device.type == CURRENT_DEVICE_TYPE
+        return by_index(current_index() if current else device.index)
     return gpu
 
 

@@ -123,6 +123,14 @@ class DeviceMemory:
         lines = [f"{name:<20}{value:>14}" for name, value in rows]
         return "\n".join([f"{'memory of ' + str(self.device):^34}", "-" * 34, *lines])
 
+    def out_of_host_memory(self, size_bytes: int) -> str:
+        """What to say where the GPU would have room for a block, but this machine has not."""
+        return (
+            f"VGPU out of memory. Tried to allocate {format_size(size_bytes)} on {self.device}, "
+            "whose values lie in this machine's own memory, which has no room for them. Take "
+            "smaller sizes, or vgpu.shapes_only(), which needs no memory for values."
+        )
+
     def _out_of_memory(self, size_bytes: int) -> str:
         # The sentences of CUDACachingAllocator.cpp; nothing is reserved but unallocated here.
         allocated = format_size(self.allocated_bytes)

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 from helpers.vgpu.device import gpus
+from helpers.vgpu.device.generators import default_generator
 from helpers.vgpu.dispatch.refusals import refuse_tangents
 from helpers.vgpu.dispatch.rules import Handler
 from helpers.vgpu.dispatch.same_device import check_for
-from helpers.vgpu.dispatch.tensor import VirtualTensor, unwrap, wrap, wrap_result
+from helpers.vgpu.dispatch.tensor import VirtualTensor, counting_versions, unwrap, wrap, wrap_result
 
 HANDLERS: dict[str, Handler] = {}
 
@@ -66,7 +67,8 @@ def _are_same_values(target: torch.Tensor, source: torch.Tensor) -> bool:
         to.layout is of.layout is torch.strided
         and to.data_ptr() == of.data_ptr()
         and to.dtype is of.dtype
-        and to.numel() == of.numel() > 0
+        and to.size() == of.size()
+        and to.numel() > 0
         and to.is_contiguous()
         and of.is_contiguous()
         and to.is_conj() == of.is_conj()
@@ -76,9 +78,9 @@ def _are_same_values(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 @special("aten::_foreach_copy_")
 def foreach_copy_(func: Any, args: tuple, kwargs: dict) -> Any:
-    targets, sources, *rest = args
     refuse_tangents(args)
-    func([values_of(t) for t in targets], [values_of(s) for s in sources], *rest, **kwargs)
+    inner_args, _, _ = unwrap(args, None, False)
+    counting_versions(func, args, inner_args, kwargs, (0,))
 
 
 @special("aten::record_stream")
@@ -107,6 +109,22 @@ def pack_padded_sequence(func: Any, args: tuple, kwargs: dict) -> Any:
         )
     packed, batch_sizes = func(sequence._inner, lengths, batch_first)
     return wrap(packed, sequence._gpu, "_pack_padded_sequence"), batch_sizes
+
+
+@special("aten::native_dropout")
+def native_dropout(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The operator takes no generator: its mask is drawn from the device's here."""
+    if kwargs:
+        raise NotImplementedError("native_dropout with out= is not supported on virtual GPUs")
+    source, p, train = args
+    values = source._inner
+    if values.numel() == 0 or train is False:
+        return wrap_result(func(values, p, train), source._gpu, "native_dropout")
+    kept = 1.0 - p
+    mask = torch.empty_like(values, dtype=torch.bool)  # strides and all, as the CPU's dropout
+    mask.bernoulli_(kept, generator=default_generator(source._gpu))
+    result = values.mul(mask).mul_(1.0 / kept if kept else 0.0)
+    return wrap_result((result, mask), source._gpu, "native_dropout")
 
 
 @special("aten::_sparse_mm_reduce_impl")

@@ -11,19 +11,24 @@ from typing import Any
 import torch
 
 from helpers.vgpu.changes import Changes
+from helpers.vgpu.device import gpus
 from helpers.vgpu.dispatch import autocast, handlers, refusals, rules
 from helpers.vgpu.dispatch.tensor import dispatch
 
 rules.use_handlers({**handlers.HANDLERS, **refusals.HANDLERS})
 
+# Of calls that have no tensor yet: for "vgpu:k", and for "vgpu", the current device (gpus.py).
+_FACTORY_KEYS = ("PrivateUse1", gpus.CURRENT_DEVICE_TYPE.upper())
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
 def install(changes: Changes) -> None:
     """Send to ``dispatch`` what reaches the two backends' keys without a virtual tensor."""
     fallbacks = changes.library("_")
-    for key in ("PrivateUse1", "SparsePrivateUse1", "SparseCsrPrivateUse1", "Lazy"):
-        fallbacks.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), key)
+    for backend in _FACTORY_KEYS:
+        for key in (backend, f"Sparse{backend}", f"SparseCsr{backend}"):
+            fallbacks.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), key)
+    fallbacks.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), "Lazy")
     for key, refuse in refusals.FALLBACKS.items():
         fallbacks.fallback(refuse, key)
     fallbacks.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
@@ -35,7 +40,8 @@ def install(changes: Changes) -> None:
         kernels.impl(func, functools.partial(_call, func), "Lazy")
     aten = torch.ops.aten
     for func in (aten.copy_.default, aten.empty.memory_format, aten.empty_strided.default):
-        kernels.impl(func, functools.partial(_call, func), "PrivateUse1")
+        for key in _FACTORY_KEYS:
+            kernels.impl(func, functools.partial(_call, func), key)
     kernels.impl("_pin_memory", handlers.pin_cpu_memory, "CPU")
     kernels.impl("is_pinned", handlers.is_cpu_pinned, "CPU")
     autocast.register(kernels)

@@ -20,6 +20,7 @@ class Rule:
     __slots__ = (
         "aliases",
         "check",
+        "composite",
         "conjugates",
         "convolves",
         "draws",
@@ -28,12 +29,15 @@ class Rule:
         "reshapes",
         "special",
         "with_generator",
+        "writes_lists",
     )
 
     def __init__(self, func: Any, special: Handler | None) -> None:
         schema = func._schema
         self.name = schema.name.partition("::")[2]
-        self.special = special
+        # A composite operator arrives whole where autograd is not asked: in inference mode.
+        self.composite = special is None and is_composite(func)
+        self.special = decompose if self.composite else special
         self.check = check_for(func)
         # For each result, the argument that it is (position, name), or None for a new tensor.
         aliases = tuple(_written_argument(schema, result) for result in schema.returns)
@@ -42,6 +46,16 @@ class Rule:
         writes_out = any(argument.is_out for argument in schema.arguments)
         resizes = self.name in _RESIZING or torch.Tag.inplace_view in func.tags
         self.reshapes = writes_out or resizes
+        # Lists of tensors that it changes; where it does, the CPU's kernels count a new version.
+        self.writes_lists = (
+            ()
+            if not self.name.startswith("_foreach_")
+            else tuple(
+                position
+                for position, argument in enumerate(schema.arguments)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            )
+        )
         # The same operator with a generator among its arguments, if it draws random numbers.
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
         self.with_generator = _with_generator(func) if self.draws else None
@@ -49,6 +63,36 @@ class Rule:
         self.conjugates = torch.Tag.pointwise not in func.tags
         self.convolves = self.name in ("convolution", "convolution_backward") and not writes_out
         self.makes_on_device = any(argument.name == "device" for argument in schema.arguments)
+
+
+def is_composite(func: Any) -> bool:
+    """Whether C++ makes the operator of others, for every device alike.
+
+    Constructors of sparse tensors ask for a device that C++ has an allocator for.
+    """
+    composite = _has_kernel(func.name(), _COMPOSITE)
+    return composite and not func._schema.name.startswith(("aten::_sparse_", "aten::sparse_"))
+
+
+def decompose(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run a composite operator as the operators that it consists of.
+
+    In inference mode a view of a tensor from outside shares its version, and outside of it a tensor
+    from inside may not be changed. C++ sees to both, for the operator itself or for its parts.
+    """
+    inference = torch.is_inference_mode_enabled() or any(
+        isinstance(value, torch.Tensor) and value.is_inference() for value in args
+    )
+    if not inference or _has_kernel(func.name(), _IN_PLACE_OR_VIEW):
+        return func._op_dk(_COMPOSITE, *args, **kwargs)
+    with _excluding(_IN_PLACE_OR_VIEW, False):
+        return func._op_dk(_COMPOSITE, *args, **kwargs)
+
+
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_excluding = torch._C._SetExcludeDispatchKeyGuard  # type: ignore[attr-defined]
+_IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView  # type: ignore[attr-defined]
 
 
 def _written_argument(schema: Any, result: Any) -> tuple[int, str] | None:

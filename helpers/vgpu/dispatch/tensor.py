@@ -9,6 +9,7 @@ torch ships no kernels for it, so whatever autograd's formulas create there reac
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from helpers.vgpu.device import generators, gpus
 from helpers.vgpu.device.gpus import VirtualGPU
 from helpers.vgpu.device.memory import Block
+from helpers.vgpu.dispatch import views
 from helpers.vgpu.dispatch.device_names import naming_devices
 from helpers.vgpu.dispatch.refusals import refuse_tangents
 from helpers.vgpu.dispatch.rules import Rule, rule_for
@@ -32,6 +34,7 @@ OWN_ATTRIBUTES = {*HELD, "_is_param"}
 _resolving = torch._C._SetExcludeDispatchKeyGuard  # type: ignore[attr-defined]
 _CONJUGATE = torch._C.DispatchKey.Conjugate  # type: ignore[attr-defined]
 _NEGATIVE = torch._C.DispatchKey.Negative  # type: ignore[attr-defined]
+_IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView  # type: ignore[attr-defined]
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 set_cpp_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
@@ -122,12 +125,18 @@ class VirtualTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict) -> "VirtualTensor":
         if id(self) in memo:
             return memo[id(self)]
-        if not self.is_leaf:
+        if isinstance(self, torch.nn.Parameter):  # as torch's own: no gradient, no attributes
+            copied = self.detach().clone(memory_format=torch.preserve_format)
+            memo[id(self)] = torch.nn.Parameter(copied, self.requires_grad)
+            return memo[id(self)]
+        with torch.inference_mode(False):  # in it autograd finds no history of a changed view
+            is_leaf = self.is_leaf
+        if not is_leaf:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
                 "protocol at the moment."
             )
-        result = wrap(copy.deepcopy(self._inner, memo), self._gpu, "deepcopy")
+        result = self._copied(memo)
         result.requires_grad_(self.requires_grad)
         memo[id(self)] = result
         others = {name: value for name, value in vars(self).items() if name not in HELD}
@@ -136,9 +145,16 @@ class VirtualTensor(torch.Tensor):
             result.grad = copy.deepcopy(self.grad, memo)
         return result
 
+    def _copied(self, memo: dict) -> "VirtualTensor":
+        """A copy without a gradient, of memory that is copied once for all tensors that share it."""
+        return wrap(copy.deepcopy(self._inner, memo), self._gpu, "deepcopy")
+
     def __format__(self, format_spec: str) -> str:
         return self.item().__format__(format_spec) if self.dim() == 0 else repr(self)
 
+
+for name in views.RESHAPING:
+    setattr(VirtualTensor, name, views.keeping_views(getattr(torch.Tensor, name)))
 
 # Printing breaks lines by the width of the type's name; torch's own is six letters.
 VirtualTensor.__name__ = "Tensor"
@@ -169,6 +185,11 @@ def wrap(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> VirtualTensor
 
     Raises torch.OutOfMemoryError where the storage does not fit.
     """
+    inference = values.is_inference()
+    if inference is not torch.is_inference_mode_enabled():
+        # A view of a tensor that was made outside of inference mode is one from outside as well.
+        with torch.inference_mode(inference):
+            return wrap(values, gpu, operation)
     layout = values.layout
     if layout is torch.strided:
         count_bytes(values, gpu, operation)
@@ -241,8 +262,15 @@ _interceptor: Callable[[Any, tuple, dict], Any] | None = None
 
 
 def set_interceptor(interceptor: Callable[[Any, tuple, dict], Any] | None) -> None:
+    """Let ``interceptor`` run each operation; None for nobody."""
+
+    def intercept(func: Any, args: tuple, kwargs: dict) -> Any:
+        # It sees a composite operator as the operators that it consists of.
+        whole = rule_for(func).composite
+        return run(func, args, kwargs) if whole else interceptor(func, args, kwargs)  # type: ignore[misc]
+
     global _interceptor
-    _interceptor = interceptor
+    _interceptor = None if interceptor is None else intercept
 
 
 def dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -267,18 +295,63 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
         gpu = _set_inner_device(inner_kwargs, gpu)
         if gpu is not None:
             _require_room(inner_args, inner_kwargs, gpu)
-    if rule.draws and gpu is not None:
-        result = generators.draw(rule, func, inner_args, inner_kwargs, gpu)
-    elif rule.convolves and inner_args[0].dtype is torch.float16:
-        result = _in_float32(func, inner_args)
-    elif rule.conjugates and any(_is_complex(value) for value in inner_args):
-        with _resolving(_CONJUGATE, False), _resolving(_NEGATIVE, False):
+    try:
+        if rule.draws and gpu is not None:
+            result = generators.draw(rule, func, inner_args, inner_kwargs, gpu)
+        elif rule.writes_lists:
+            result = counting_versions(func, args, inner_args, inner_kwargs, rule.writes_lists)
+        elif rule.convolves and inner_args[0].dtype is torch.float16:
+            result = _in_float32(func, inner_args)
+        elif rule.conjugates and any(_is_complex(value) for value in inner_args):
+            with _resolving(_CONJUGATE, False), _resolving(_NEGATIVE, False):
+                result = func(*inner_args, **inner_kwargs)
+        else:
             result = func(*inner_args, **inner_kwargs)
-    else:
-        result = func(*inner_args, **inner_kwargs)
+    except RuntimeError as error:
+        if rule.reshapes:  # it may have done so before it failed
+            for argument in _written(rule, args, kwargs):
+                refresh(argument, rule.name)
+        if gpu is not None:
+            _refuse_host_memory(error, gpu)
+        raise
     if rule.aliases is not None:
         return _return_arguments(rule, result, args, kwargs, gpu)
     return wrap_result(result, gpu, rule.name)
+
+
+def counting_versions(
+    func: Any, args: tuple, inner_args: list, inner_kwargs: dict, positions: Iterable[int]
+) -> Any:
+    """Run an operator that changes the lists of tensors at ``positions``.
+
+    C++ counts a new version of a single tensor that changes in place, but not of those in a list:
+    each takes over what is counted of an alias of its values, which has a version of its own.
+    """
+    changed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for position in positions:
+        inner_args[position] = [
+            values if values.is_inference() else values.data for values in inner_args[position]
+        ]
+        changed += zip(args[position], inner_args[position], strict=True)
+    try:
+        with _resolving(_IN_PLACE_OR_VIEW, False):
+            return func(*inner_args, **inner_kwargs)
+    finally:
+        for one, alias in changed:
+            if not alias.is_inference():
+                torch._C._increment_version([one] * alias._version)  # type: ignore[attr-defined]
+
+
+def _refuse_host_memory(error: RuntimeError, gpu: VirtualGPU) -> None:
+    """Raise torch.OutOfMemoryError of the GPU where the CPU's allocator had no room for a result."""
+    found = _HOST_REFUSAL.search(str(error))
+    if found is not None:
+        size_bytes = int(found[1])
+        gpu.memory.require(size_bytes)
+        raise torch.OutOfMemoryError(gpu.memory.out_of_host_memory(size_bytes)) from None
+
+
+_HOST_REFUSAL = re.compile(r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes")
 
 
 def _in_float32(func: Any, inner_args: list) -> Any:
@@ -369,12 +442,22 @@ def _return_arguments(
         if alias is None:
             outputs.append(wrap_result(item, gpu, rule.name))
             continue
-        position, name = alias
-        argument = args[position] if position < len(args) else kwargs[name]
-        if rule.reshapes:
+        argument = _argument(alias, args, kwargs)
+        if rule.reshapes or argument._inner.layout is not torch.strided:
             refresh(argument, rule.name)
         outputs.append(argument)
     return tuple(outputs) if several else outputs[0]
+
+
+def _argument(alias: tuple[int, str], args: tuple, kwargs: dict) -> Any:
+    position, name = alias
+    return args[position] if position < len(args) else kwargs[name]
+
+
+def _written(rule: Rule, args: tuple, kwargs: dict) -> list[VirtualTensor]:
+    """The virtual tensors that a call writes to and hands back."""
+    arguments = [_argument(alias, args, kwargs) for alias in rule.aliases or () if alias]
+    return [argument for argument in arguments if isinstance(argument, VirtualTensor)]
 
 
 def refresh(tensor: VirtualTensor, operation: str) -> None:
@@ -383,5 +466,17 @@ def refresh(tensor: VirtualTensor, operation: str) -> None:
     for part in (values,) if values.layout is torch.strided else sparse_parts(values):
         storage: Any = part.untyped_storage()
         count_bytes(part, tensor._gpu, operation)
-        storage._vgpu_block.resize(storage.nbytes(), operation)
+        try:
+            storage._vgpu_block.resize(storage.nbytes(), operation)
+        except torch.OutOfMemoryError:
+            _shrink_back(tensor, part)
+            raise
     set_cpp_data(tensor, wrap(values, tensor._gpu, operation))
+
+
+def _shrink_back(tensor: VirtualTensor, part: torch.Tensor) -> None:
+    """Undo the growth of a tensor that does not fit: its size and its bytes are those from before."""
+    storage: Any = part.untyped_storage()
+    if part is tensor._inner:
+        part.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    storage.resize_(storage._vgpu_block.size_bytes)

@@ -164,7 +164,9 @@ def _arithmetic_of(func: Operator, touched: list[torch.Tensor]) -> str:
 def touched_bytes(tensor: torch.Tensor) -> int:
     """Bytes that reading the tensor once takes; an expanded dimension is read once."""
     if tensor.layout is not torch.strided:
-        return tensor._nnz() * tensor.element_size() if tensor.layout is torch.sparse_coo else 0
+        # What is asked of a virtual tensor is recorded in its turn; its values are not.
+        values = getattr(tensor, "_inner", tensor)
+        return values._nnz() * values.element_size() if values.layout is torch.sparse_coo else 0
     elements = 1
     for size, stride in zip(tensor.size(), tensor.stride(), strict=True):
         if stride or size == 0:

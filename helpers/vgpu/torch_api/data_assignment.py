@@ -34,6 +34,9 @@ def data_across_devices(plain: Any) -> property:
             tensor.__class__ = source.__class__
             for name in HELD:
                 setattr(tensor, name, getattr(source, name))
+            if type(tensor) is VirtualTensor:
+                # The same memory, but a later change of one tensor's shape leaves the other's.
+                tensor._inner = source._inner.detach()
 
     return property(get, set)
 
@@ -54,15 +57,16 @@ def _of_other_kind(tensor: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether C++ takes the two for tensors of different types."""
     if isinstance(tensor, VirtualTensor) and isinstance(source, VirtualTensor):
         # A shape on the host (shapes.py) is virtual as well.
-        return tensor._gpu.cpp_device.type != source._gpu.cpp_device.type
+        on_host = tensor._gpu.cpp_device.type != source._gpu.cpp_device.type
+        return on_host or tensor.is_inference() != source.is_inference()
     return isinstance(tensor, VirtualTensor) != isinstance(source, VirtualTensor)
 
 
 def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
     """Make ``tensor`` a tensor of the kind and contents of ``source``; it stays the same object.
 
-    The two are of different kinds: one is virtual and the other not, or one is a shape on the
-    host. ``requires_grad`` and other attributes stay; a gradient follows to the device.
+    The two are of different kinds: one is virtual and the other not, one is a shape on the host, or
+    one was made in inference mode. ``requires_grad`` and other attributes stay; a gradient follows to the device.
     RuntimeError for a tensor that autograd computed.
     """
     if not tensor.is_leaf:
@@ -99,6 +103,10 @@ def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
         target.__class__ = kind
         vars(target).clear()
         vars(target).update(names)
+    # The hooks' dicts stay with the Python object; C++ must be told of them again.
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (hooks := getattr(tensor, name)) is not None:
+            setattr(tensor, name, hooks)
     if grad is not None:
         tensor.grad = grad
 
@@ -112,5 +120,8 @@ def _refuse_backward(tensor: torch.Tensor) -> None:
             "device: run the forward pass again, or move the module before it"
         )
 
-    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    if tensor.is_inference():
+        return  # no graph has it
+    with torch.inference_mode(False):
+        node = torch.autograd.graph.get_gradient_edge(tensor).node
     node.register_prehook(refuse)

@@ -11,8 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
 
 from helpers.vgpu.changes import Changes
+from helpers.vgpu.device.memory import Block
 from helpers.vgpu.dispatch.device_names import naming_devices
 from helpers.vgpu.dispatch.tensor import VirtualTensor
 
@@ -32,7 +35,9 @@ _CHECK_IN_CPP = (
 
 
 def install(changes: Changes) -> None:
+    _device_constructors()  # torch keeps the list of its first call: it must name torch's own
     changes.wrap(torch, "as_tensor", as_tensor)
+    changes.wrap(torch.UntypedStorage, "resize_", resize_storage)
     for owner, name in _CHECK_IN_CPP:
         changes.wrap(owner, name, naming_devices)
 
@@ -43,7 +48,28 @@ def as_tensor(plain: Callable) -> Callable:
     @functools.wraps(plain)
     def as_tensor(data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
         if isinstance(data, VirtualTensor):
-            return data.to(device=data.device if device is None else device, dtype=dtype)
+            return data.to(device=device or _default_device() or data.device, dtype=dtype)
         return plain(data, dtype=dtype, device=device)
 
     return as_tensor
+
+
+def resize_storage(plain: Callable) -> Callable:
+    """``UntypedStorage.resize_``, which the bytes of a virtual GPU follow."""
+
+    @functools.wraps(plain)
+    def resize_(storage: torch.UntypedStorage, size_bytes: int) -> torch.UntypedStorage:
+        block: Block | None = getattr(storage, "_vgpu_block", None)
+        if block is not None:
+            block.resize(size_bytes, "resize_")  # first: it may not fit
+        return plain(storage, size_bytes)
+
+    return resize_
+
+
+def _default_device() -> torch.device | None:
+    """The device of ``torch.set_default_device`` or ``with torch.device(...)``; None without."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None

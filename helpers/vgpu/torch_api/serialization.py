@@ -32,9 +32,12 @@ def install(changes: Changes) -> None:
 def reduce(tensor: VirtualTensor) -> tuple:
     """What ``__reduce_ex__`` returns: torch's own function to rebuild, and its arguments."""
     warn_if_has_hooks(tensor)
+    state = {k: v for k, v in vars(tensor).items() if k not in OWN_ATTRIBUTES}
     if isinstance(tensor, torch.nn.Parameter):
         function: Any = torch._utils._rebuild_parameter
         args: tuple = (tensor.data, tensor.requires_grad, OrderedDict())
+        if state:
+            return torch._utils._rebuild_parameter_with_state, (*args, state)
     elif tensor.layout is torch.strided and tensor.dtype not in torch.storage._new_dtypes():
         inner = tensor._inner.resolve_conj().resolve_neg()
         inner.untyped_storage()._vgpu_location = str(tensor.device)  # type: ignore[attr-defined]
@@ -44,9 +47,10 @@ def reduce(tensor: VirtualTensor) -> tuple:
         # Through a CPU tensor, as torch does for devices without storages; such a tensor always
         # comes back to the device that it was saved from.
         function = torch._utils._rebuild_device_tensor_from_cpu_tensor
-        args = (tensor.cpu(), tensor.dtype, str(tensor.device), tensor.requires_grad)
-    state = {k: v for k, v in vars(tensor).items() if k not in OWN_ATTRIBUTES}
-    if state and not isinstance(tensor, torch.nn.Parameter):
+        # A sparse tensor comes back without requires_grad, as one of the CPU does.
+        requires_grad = tensor.requires_grad and tensor.layout is torch.strided
+        args = (tensor.detach().cpu(), tensor.dtype, str(tensor.device), requires_grad)
+    if state:
         return torch._tensor._rebuild_from_type_v2, (function, VirtualTensor, args, state)
     return function, args
 
@@ -69,11 +73,17 @@ def restore(storage: Any, location: str) -> Any:
 
 
 def wrapping(plain: Callable) -> Callable:
-    """``torch._utils._rebuild_tensor``, with tensors of marked storages put on their GPU."""
+    """``torch._utils._rebuild_tensor``, with tensors of marked storages put on their GPU.
+
+    ``copy.copy`` comes here with the storage of a virtual tensor, whose block knows the GPU.
+    """
 
     def _rebuild_tensor(storage: Any, storage_offset: int, size: Any, stride: Any) -> torch.Tensor:
         tensor = plain(storage, storage_offset, size, stride)
-        gpu = getattr(storage._untyped_storage, "_vgpu_home", None)
+        untyped = storage._untyped_storage
+        gpu = getattr(untyped, "_vgpu_home", None)
+        if gpu is None and (block := getattr(untyped, "_vgpu_block", None)) is not None:
+            gpu = gpus.resolve(block.memory.device)
         return tensor if gpu is None else wrap(tensor, gpu, "load")
 
     return _rebuild_tensor

@@ -1,5 +1,7 @@
 """Random numbers: the CPU's values on every device, and no device disturbs another."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -43,6 +45,29 @@ def test_a_device_draws_from_its_own_generator(name):
     assert not torch.equal(torch.vgpu.get_rng_state(1), state)
     torch.vgpu.set_rng_state(state, 1)
     assert torch.equal(DRAWS[name]("vgpu:1"), first)
+
+
+def test_dropout_leaves_the_cpus_generator_to_other_threads():
+    ones = torch.ones(64, device="vgpu:1")
+    expected = torch.empty(400).uniform_(generator=torch.Generator().manual_seed(3))
+    stop = threading.Event()
+
+    def drop():
+        while not stop.is_set():
+            nn.functional.dropout(ones, 0.5)
+
+    threads = [threading.Thread(target=drop) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            torch.default_generator.manual_seed(3)
+            drawn = torch.stack([torch.rand(()) for _ in range(400)])
+            assert torch.equal(drawn, expected)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 def test_generators_of_a_device():

@@ -157,6 +157,51 @@ def test_resizing_in_place_is_counted():
     assert allocated() == 8192
 
 
+def test_resizing_a_storage_is_counted():
+    x = torch.ones(1000, device="vgpu:0")
+    storage = x.untyped_storage()
+    storage.resize_(0)
+    assert torch.vgpu.memory_allocated(0) == 0
+    storage.resize_(4000)
+    assert torch.vgpu.memory_allocated(0) == 4096
+    with pytest.raises(torch.OutOfMemoryError):
+        storage.resize_(128 * MIB)
+    assert storage.nbytes() == 4000
+    assert torch.vgpu.memory_allocated(0) == 4096
+
+
+def test_a_sparse_tensor_changed_in_place_is_counted_anew():
+    some = torch.eye(100).to_sparse().to("vgpu:0")
+    every = torch.ones(100, 100).to_sparse().to("vgpu:0")
+    some.add_(every)
+    assert some._nnz() == 10000
+    del every
+    parts = [part.untyped_storage().nbytes() for part in (some._indices(), some._values())]
+    assert torch.vgpu.memory_allocated(0) == sum(-(-part // 512) * 512 for part in parts)
+
+
+@pytest.mark.parametrize(
+    "grow",
+    [
+        lambda out: torch.add(ones(8 * MIB, 1), ones(1, 4), out=out),
+        lambda out: out.resize_(20 * MIB),
+        lambda out: out.resize_as_(ones(1).expand(20 * MIB)),
+    ],
+)
+def test_out_of_memory_in_place_leaves_size_and_bytes_as_they_were(grow):
+    out = torch.empty(0, device="vgpu:0")
+    with pytest.raises(torch.OutOfMemoryError):
+        grow(out)
+    assert out.shape == out._inner.shape == (0,)
+    gc.collect()
+    assert allocated() == out.untyped_storage().nbytes() == 0
+    assert out.resize_(10).fill_(1).sum().item() == 10
+
+
+def ones(*size):
+    return torch.ones(size, device="vgpu:0")
+
+
 def test_moving_a_module_moves_its_bytes():
     module = nn.Linear(64, 64).to("vgpu:0")
     module(torch.ones(1, 64, device="vgpu:0")).sum().backward()

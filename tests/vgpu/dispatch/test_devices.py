@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers import vgpu
+
 pytestmark = pytest.mark.virtual_gpus(3)
 
 
@@ -82,6 +84,53 @@ def test_devices_as_context_default_and_current():
     thread.join()
     torch.vgpu.set_device(0)
     assert seen == [0]
+
+
+WITHOUT_INDEX = {
+    "to": lambda: torch.ones(1).to("vgpu"),
+    "to with dtype": lambda: torch.ones(1).to("vgpu", torch.float64),
+    "to from another": lambda: torch.ones(1, device="vgpu:1").to("vgpu"),
+    "vgpu": lambda: torch.ones(1).vgpu(),
+    "module": lambda: nn.Linear(1, 1).to("vgpu").weight,
+    "tensor": lambda: torch.tensor([1.0], device="vgpu"),
+    "as_tensor": lambda: torch.as_tensor([1.0], device="vgpu"),
+    "asarray": lambda: torch.asarray([1.0], device="vgpu"),
+    "new_tensor": lambda: torch.ones(1).new_tensor([1.0], device="vgpu"),
+    "zeros": lambda: torch.zeros(1, device="vgpu"),
+    "zeros_like": lambda: torch.zeros_like(torch.ones(1), device="vgpu"),
+    "sparse": lambda: torch.eye(2).to_sparse().to("vgpu"),
+    "sparse, made there": lambda: torch.sparse_coo_tensor([[0]], [1.0], (2,), device="vgpu"),
+    "generator": lambda: torch.Generator("vgpu"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_INDEX)
+def test_a_device_without_an_index_is_the_current_one(name):
+    make = WITHOUT_INDEX[name]
+    torch.vgpu.set_device(2)
+    try:
+        with torch.inference_mode(name in ("to", "vgpu", "tensor")):
+            assert str(make().device) == "vgpu:2"
+        assert str(torch.ones(1).to("vgpu:0").device) == "vgpu:0"
+        if "sparse" not in name:
+            with vgpu.shapes_only():
+                assert str(make().device) == "vgpu:2"
+    finally:
+        torch.vgpu.set_device(0)
+    assert str(make().device) == "vgpu:0"
+
+
+def test_as_tensor_heeds_the_default_device():
+    torch.set_default_device("vgpu:1")
+    try:
+        assert str(torch.as_tensor([1.0]).device) == "vgpu:1"
+        assert str(torch.as_tensor(torch.ones(1, device="vgpu:2")).device) == "vgpu:1"
+        assert str(torch.as_tensor([1.0], device="cpu").device) == "cpu"
+        with torch.device("vgpu:2"):
+            assert str(torch.as_tensor([1.0]).device) == "vgpu:2"
+    finally:
+        torch.set_default_device(None)
+    assert str(torch.as_tensor(torch.ones(1, device="vgpu:2")).device) == "vgpu:2"
 
 
 def test_the_module_answers_as_torch_cuda_does():
@@ -172,6 +221,60 @@ def test_assigning_data_moves_as_on_cuda():
     y = p * 2
     with pytest.raises(RuntimeError, match="not a leaf"):
         y.data = torch.ones(2, device="vgpu:0")
+
+
+def test_hooks_of_a_parameter_move_with_it():
+    layer = nn.Linear(2, 1)
+    calls = []
+    handle = layer.weight.register_hook(lambda grad: calls.append("hook") or grad * 2)
+    layer.weight.register_post_accumulate_grad_hook(lambda p: calls.append(str(p.grad.device)))
+    for target in ("vgpu:1", "vgpu:2", "cpu"):
+        layer.to(target).zero_grad()
+        calls.clear()
+        layer(torch.ones(1, 2, device=target)).backward()
+        assert calls == ["hook", target]
+        assert layer.weight.grad.tolist() == [[2, 2]]
+    handle.remove()
+    layer.to("vgpu:1").zero_grad()
+    layer(torch.ones(1, 2, device="vgpu:1")).backward()
+    assert layer.weight.grad.tolist() == [[1, 1]]
+
+
+def test_assigned_data_shares_memory_but_not_its_shape():
+    for device in ("cpu", "vgpu:1"):
+        p, q = torch.zeros(2, 3, device=device), torch.ones(2, 3, device=device)
+        p.data = q
+        q.t_()
+        q[0, 1] = 5
+        assert (tuple(p.shape), tuple(q.shape)) == ((2, 3), (3, 2))
+        assert p.tolist() == [[1, 1, 1], [5, 1, 1]]
+
+
+def test_copies_are_what_torch_makes_of_cpu_tensors():
+    for device in ("cpu", "vgpu:1"):
+        layer = nn.Linear(2, 2).to(device)
+        layer.weight.tag = "first"
+        layer(torch.ones(1, 2, device=device)).sum().backward()
+        deep = copy.deepcopy(layer)
+        assert deep.weight.grad is None
+        assert isinstance(deep.weight, nn.Parameter)
+        leaf = torch.ones(2, device=device, requires_grad=True)
+        leaf.sum().backward()
+        assert copy.deepcopy(leaf).grad.tolist() == [1, 1]
+        shallow = copy.copy(layer.weight)
+        assert isinstance(shallow, nn.Parameter)
+        assert shallow.tag == "first"
+        assert shallow.data_ptr() == layer.weight.data_ptr()
+        assert str(shallow.device) == device
+        plain = torch.arange(3.0, device=device)
+        view = copy.copy(plain[1:])
+        plain[1] = 7
+        assert view.tolist() == [7, 2]
+        assert str(view.device) == device
+    before = torch.vgpu.memory_allocated(1)
+    copies = copy.copy(layer.weight), copy.copy(plain)
+    assert torch.vgpu.memory_allocated(1) == before
+    del copies
 
 
 def test_copies_keep_sharing_and_identity():

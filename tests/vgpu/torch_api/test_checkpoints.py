@@ -54,6 +54,16 @@ def test_model_and_optimizer_come_back_where_map_location_says(name, weights_onl
     torch.testing.assert_close(twin[0].weight.cpu(), model[0].weight.cpu())
 
 
+def test_attributes_of_parameters_are_saved():
+    weight = nn.Parameter(torch.ones(2, device="vgpu:1"))
+    weight.tag = "first"
+    for location in (None, "cpu", "vgpu:2"):
+        back = loaded(saved(weight), weights_only=False, map_location=location)
+        assert back.tag == "first"
+        assert isinstance(back, nn.Parameter)
+        assert str(back.device) == (location or "vgpu:1")
+
+
 def test_a_cpu_checkpoint_loads_onto_a_virtual_gpu():
     back = loaded(saved(torch.arange(3.0)), map_location="vgpu:2")
     assert back.device.index == 2

@@ -1,0 +1,78 @@
+"""In-place changes of a tensor's shape (``t_``, ``squeeze_``, ...), and the views of its memory.
+
+For a tensor of a Python class, autograd differentiates a view by replaying how it was taken from
+its base. After the base, or the view itself, has changed its shape, the replay would take other
+elements. On the CPU autograd goes by size and strides instead: here each view that a change of
+shape concerns becomes a view by size and strides first.
+"""
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Methods that change sizes and strides and leave the memory as it is.
+RESHAPING = ("as_strided_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_")
+
+_creation = torch._C._autograd.CreationMeta  # type: ignore[attr-defined]
+
+
+def keeping_views(method: Callable) -> Callable:
+    """A method of ``RESHAPING``, which keeps every view what it is."""
+
+    @functools.wraps(method)
+    def reshaped(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        base = self._base
+        if base is None:
+            for view in _views_of(self):
+                if _follows(view, self):
+                    _take_by_strides(view, self)
+        follows = base is not None and _follows(self, base)
+        method(self, *args, **kwargs)
+        if follows:
+            _take_by_strides(self, base)
+        return self
+
+    return reshaped
+
+
+def _views_of(base: Any) -> list[torch.Tensor]:
+    """The views of a tensor that Python knows."""
+    kind = type(base)
+    storage = base._inner.untyped_storage()
+    if torch._C._storage_Use_Count(storage._cdata) <= _UNSHARED:  # type: ignore[attr-defined]
+        return []
+    return [one for one in gc.get_objects() if type(one) is kind and one._base is base]
+
+
+def _follows(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether autograd takes the history of a view from its base, by size and strides on the CPU."""
+    if torch._C._autograd._get_creation_meta(view) != _creation.DEFAULT:  # type: ignore
+        return False  # autograd refuses it after the change
+    if view.dtype != base.dtype or view.is_conj() != base.is_conj():
+        return False  # autograd replays it on the CPU, too
+    return not (view.is_leaf and view.requires_grad)
+
+
+def _take_by_strides(view: torch.Tensor, base: Any) -> None:
+    """Make ``view`` the view of ``base`` that has its size, strides and offset."""
+    with torch.enable_grad():
+        same = base.as_strided(view.size(), view.stride(), view.storage_offset())
+    if view.retains_grad:
+        raise RuntimeError(
+            f"a view of size {tuple(view.size())} on {view.device} retains its gradient, and so no "
+            "tensor that shares its memory can change its shape in place on a virtual GPU: use the "
+            "operation that returns a new view (t() for t_(), and so on)"
+        )
+    torch._C._swap_tensor_impl(view, same)  # type: ignore[attr-defined]
+
+
+def _use_count_of_one() -> int:
+    storage = torch.empty(1, device="cpu").untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+
+
+# How often a storage is in use that one tensor has, while Python looks at it.
+_UNSHARED = _use_count_of_one() + 1

@@ -1,0 +1,132 @@
+"""Views, shapes changed in place and versions: what autograd makes of them is the CPU's."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.virtual_gpus(2)
+
+
+def weights(*shape, like):
+    return torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape).to(like.device)
+
+
+def transposed_base(x):
+    base = x * 1
+    row = base[0]
+    base.t_()
+    return (row * weights(3, like=x)).sum()
+
+
+def row_written_after_the_base_was_transposed(x):
+    base = x * 1
+    row = base[0]
+    base.t_()
+    row.mul_(2)
+    return (base * weights(3, 4, like=x)).sum()
+
+
+def unsqueezed_base(x):
+    base = x * 1
+    wider = base.unsqueeze(0)
+    base.unsqueeze_(1)
+    wider.mul_(3)
+    return (base * weights(4, 1, 3, like=x)).sum() + wider[0, 1].sum()
+
+
+def transposed_view_of_a_changed_base(x):
+    base = x * 1
+    view = base[0:2]
+    view.t_()
+    base.mul_(2)
+    return (view * weights(3, 2, like=x)).sum()
+
+
+def squeezed_view(x):
+    base = x * 1
+    view = base[:1]
+    row = view[0]
+    view.squeeze_(0)
+    row.mul_(2)
+    view.mul_(3)
+    return (base * weights(4, 3, like=x)).sum()
+
+
+def restrided_base(x):
+    base = x * 1
+    part = base[2:]
+    base.as_strided_((2, 2), (1, 2))
+    return (part * weights(2, 3, like=x)).sum() + base.square().sum()
+
+
+def complex_base(x):
+    base = torch.complex(x, x * 2)
+    column = base[:, 1]
+    base.t_()
+    column.mul_(2)
+    return (base.abs() * weights(3, 4, like=x)).sum()
+
+
+PROGRAMS = [
+    transposed_base,
+    row_written_after_the_base_was_transposed,
+    unsqueezed_base,
+    transposed_view_of_a_changed_base,
+    squeezed_view,
+    restrided_base,
+    complex_base,
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_view_stays_what_it_is_when_a_shape_changes_in_place(program):
+    gradients = []
+    for device in ("cpu", "vgpu:1"):
+        x = torch.arange(1.0, 13).reshape(4, 3).to(device).requires_grad_()
+        program(x).backward()
+        gradients.append(x.grad.cpu())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
+def test_a_changed_shape_is_a_new_version():
+    for device in ("cpu", "vgpu:1"):
+        base = torch.ones(2, 3, device=device)
+        view = base[0]
+        before = base._version
+        base.t_()
+        view.unsqueeze_(0)
+        assert base._version == view._version == before + 2
+
+
+FOREACH = {
+    "add": lambda values: torch._foreach_add_(values, 1),
+    "mul": lambda values: torch._foreach_mul_(values, [2.0, 3.0]),
+    "sqrt": torch._foreach_sqrt_,
+    "zero": torch._foreach_zero_,
+    "copy": lambda values: torch._foreach_copy_(values, [torch.ones_like(v) for v in values]),
+    "addcdiv": lambda values: torch._foreach_addcdiv_(values, values, values, 0.5),
+    "lerp": lambda values: torch._foreach_lerp_(values, [torch.zeros_like(v) for v in values], 0.5),
+}
+
+
+@pytest.mark.parametrize("name", FOREACH)
+def test_foreach_counts_versions_so_that_backward_notices(name):
+    for device in ("cpu", "vgpu:1"):
+        values = [torch.full((2,), 4.0, device=device, requires_grad=True) for _ in range(2)]
+        loss = sum(value.square().sum() for value in values)
+        with torch.no_grad():
+            FOREACH[name](values)
+        assert [value._version for value in values] == [1, 1]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_an_optimizer_with_foreach_between_forward_and_backward_is_noticed():
+    for device in ("cpu", "vgpu:1"):
+        model = torch.nn.Linear(2, 2).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+        x = torch.ones(1, 2, device=device)
+        model(x).sum().backward()
+        stale = model(model(x)).sum()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            stale.backward()
