@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from helpers import devices
-from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 from helpers.checks.watchers import CLASSES, FEATURES, Augmented, ReadBacks, Trainer, Watched
 
 
@@ -33,16 +33,20 @@ def _float_or_wrong(value: Any, name: str) -> float:
 
 
 @exercise("3.1", "An evaluation with three faults")
-def check_evaluate(evaluate: Callable) -> None:
+def check_evaluate(evaluate: Callable) -> dict[str, Any]:
     # The last batch may be full or short, the model on the CPU or on a GPU, in either mode.
     for device in (torch.device("cpu"), devices.lab(1)[0]):
         for training, short in ((True, False), (False, True), (True, True)):
-            _check_one_evaluation(evaluate, device, training, short)
+            loss, share = _check_one_evaluation(evaluate, device, training, short)
+    return {
+        "your numbers": f"loss {loss:.4f}, {share:.1%} right, as one pass over all images gives",
+        "tried on": f"cpu and {device}, a full and a short last batch, both modes",
+    }
 
 
 def _check_one_evaluation(
     evaluate: Callable, device: torch.device, training: bool, short: bool
-) -> None:
+) -> tuple[float, float]:
     inputs, labels, batch_size = _items(short)
     model = Watched(dropout=0.5).to(device).eval()
     with torch.no_grad():
@@ -54,12 +58,25 @@ def _check_one_evaluation(
     model.train(training)
     model.modes.clear()
     model.recorded.clear()
-    answer = evaluate(model, DataLoader(TensorDataset(inputs, labels), batch_size), device)
-
     mode = "train" if training else "eval"
     given = f"{len(inputs)} images in batches of {batch_size}, a model in {mode} mode on {device}"
+    with for_input(given):
+        loader = DataLoader(TensorDataset(inputs, labels), batch_size)
+        _check_answer(evaluate(model, loader, device), model, expected, given)
+    if model.training != training:
+        raise Wrong(
+            yours=f"{'train' if model.training else 'eval'} mode",
+            expected=f"{mode} mode",
+            given=f"the model's mode afterwards; {given}",
+            hint="Note model.training before model.eval(), and go back to it at the end.",
+        )
+    return expected
+
+
+def _check_answer(answer: Any, model: Watched, expected: tuple[float, float], given: str) -> None:
     if not isinstance(answer, tuple | list) or len(answer) != 2:
-        raise Wrong(yours=answer, expected="(mean loss, share right)", given=given)
+        hint = "Return two numbers: loss_sum / count, right / count."
+        raise Wrong(yours=answer, expected="(mean loss, share right)", given=given, hint=hint)
     if any(model.modes):
         raise Wrong(
             yours=f"{sum(model.modes)} of {len(model.modes)} batches in train mode",
@@ -91,131 +108,10 @@ def _check_one_evaluation(
     )
     expect_close(loss, expected[0], given=given, hint=f"The loss. {hint}", rtol=1e-4, atol=1e-5)
     expect_close(share, expected[1], given=given, hint=f"The share. {hint}", rtol=1e-5, atol=1e-6)
-    if model.training != training:
-        raise Wrong(
-            yours=f"{'train' if model.training else 'eval'} mode",
-            expected=f"{mode} mode",
-            given=f"the model's mode afterwards; {given}",
-            hint="Note model.training before model.eval(), and go back to it at the end.",
-        )
 
 
-@exercise("3.2", "Stop in the middle of an epoch")
-def check_remaining_batches(remaining_batches: Callable) -> None:
-    random_state = torch.get_rng_state()
-    try:
-        total = random.randint(4, 7)
-        # In the middle, before the first batch, and after the last.
-        for done in (random.randint(1, total - 1), 0, total):
-            _check_one_resume(remaining_batches, total, done)
-    finally:
-        torch.set_rng_state(random_state)
-
-
-def _check_one_resume(remaining_batches: Callable, total: int, done: int) -> None:
-    batch_size = random.randint(3, 5)
-    count = total * batch_size - random.randint(0, 2)
-    data = Augmented(torch.randn(count, FEATURES), torch.randint(CLASSES, (count,)))
-
-    def new_loader() -> DataLoader:
-        order = torch.Generator().manual_seed(random.randrange(2**31))
-        return DataLoader(data, batch_size, shuffle=True, generator=order)
-
-    whole, loader = Trainer(), new_loader()
-    order = loader.generator.get_state()
-    batches = iter(loader)
-    whole.train(_first(batches, done))
-    weights = {name: value.clone() for name, value in whole.model.state_dict().items()}
-    momentum = _copied(whole.optimizer.state_dict())
-    random_state = torch.get_rng_state()
-    whole.train(batches)
-    ends = len(whole.losses)
-    whole.train(loader)
-
-    part, loader = Trainer(), new_loader()
-    part.model.load_state_dict(weights)
-    part.optimizer.load_state_dict(momentum)
-    torch.set_rng_state(random_state)
-    given = f"an epoch of {total} batches, stopped after {done}"
-    answer = remaining_batches(loader, order.clone(), done)
-    _expect_iterable(answer, given)
-    part.train(answer)
-    _compare_epoch(part, whole, done, ends, given)
-    part.train(loader)
-    expect_equal(
-        part.items[ends - done :],
-        whole.items[ends:],
-        given=f"the items of the epoch after; {given}",
-        hint="The loader's generator must end where the uninterrupted run's did: iterate this "
-        "loader once, and nothing else that draws from its generator.",
-    )
-    _expect_same_losses(part.losses, whole.losses[done:], f"the losses to the end; {given}", done)
-
-
-def _first(batches: Iterator, count: int) -> Iterator:
-    for _ in range(count):
-        yield next(batches)
-
-
-def _copied(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_copied(value) for value in state]
-    return state.clone() if isinstance(state, torch.Tensor) else state
-
-
-def _expect_iterable(answer: Any, given: str) -> None:
-    if isinstance(answer, list | tuple):
-        raise Wrong(
-            yours=f"a {type(answer).__name__} of {len(answer)} batches",
-            expected="batches one at a time",
-            given=given,
-            hint="A list loads every batch before the first step, so augmentation and dropout draw "
-            "their random numbers in another order. Use yield, or yield from.",
-        )
-    if not inspect.isgenerator(answer) and not isinstance(answer, Iterator):
-        raise Wrong(yours=answer, expected="a generator of batches", given=given)
-
-
-def _compare_epoch(part: Trainer, whole: Trainer, done: int, ends: int, given: str) -> None:
-    expected = whole.items[done:ends]
-    if part.items != expected:
-        epoch = {item for batch in part.items for item in batch}
-        left = {item for batch in expected for item in batch}
-        if len(part.items) != len(expected):
-            hint = "Pass over exactly the batches that are done: no more, no fewer."
-        elif epoch != left:
-            hint = (
-                "Another shuffle: some items come twice in the epoch, others never. Put "
-                "loader.generator back to `order` before you iterate."
-            )
-        else:
-            hint = "The right items in another order."
-        given = f"the items of the batches; {given}"
-        raise Wrong(yours=part.items, expected=expected, given=given, hint=hint)
-    for mine, theirs in zip(part.noisy, whole.noisy[done:ends], strict=True):
-        expect_close(
-            mine,
-            theirs,
-            given=f"the augmented images; {given}",
-            hint="The right items with other noise. Passing over the done batches drew from torch's "
-            "CPU random state: note it before, restore it after, and draw each batch only when "
-            "it is asked for.",
-            rtol=0,
-            atol=0,
-        )
-    _expect_same_losses(part.losses, whole.losses[done:ends], f"the losses; {given}", done)
-
-
-def _expect_same_losses(mine: list, theirs: list, given: str, done: int) -> None:
-    for step, (yours, expected) in enumerate(zip(mine, theirs, strict=True), start=done):
-        hint = f"Step {step} is the first that differs: was a random number drawn in between?"
-        expect_equal(yours, expected, given=given, hint=hint)
-
-
-@exercise("3.3", "One question an epoch")
-def check_train_epoch_quietly(train_epoch: Callable) -> None:
+@exercise("3.2", "One question an epoch")
+def check_train_epoch_quietly(train_epoch: Callable) -> dict[str, Any]:
     device = devices.lab(1)[0]
     for short in (True, False):
         inputs, labels, batch_size = _items(short)
@@ -226,7 +122,7 @@ def check_train_epoch_quietly(train_epoch: Callable) -> None:
         given = f"{len(inputs)} images in {len(loader)} batches on {device}"
         model.eval()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with ReadBacks(device.type) as asked:
+        with for_input(given), ReadBacks(device.type) as asked:
             answer = train_epoch(model, loader, optimizer, device)
         _check_quiet(model, plain, given)
         if asked.count > 1:
@@ -241,8 +137,14 @@ def check_train_epoch_quietly(train_epoch: Callable) -> None:
             "Each image counts once: weigh a batch's mean loss by len(labels), and divide the sum "
             "by the number of images."
         )
-        loss = _float_or_wrong(answer, "the mean loss")
+        with for_input(given):
+            loss = _float_or_wrong(answer, "the mean loss")
         expect_close(loss, expected, given=given, hint=hint, rtol=1e-4, atol=1e-5)
+    return {
+        "your read-backs": f"{asked.count} in an epoch of {len(loader)} batches",
+        "budget": "1",
+        "the loop above": f"{len(loader)}, one a step",
+    }
 
 
 def _plain_epoch(model: nn.Module, loader: DataLoader, device: torch.device) -> float:
@@ -284,3 +186,123 @@ def _check_quiet(model: Watched, plain: Watched, given: str) -> None:
             given=f"{name} after the epoch; {given}",
             hint="The weights must come out as before: zero_grad, backward and step for each batch.",
         )
+
+
+@exercise("3.3", "Stop in the middle of an epoch")
+def check_remaining_batches(remaining_batches: Callable) -> dict[str, Any]:
+    random_state = torch.get_rng_state()
+    try:
+        total = random.randint(4, 7)
+        # In the middle, before the first batch, and after the last.
+        for done in (random.randint(1, total - 1), 0, total):
+            _check_one_resume(remaining_batches, total, done)
+    finally:
+        torch.set_rng_state(random_state)
+    return {
+        "your losses": "bit for bit those of the uninterrupted run, to the end of the next epoch",
+        "stopped": "in the middle, before the first batch, and after the last",
+    }
+
+
+def _check_one_resume(remaining_batches: Callable, total: int, done: int) -> None:
+    batch_size = random.randint(3, 5)
+    count = total * batch_size - random.randint(0, 2)
+    data = Augmented(torch.randn(count, FEATURES), torch.randint(CLASSES, (count,)))
+
+    def new_loader() -> DataLoader:
+        order = torch.Generator().manual_seed(random.randrange(2**31))
+        return DataLoader(data, batch_size, shuffle=True, generator=order)
+
+    whole, loader = Trainer(), new_loader()
+    order = loader.generator.get_state()
+    batches = iter(loader)
+    whole.train(_first(batches, done))
+    weights = {name: value.clone() for name, value in whole.model.state_dict().items()}
+    momentum = _copied(whole.optimizer.state_dict())
+    random_state = torch.get_rng_state()
+    whole.train(batches)
+    ends = len(whole.losses)
+    whole.train(loader)
+
+    part, loader = Trainer(), new_loader()
+    part.model.load_state_dict(weights)
+    part.optimizer.load_state_dict(momentum)
+    torch.set_rng_state(random_state)
+    given = f"an epoch of {total} batches, stopped after {done}"
+    with for_input(given):
+        answer = remaining_batches(loader, order.clone(), done)
+        _expect_iterable(answer, given)
+        part.train(answer)
+    _compare_epoch(part, whole, done, ends, given)
+    part.train(loader)
+    expect_equal(
+        part.items[ends - done :],
+        whole.items[ends:],
+        given=f"the items of the epoch after; {given}",
+        hint="The loader's generator must end where the uninterrupted run's did: iterate this "
+        "loader once, and nothing else that draws from its generator.",
+    )
+    _expect_same_losses(part.losses, whole.losses[done:], f"the losses to the end; {given}", done)
+
+
+def _first(batches: Iterator, count: int) -> Iterator:
+    for _ in range(count):
+        yield next(batches)
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_copied(value) for value in state]
+    return state.clone() if isinstance(state, torch.Tensor) else state
+
+
+def _expect_iterable(answer: Any, given: str) -> None:
+    if isinstance(answer, list | tuple):
+        raise Wrong(
+            yours=f"a {type(answer).__name__} of {len(answer)} batches",
+            expected="batches one at a time",
+            given=given,
+            hint="A list loads every batch before the first step, so augmentation and dropout draw "
+            "their random numbers in another order. Use yield, or yield from.",
+        )
+    if not inspect.isgenerator(answer) and not isinstance(answer, Iterator):
+        hint = "Use yield in the function, and calling it makes a generator."
+        raise Wrong(yours=answer, expected="a generator of batches", given=given, hint=hint)
+
+
+def _compare_epoch(part: Trainer, whole: Trainer, done: int, ends: int, given: str) -> None:
+    expected = whole.items[done:ends]
+    if part.items != expected:
+        epoch = {item for batch in part.items for item in batch}
+        left = {item for batch in expected for item in batch}
+        if len(part.items) != len(expected):
+            hint = "Pass over exactly the batches that are done: no more, no fewer."
+        elif epoch != left:
+            hint = (
+                "Another shuffle: some items come twice in the epoch, others never. Put "
+                "loader.generator back to `order` before you iterate."
+            )
+        else:
+            hint = "The right items in another order."
+        given = f"the items of the batches; {given}"
+        raise Wrong(yours=part.items, expected=expected, given=given, hint=hint)
+    for mine, theirs in zip(part.noisy, whole.noisy[done:ends], strict=True):
+        expect_close(
+            mine,
+            theirs,
+            given=f"the augmented images; {given}",
+            hint="The right items with other noise. Passing over the done batches drew from torch's "
+            "CPU random state: note it before, restore it after, and draw each batch only when "
+            "it is asked for.",
+            rtol=0,
+            atol=0,
+        )
+    _expect_same_losses(part.losses, whole.losses[done:ends], f"the losses; {given}", done)
+
+
+def _expect_same_losses(mine: list, theirs: list, given: str, done: int) -> None:
+    for step, (yours, expected) in enumerate(zip(mine, theirs, strict=True), start=done):
+        hint = f"Step {step} is the first that differs: was a random number drawn in between?"
+        expect_equal(yours, expected, given=given, hint=hint)
