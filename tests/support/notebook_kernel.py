@@ -1,4 +1,4 @@
-"""A Jupyter kernel as a lesson has one, and which of a lesson's cells another cell needs."""
+"""A Jupyter kernel as lessons have one, and which of a lesson's cells another cell needs."""
 
 import ast
 import re
@@ -17,11 +17,18 @@ PATCH = """
 import unittest.mock
 def patch(target, new): unittest.mock.patch(target, new).start()
 """
-UNDO = "import unittest.mock\nunittest.mock.patch.stopall()\n%reset -f"
+UNDO = """
+import unittest.mock
+unittest.mock.patch.stopall()
+%reset -f
+from helpers import vgpu
+vgpu.disable()
+del vgpu
+"""
 
 
 class Kernel:
-    """Runs code in a lesson's kernel, from an empty namespace each time."""
+    """Runs code as lessons do, each time without names and without virtual GPUs to begin with."""
 
     def __init__(self, client):
         self._client = client
