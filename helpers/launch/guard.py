@@ -21,26 +21,26 @@ if sys.platform == "linux":
     import resource
 
 GRACE_S = 0.5
-"""For what a process has started to notice that it has ended, and to tidy up."""
+"""For processes to notice that the one above them has ended, and to tidy up."""
 
 _SUBREAPER, _SIGNAL_ON_PARENTS_DEATH = 36, 1  # linux/prctl.h
-_NOTICED = (signal.SIGCHLD, signal.SIGTERM) if sys.platform == "linux" else ()
-# Killed processes are gone at once, unless a driver or a network disk holds them.
-_KILL_S = 5.0
+_NOTICED = (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM) if sys.platform == "linux" else ()
+# Far more than any of them takes, unless a driver or a network disk holds it.
+_END_S = 5.0
 
 
 def enter() -> None:
     """Go on as the child of a guard, in a session of its own; the guard keeps this process's id.
 
     The guard ends as the child does, after everything that the child has started. It ends them all
-    at SIGTERM, and when its own parent dies. Nothing happens on other systems than Linux. The
-    process must not have threads yet.
+    at SIGTERM; when its own parent dies, it does so as well, but lets them end in their
+    own way first. Nothing happens on other systems than Linux. The process must not have threads.
     """
     if sys.platform != "linux":
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOTICED)
     _prctl(_SUBREAPER, 1)
-    _prctl(_SIGNAL_ON_PARENTS_DEATH, signal.SIGTERM)
+    _prctl(_SIGNAL_ON_PARENTS_DEATH, signal.SIGHUP)
     child = os.fork()
     if child == 0:
         _prctl(_SIGNAL_ON_PARENTS_DEATH, signal.SIGKILL)
@@ -71,13 +71,16 @@ def _guarded(child: int) -> int:
         with suppress(OSError):
             os.close(int(descriptor))
     statuses: dict[int, int] = {}
-    while child not in statuses and signal.sigwait(_NOTICED) == signal.SIGCHLD:
+    order = signal.SIGCHLD
+    while child not in statuses and order == signal.SIGCHLD:
+        order = signal.Signals(signal.sigwait(_NOTICED))
         _reap(statuses)
-    if child in statuses and _reap(statuses):
-        until_s = time.monotonic() + GRACE_S
-        while _reap(statuses) and (left_s := until_s - time.monotonic()) > 0:
-            signal.sigtimedwait(_NOTICED, left_s)
-    until_s = time.monotonic() + _KILL_S
+    # At its parent's death a rank ends by itself, and removes its folder first.
+    grace_s = {signal.SIGCHLD: GRACE_S, signal.SIGHUP: _END_S, signal.SIGTERM: 0.0}[order]
+    until_s = time.monotonic() + grace_s
+    while _reap(statuses) and (left_s := until_s - time.monotonic()) > 0:
+        signal.sigtimedwait(_NOTICED, left_s)
+    until_s = time.monotonic() + _END_S
     while _reap(statuses) and time.monotonic() < until_s:
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):  # it has just ended, or belongs to another user

@@ -209,7 +209,9 @@ class Team:
 
     def _end(self) -> None:
         for member in self.members:
-            guard.end(member.process.pid)
+            # The guard of a rank that has ended is gone, too, and its id may be another's by now.
+            if member.ended_ns is None or sys.platform != "linux":
+                guard.end(member.process.pid)
         for member in self.members:
             member.process.join(END_LIMIT_S)
             member.process.kill()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import nbformat
 import psutil
+import pytest
 
 PARENT = """
 import os, time
@@ -42,12 +43,14 @@ def wait_until(condition, what, limit_s=60):
         time.sleep(0.02)
 
 
-def litter(folder):
+def litter(folder, *others):
     """What is in a temporary folder, without the cache that importing torch._dynamo makes."""
-    return [path for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
+    known = ("torchinductor_", *others)
+    return [path for path in folder.iterdir() if not path.name.startswith(known)]
 
 
-def test_a_killed_parent_leaves_no_process_no_file_no_shared_memory(tmp_path):
+@pytest.mark.parametrize("killed", ["parent", "group"])
+def test_a_killed_parent_leaves_no_process_no_file_no_shared_memory(tmp_path, killed):
     # A script without a __main__ guard, on purpose: its ranks must not run it again.
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
@@ -58,6 +61,7 @@ def test_a_killed_parent_leaves_no_process_no_file_no_shared_memory(tmp_path):
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(temporary)},
+        start_new_session=True,
     )
     try:
         assert parent.stdout is not None
@@ -67,10 +71,15 @@ def test_a_killed_parent_leaves_no_process_no_file_no_shared_memory(tmp_path):
         assert len(started) >= 6, "forkserver, tracker, two ranks, two loader workers"
         assert list(temporary.glob("launch-*"))
     finally:
-        parent.send_signal(signal.SIGKILL)
+        if killed == "parent":
+            parent.kill()
+        else:
+            os.killpg(parent.pid, signal.SIGKILL)
         parent.communicate()
     wait_until(lambda: not any(map(alive, started)), f"the end of {started}")
-    wait_until(lambda: not litter(temporary), "an empty temporary folder")
+    # With the forkserver dies the only process that knows of multiprocessing's own folder.
+    others = ("pymp-",) if killed == "group" else ()
+    wait_until(lambda: not litter(temporary, *others), "an empty temporary folder")
     # torch names its shared memory after the process that made it: torch_<pid>_<number>.
     ended = {str(process.pid) for process in started}
     assert not [p for p in Path("/dev/shm").glob("torch_*") if p.name.split("_")[1] in ended]
