@@ -11,6 +11,7 @@ from nbclient import NotebookClient
 from teaching import lessons
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
+STATE = "application/vnd.jupyter.widget-state+json"
 CELL_SECONDS = 300
 LIVE_ONLY = "*This explorer has sliders: it lives in JupyterLab.*"
 
@@ -18,7 +19,7 @@ LIVE_ONLY = "*This explorer has sliders: it lives in JupyterLab.*"
 def run(path: Path, cache: Path) -> nbformat.NotebookNode:
     """A lesson, executed top to bottom in a fresh kernel; kept in ``cache`` until it changes.
 
-    Widgets are replaced by a sentence that they are live only. Raises
+    A widget is replaced by what it showed at first, and a sentence that it is live only. Raises
     nbclient.exceptions.CellExecutionError where a cell fails.
     """
     kept = cache / f"{path.stem}-{_digest(path)}.ipynb"
@@ -49,12 +50,27 @@ def _digest(path: Path) -> str:
 
 
 def _settle(notebook: nbformat.NotebookNode) -> None:
+    kept = notebook.metadata.pop("widgets", {}).get(STATE, {}).get("state", {})
     for cell in notebook.cells:
         if cell.cell_type != "code":
             continue
-        live = [output for output in cell.outputs if WIDGET in output.get("data", {})]
-        cell.outputs = [output for output in cell.outputs if output not in live]
-        if live and not cell.outputs:
-            data = {"text/markdown": LIVE_ONLY, "text/plain": LIVE_ONLY.strip("*")}
-            cell.outputs = [nbformat.v4.new_output("display_data", data=data)]
-    notebook.metadata.pop("widgets", None)
+        outputs = []
+        for output in cell.outputs:
+            if WIDGET in output.get("data", {}):
+                looks = _first_look(output["data"][WIDGET]["model_id"], kept)
+                data = {"text/markdown": LIVE_ONLY, "text/plain": LIVE_ONLY.strip("*")}
+                # A progress bar is a widget too, and shows nothing that would be missed.
+                if looks:
+                    outputs += [*looks, nbformat.v4.new_output("display_data", data=data)]
+            else:
+                outputs.append(output)
+        cell.outputs = outputs
+
+
+def _first_look(model_id: str, kept: dict) -> list[nbformat.NotebookNode]:
+    """What the outputs inside a widget showed when the notebook had run, in order."""
+    state = kept.get(model_id, {}).get("state", {})
+    shown = [nbformat.from_dict(output) for output in state.get("outputs", [])]
+    for child in state.get("children", []):
+        shown += _first_look(child.removeprefix("IPY_MODEL_"), kept)
+    return shown

@@ -16,8 +16,6 @@ from teaching import lessons
 matplotlib.use("Agg")
 
 PLOTS = sorted((lessons.ROOT / "helpers" / "plots").rglob("[a-z]*.py"))
-# Files whose figures are still to be given their texts: take a name out when it is done.
-STILL_WITHOUT: set[str] = set()
 
 
 def shown(draw, monkeypatch):
@@ -59,10 +57,7 @@ def test_no_figure_is_shown_in_another_way(path):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "plt.show"
     ]
-    if path.stem in STILL_WITHOUT:
-        assert bare, f"{path.name} is done: take it off the list"
-    else:
-        assert not bare, f"{path.name} shows figures without a text in lines {bare}: style.show"
+    assert not bare, f"{path.name} shows figures without a text in lines {bare}: style.show"
 
 
 @pytest.mark.parametrize("path", lessons.NOTEBOOKS, ids=lambda path: path.stem)

@@ -270,7 +270,7 @@ def _settings() -> Iterator[tuple[str | None, int, str]]:
     yield (
         spelled([*order[:cut], missing, *order[cut:]]),
         cards,
-        ("The list ends at its first entry that is no existing card; what follows is not read."),
+        ("The list ends at its first entry that names no existing card; what follows is not read."),
     )
     yield (
         spelled([*order, random.choice(order)]),
