@@ -1,5 +1,4 @@
 # make lab: open the course; make test: everything that must pass. Both set up .venv when needed.
-PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 # One thread a test keeps two cores for two tests.
@@ -8,6 +7,19 @@ LESSON_SECONDS := 300
 
 OUT ?=
 CLASS ?=
+
+# They would send Python to modules outside .venv, or switch assertions off.
+ASIDE := PYTHONHOME PYTHONPATH PYTHONSAFEPATH PYTHONOPTIMIZE
+unexport $(ASIDE)
+# In the C locale, Python 3.12 and older cannot start from a path such as Größe/.venv.
+ifneq ($(filter C POSIX,$(LC_ALL)),)
+export LC_ALL := C.UTF-8
+endif
+# Jupyter and the lessons keep their files in the home folder; one here serves if it takes none.
+ifneq ($(shell test -d "$$HOME" && x=$$(mktemp "$$HOME/.XXXXXX" 2>&1) && rm "$$x" && echo yes),yes)
+NEW_HOME := $(shell mkdir -p .home 2>/dev/null && cd .home && pwd || mktemp -d)
+export HOME := $(NEW_HOME)
+endif
 
 .PHONY: help venv lab test test-browser check format bench student solved class slides book \
   lesson clean
@@ -24,22 +36,26 @@ help:
 	@echo "make slides   slides of each lesson in build/slides"
 	@echo "make lesson TITLE=\"...\"   the skeleton of the next lesson"
 	@echo "make book     the course as a site to read, in build/book"
-	@echo "make clean    remove .venv and caches"
+	@echo "make clean    remove .venv, caches and what was built"
+	@echo "PYTHON=python3.13   with any of them: the Python to make .venv with"
 	@echo "CPU=1         with any of them, on Linux: PyTorch without CUDA, a smaller download"
 
 venv:
-	@$(PYTHON) setup_venv.py $(if $(CPU),--cpu)
+	@$(foreach name,$(ASIDE),$(if $($(name)),echo "setup: $(name) is set; it is left aside here";))
+	@$(if $(NEW_HOME),echo "setup: the home folder takes no files; $(NEW_HOME) stands in for it")
+	@python=$$(sh find_python.sh "$(PYTHON)") && \
+	  "$$python" setup_venv.py $(if $(CPU),--cpu) $(if $(PYTHON),--this-python) $(EXTRA)
 
 lab: venv
-	$(BIN)/jupyter lab --ServerApp.ip=127.0.0.1 $(ARGS) notebooks/00_start_here.ipynb
+	@"$(BIN)/python" open_lab.py $(ARGS)
 
 test: venv
 	$(BIN)/pytest
 	$(BIN)/pytest --nbmake --nbmake-timeout=$(CELL_SECONDS) --timeout=$(LESSON_SECONDS) \
 	  --durations=0 --durations-min=0.5 notebooks
 
+test-browser: EXTRA := --extra browser
 test-browser: venv
-	@$(BIN)/python -m pip install -q --disable-pip-version-check --editable ".[browser]"
 	$(BIN)/pytest tests/browser --timeout=900
 
 check: venv
@@ -68,12 +84,12 @@ solved: venv
 class: venv
 	$(BIN)/python -m teaching.class_check $(CLASS) $(ARGS)
 
+slides: EXTRA := --extra slides
 slides: venv
-	@$(BIN)/python -m pip install -q --disable-pip-version-check --editable ".[slides]"
 	$(BIN)/python -m teaching.slides $(or $(OUT),build/slides)
 
+book: EXTRA := --extra book
 book: venv
-	@$(BIN)/python -m pip install -q --disable-pip-version-check --editable ".[book]"
 	$(BIN)/python -m teaching.book $(or $(OUT),build/book)
 
 lesson: venv

@@ -1,7 +1,7 @@
 """Makes the course's virtual environment, or finds that it is ready, and says what it does.
 
-Run by the Makefile; on Windows without make, run it by hand: ``py setup_venv.py``. It needs nothing
-but Python's standard library. Python 3.6 must still be able to read this file, so that it can say
+Run by the Makefile; without make, run it by hand: ``py setup_venv.py``. It needs nothing but
+Python's standard library. Python 3.6 must still be able to read this file, so that it can say
 that it is too old.
 """
 
@@ -14,20 +14,43 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+import urllib.parse
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.realpath(__file__))
 VENV = os.path.join(ROOT, ".venv")
 OLDEST = (3, 11)
 GB = 1000**3
 # JupyterLab paints only the cells in view and guesses the heights of the others; links and the
 # outline would then miss their heading. The lessons are short enough to be painted whole.
 LAB_SETTINGS = {"@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"}}
+# JupyterLab would ask at its first start whether to fetch news; the course needs no network.
+LAB_DISABLED = {"@jupyterlab/apputils-extension:announcements": True}
 
 # On Linux, PyPI's torch brings the CUDA libraries along; elsewhere it does not.
 # Sums of what pip downloaded and of the folder afterwards, torch 2.15 on Linux x86-64.
 LINUX = {"download": "2.7 GB", "minutes": "3 to 15", "disk": 9 * GB}
 OTHER = {"download": "0.5 GB", "minutes": "1 to 5", "disk": 3 * GB}
+
+# What ready.txt in .venv says until all is installed. The file marks .venv as this script's own.
+UNFINISHED = "not finished\n"
+# Where pip installs, and whether, is this script's business; mirrors and proxies are the user's.
+LEFT_ASIDE = (
+    *("PYTHONHOME", "PYTHONPATH", "PIP_DRY_RUN", "PIP_NO_DEPS", "PIP_PREFIX", "PIP_PYTHON"),
+    *("PIP_REQUIRE_HASHES", "PIP_ROOT", "PIP_TARGET", "PIP_USER"),
+)
+# Run by the environment's Python: does it have all packages, and the course from this folder?
+EXAMINE = """
+import importlib.metadata, json, os, sys, urllib.parse, urllib.request
+root, *names = sys.argv[1:]
+for name in names:
+    found = importlib.metadata.distribution(name)
+address = urllib.parse.urlsplit(json.loads(found.read_text("direct_url.json"))["url"])
+there = urllib.request.url2pathname(address.path)
+here = os.path.exists(there) and os.path.samefile(there, root)
+print(*sys.version_info[:2], "here" if here else "elsewhere")
+"""
 
 
 class SetupError(Exception):
@@ -37,14 +60,28 @@ class SetupError(Exception):
 def main():
     parser = argparse.ArgumentParser(description="Make the course's virtual environment.")
     parser.add_argument("--cpu", action="store_true", help="take PyTorch's CPU builds (smaller)")
+    parser.add_argument(
+        "--this-python", action="store_true", help="make .venv anew if it has another Python"
+    )
+    parser.add_argument("--extra", help="install these packages too: browser, slides or book")
+    parser.add_argument(
+        "--here", action="store_true", help="install into the running Python's own environment"
+    )
     options = parser.parse_args()
     try:
-        require_python(sys.version_info[:3])
-        found = problem(VENV, wanted_stamp())
+        if options.here:
+            require_python(sys.version_info[:3])
+            install(sys.executable, sys.prefix, options.cpu)
+            return
+        found = problem(VENV, wanted_stamp(), sys.version_info[:2] if options.this_python else None)
         if found:
             make(found, options.cpu)
-    except SetupError as error:
+        if options.extra:
+            add(options.extra)
+    except (SetupError, OSError) as error:
         sys.exit("setup: %s" % error)
+    except KeyboardInterrupt:
+        sys.exit("setup: stopped; run the same again to go on.")
 
 
 def require_python(version):
@@ -56,13 +93,54 @@ def require_python(version):
         )
 
 
+def require_ensurepip():
+    """Raise SetupError if this Python cannot put pip into an environment."""
+    try:
+        import ensurepip  # noqa: F401
+    except ImportError as error:
+        raise SetupError(
+            "this Python (%s) cannot make environments, since its module ensurepip is missing; "
+            "on Debian and Ubuntu: apt-get install python%d.%d-venv"
+            % (sys.executable, sys.version_info[0], sys.version_info[1])
+        ) from error
+
+
+def require_writable(folder):
+    """Raise SetupError if nothing can be written into a folder."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise SetupError(
+            "%s cannot be written to (%s), and the packages go into .venv there; clone the course "
+            "to a folder of your own" % (folder, error.strerror)
+        ) from error
+
+
 def require_disk(free_bytes, cpu):
-    """Raise SetupError where fewer bytes are free than the packages take."""
+    """Raise SetupError if fewer bytes are free than the packages take."""
     needed = size(cpu)["disk"]
     if free_bytes < needed:
         raise SetupError(
             "%.1f GB are free here and about %d GB are needed; make room, or move the folder to a "
             "larger disk" % (free_bytes / GB, needed // GB)
+        )
+
+
+def require_own(venv):
+    """Raise SetupError if there is something at ``venv`` that this script did not make."""
+    found = None
+    if os.path.isdir(venv):
+        if os.listdir(venv) and not os.path.exists(os.path.join(venv, "ready.txt")):
+            found = "a folder that this setup did not make"
+    elif os.path.islink(venv):
+        found = "a link to %s, which is not there" % os.readlink(venv)
+    elif os.path.exists(venv):
+        found = "a file"
+    if found:
+        raise SetupError(
+            "%s is %s, and it stays as it is; the course needs that name for its environment. "
+            "Rename or remove it, then run the same again" % (venv, found)
         )
 
 
@@ -72,37 +150,57 @@ def size(cpu):
 
 
 def wanted_stamp():
-    """A text that changes when the packages, JupyterLab's settings or the Python change."""
-    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
-        digest = hashlib.sha256(file.read() + json.dumps(LAB_SETTINGS).encode()).hexdigest()
-    return "python %d.%d, wanted %s\n" % (sys.version_info[0], sys.version_info[1], digest)
+    """A text that changes when the packages or JupyterLab's settings change."""
+    wanted = json.dumps([requirements(), LAB_SETTINGS, LAB_DISABLED])
+    return "wanted %s\n" % hashlib.sha256(wanted.encode()).hexdigest()
 
 
-def problem(venv, stamp):
-    """Why the environment cannot be used as it is, or "" where it can."""
-    if not os.path.isdir(venv):
-        return "missing"
+def problem(venv, stamp, version=None):
+    """Why the environment cannot be used as it is, or "" if it can.
+
+    ``version`` is the (major, minor) that its Python must have; None allows any.
+    """
+    require_own(venv)
     try:
         with open(os.path.join(venv, "ready.txt"), encoding="utf-8") as file:
             ready = file.read()
     except OSError:
+        return "missing"
+    if ready == UNFINISHED:
         return "half-made"
-    script = "import sys, importlib.metadata as m\nfor name in sys.argv[1:]: m.version(name)"
-    command = [python_of(venv), "-I", "-c", script, *dependencies()]
+    command = [python_of(venv), "-I", "-c", EXAMINE, ROOT, *dependencies()]
     try:
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
     except (OSError, subprocess.CalledProcessError):
         return "broken"
+    major, minor, place = done.stdout.decode().split()
+    if place != "here":
+        return "that of another folder"
+    if version and (int(major), int(minor)) != tuple(version):
+        return "one of Python %s.%s" % (major, minor)
     return "" if ready == stamp else "outdated"
 
 
-def dependencies():
-    """Names of the packages in pyproject.toml, and of the course itself."""
+def requirements(extra=None):
+    """Packages that pyproject.toml asks for, with their versions; or those of one of its extras."""
     with open(os.path.join(ROOT, "pyproject.toml"), encoding="utf-8") as file:
         text = file.read()
-    listed = re.search(r"^dependencies = \[(.*?)^\]", text, re.DOTALL | re.MULTILINE).group(1)
-    own = re.search(r'^name = "(.*)"', text, re.MULTILINE).group(1)
-    return [*re.findall(r'"([A-Za-z0-9_.-]+)', listed), own]
+    listed = re.search(
+        r"^%s = \[(.*?)\]$" % (extra or "dependencies"), text, re.DOTALL | re.MULTILINE
+    )
+    if not listed:
+        raise SetupError("pyproject.toml has no packages named %s" % extra)
+    return re.findall(r'"(.*?)"', listed.group(1))
+
+
+def dependencies(extra=None):
+    """Names of the packages in pyproject.toml, the course itself last; or those of an extra."""
+    with open(os.path.join(ROOT, "pyproject.toml"), encoding="utf-8") as file:
+        own = re.search(r'^name = "(.*)"', file.read(), re.MULTILINE).group(1)
+    names = [re.match(r"[A-Za-z0-9_.-]+", wanted).group() for wanted in requirements(extra)]
+    return names if extra else [*names, own]
 
 
 def python_of(venv):
@@ -113,54 +211,104 @@ def python_of(venv):
 
 def make(found, cpu):
     """Make the environment anew, or bring an outdated one up to date, and install the course."""
-    print("setup: the environment .venv is %s." % found)
+    print("setup: the environment .venv is %s." % found, flush=True)
+    require_python(sys.version_info[:3])
+    require_writable(VENV if os.path.isdir(VENV) else ROOT)
     if found != "outdated":
-        shutil.rmtree(VENV, ignore_errors=True)
-        require_disk(shutil.disk_usage(ROOT).free, cpu)
-        run(
-            [sys.executable, "-m", "venv", VENV],
-            "the environment could not be made; on Debian and Ubuntu, install python3-venv",
-        )
+        require_ensurepip()
+        if found != "missing":
+            write(os.path.join(VENV, "ready.txt"), UNFINISHED)
+        empty(VENV)
+        require_disk(shutil.disk_usage(VENV).free, cpu)
+        write(os.path.join(VENV, "ready.txt"), UNFINISHED)
+        # Started from the environment that was just emptied, only the Python below is left.
+        below = getattr(sys, "_base_executable", sys.executable)
+        run([below, "-I", "-m", "venv", VENV], "the environment could not be made, see above")
     expect = size(cpu)
     print("setup: downloading about %(download)s, once; this takes %(minutes)s minutes." % expect)
     print("setup: all packages go into .venv in this folder.", flush=True)
     started = time.time()
-    python = python_of(VENV)
-    if os.path.exists(os.path.join(VENV, "ready.txt")):
-        os.remove(os.path.join(VENV, "ready.txt"))
-    failed = "installing failed, see above; check the network and the disk, then run the same again"
-    install = [python, "-m", "pip", "install", "--disable-pip-version-check"]
-    if cpu:
-        run([*install, "uv"], failed)
-        install = [python, "-m", "uv", "pip", "install", "--python", python]
-    options = ["--torch-backend", "cpu"] if cpu else []
-    run([*install, *options, "--editable", ROOT], failed)
-    # JupyterLab would ask at its first start whether to fetch news; the course needs no network.
-    news = "@jupyterlab/apputils-extension:announcements"
-    run(
-        [python, "-m", "jupyter", "labextension", "disable", "--level=sys_prefix", news],
-        "JupyterLab could not be set up; run the same again",
-        quiet=True,
-    )
-    settings = os.path.join(VENV, "share", "jupyter", "lab", "settings")
-    os.makedirs(settings, exist_ok=True)
-    with open(os.path.join(settings, "overrides.json"), "w", encoding="utf-8") as file:
-        json.dump(LAB_SETTINGS, file)
-    with open(os.path.join(VENV, "ready.txt"), "w", encoding="utf-8") as file:
-        file.write(wanted_stamp())
+    install(python_of(VENV), VENV, cpu)
+    write(os.path.join(VENV, "ready.txt"), wanted_stamp())
     print("setup: done in %d s." % (time.time() - started), flush=True)
 
 
-def run(command, sentence, quiet=False):
-    """Run a command; SetupError with ``sentence`` where it fails. ``quiet`` shows errors only."""
-    shown = subprocess.PIPE if quiet else None
-    try:
-        done = subprocess.run(command, stdout=shown, stderr=shown, universal_newlines=True)
-    except OSError as error:
-        raise SetupError(sentence) from error
-    if done.returncode:
-        print((done.stdout or "") + (done.stderr or ""), file=sys.stderr)
-        raise SetupError(sentence)
+def empty(folder):
+    """Make a folder, or remove all but ready.txt from it; it may be a link to elsewhere."""
+    os.makedirs(folder, exist_ok=True)
+    for name in set(os.listdir(folder)) - {"ready.txt"}:
+        path = os.path.join(folder, name)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            os.remove(path)
+
+
+def write(path, text):
+    """Write a text file, and the folders above it if they are missing."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def install(python, prefix, cpu):
+    """Install the course and its packages with ``python`` into its environment, at ``prefix``."""
+    command = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-user"]
+    command.append("--target=")
+    if cpu:
+        run([*command, "uv"], why_failed)
+        command = [python, "-m", "uv", "pip", "install", "--python", python]
+        command += ["--torch-backend", "cpu"]
+    run([*command, "--editable", ROOT], why_failed)
+    write(
+        os.path.join(prefix, "share", "jupyter", "lab", "settings", "overrides.json"),
+        json.dumps(LAB_SETTINGS),
+    )
+    write(
+        os.path.join(prefix, "etc", "jupyter", "labconfig", "page_config.json"),
+        json.dumps({"disabledExtensions": LAB_DISABLED}),
+    )
+
+
+def add(extra):
+    """Install the packages of one of pyproject.toml's extras, if any of them is missing."""
+    script = "import sys, importlib.metadata as m\nfor name in sys.argv[1:]: m.version(name)"
+    command = [python_of(VENV), "-I", "-c", script, *dependencies(extra)]
+    if subprocess.run(command, stderr=subprocess.DEVNULL).returncode:
+        print("setup: installing %s." % ", ".join(dependencies(extra)), flush=True)
+        command = [python_of(VENV), "-m", "pip", "install", "--quiet", "--no-user", "--target="]
+        run([*command, "--disable-pip-version-check", *requirements(extra)], why_failed)
+
+
+def why_failed():
+    """Why pip failed, as far as can be seen from here, and what to do."""
+    free = shutil.disk_usage(VENV if os.path.isdir(VENV) else ROOT).free
+    if free < GB // 4:
+        return "the disk is full (%.2f GB are free); make room, then run the same again" % (
+            free / GB
+        )
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        if os.environ.get(name):
+            # Without the user's name and password, which may stand before the host.
+            proxy = urllib.parse.urlsplit(os.environ[name]).netloc.rpartition("@")[2]
+            return (
+                "installing failed, see above; check the network and the proxy %s, which %s names, "
+                "then run the same again" % (proxy or os.environ[name], name)
+            )
+    return "installing failed, see above; check the network, then run the same again"
+
+
+def run(command, sentence):
+    """Run a command; SetupError with ``sentence``, a text or a function of none, if it fails."""
+    # pip unpacks gigabytes into the temporary folder; a small one elsewhere must not matter.
+    with tempfile.TemporaryDirectory(dir=VENV if os.path.isdir(VENV) else None) as scratch:
+        kept = {name: text for name, text in os.environ.items() if name not in LEFT_ASIDE}
+        try:
+            failed = subprocess.run(command, env=dict(kept, TMPDIR=scratch)).returncode
+        except OSError as error:
+            raise SetupError("%s cannot be started: %s" % (command[0], error)) from error
+    if failed:
+        raise SetupError(sentence() if callable(sentence) else sentence)
 
 
 if __name__ == "__main__":
