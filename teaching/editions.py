@@ -21,7 +21,8 @@ from teaching import lessons
 PARTS = (
     *("notebooks", "helpers", "docs", "README.md", "LICENSE"),
     *("CHANGELOG.md", "CONTRIBUTING.md"),  # the README leads there
-    *("Makefile", "setup_venv.py", "pyproject.toml", "environment.yml"),
+    *("Makefile", "find_python.sh", "setup_venv.py", "open_lab.py"),
+    *("pyproject.toml", "environment.yml"),
 )
 EDITIONS = ("student", "solved")
 KEPT_BACK = (
@@ -33,7 +34,7 @@ START = """# {title}
 Python 3.11 or newer is all that is needed. In this folder:
 
 - Linux and macOS: `make lab`
-- Windows: `py setup_venv.py`, then `.venv\\Scripts\\jupyter lab notebooks\\00_start_here.ipynb`
+- Windows: `py setup_venv.py`, then `.venv\\Scripts\\python open_lab.py`
 
 The first call downloads the packages. Later ones start at once.
 
