@@ -1,0 +1,41 @@
+"""Clones of the course, to try its first commands in as someone does who has just got it."""
+
+import json
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+import setup_venv
+from teaching.lessons import ROOT
+
+LEFT_OUT = (".venv", ".git", ".home", "build", "dist", "__pycache__", ".*_cache", "*.egg-info")
+
+
+def clone(folder: Path) -> Path:
+    """The course's files in a new folder, without an environment."""
+    return shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
+
+
+def lend_environment(folder: Path) -> None:
+    """Give a clone the environment that runs this, as if the setup had made one there.
+
+    Packages are links to those that are here; what names the place, and what the setup writes, are
+    files of the clone's own. So the course that runs is the clone's.
+    """
+    mine, venv = Path(sys.prefix), folder / ".venv"
+    packages = Path(sysconfig.get_path("purelib"))
+    hide = shutil.ignore_patterns("site-packages", "lib64", "__pycache__")
+    shutil.copytree(mine, venv, symlinks=True, ignore=hide)
+    theirs = venv / packages.relative_to(mine)
+    theirs.mkdir()
+    for path in packages.iterdir():
+        if path.name.startswith("multi_gpu_pytorch_hands_on-"):
+            shutil.copytree(path, theirs / path.name)
+            record = {"dir_info": {"editable": True}, "url": folder.as_uri()}
+            (theirs / path.name / "direct_url.json").write_text(json.dumps(record))
+        elif path.name.startswith("_editable_impl_multi_gpu"):
+            (theirs / path.name).write_text(str(folder), encoding="utf-8")
+        else:
+            (theirs / path.name).symlink_to(path)
+    (venv / "ready.txt").write_text(setup_venv.wanted_stamp())
