@@ -1,0 +1,20 @@
+# The course in a container: docker build -t course . && docker run --rm -p 127.0.0.1:8888:8888 course
+# The dev container (.devcontainer/) is built from the first stage, with the clone mounted into it.
+FROM python:3.13-slim-bookworm AS base
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends git iproute2 make \
+    && rm -rf /var/lib/apt/lists/*
+RUN useradd --create-home --shell /bin/bash learner
+USER learner
+
+FROM base AS course
+RUN mkdir /home/learner/course
+COPY --chown=learner . /home/learner/course
+WORKDIR /home/learner/course
+# CPU= takes PyTorch with CUDA, for docker run --gpus all: docker build --build-arg CPU= .
+ARG CPU=1
+RUN make venv CPU=$CPU && rm -rf ~/.cache
+EXPOSE 8888
+# A published port reaches all addresses of the container, and not its 127.0.0.1.
+CMD ["make", "lab", "ARGS=--ip=0.0.0.0"]
