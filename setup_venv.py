@@ -168,7 +168,9 @@ def problem(venv, stamp, version=None):
         return "missing"
     if ready == UNFINISHED:
         return "half-made"
-    command = [python_of(venv), "-I", "-c", EXAMINE, ROOT, *dependencies()]
+    # Once more packages are wanted, they are missing, and what is there is still good.
+    names = dependencies() if ready == stamp else dependencies()[-1:]
+    command = [python_of(venv), "-I", "-c", EXAMINE, ROOT, *names]
     try:
         done = subprocess.run(
             command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL

@@ -102,6 +102,12 @@ def test_changed_packages_are_noticed(venv, only_the_course):
     assert setup_venv.problem(str(venv), "another stamp") == "outdated"
 
 
+def test_a_package_that_is_newly_wanted_is_added(venv, only_the_course, monkeypatch):
+    monkeypatch.setattr(setup_venv, "dependencies", lambda: ["a-new-package", "the-course"])
+    assert setup_venv.problem(str(venv), "stamp of that change") == "outdated"
+    assert setup_venv.problem(str(venv), "stamp") == "broken"
+
+
 def test_changed_settings_of_jupyterlab_are_noticed(monkeypatch):
     before = setup_venv.wanted_stamp()
     assert before == setup_venv.wanted_stamp()
