@@ -10,6 +10,7 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
+from rights import needs_shared_memory
 
 PARENT = """
 import os, time
@@ -49,6 +50,7 @@ def litter(folder, *others):
     return [path for path in folder.iterdir() if not path.name.startswith(known)]
 
 
+@needs_shared_memory
 @pytest.mark.parametrize("killed", ["parent", "group"])
 def test_a_killed_parent_leaves_no_process_no_file_no_shared_memory(tmp_path, killed):
     # A script without a __main__ guard, on purpose: its ranks must not run it again.

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import cell
+from rights import needs_shared_memory
 
 from helpers import launch
 from helpers.launch import launcher, machine
@@ -198,6 +199,7 @@ def test_figures_and_large_tensors_come_back():
     plt.close(figure)
 
 
+@needs_shared_memory
 def test_a_loader_with_workers_and_a_dataset_of_the_notebook():
     results = run(
         """

@@ -6,11 +6,12 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
+from rights import needs_shared_memory
 from torch import nn
 
 from helpers import vgpu
 
-pytestmark = pytest.mark.virtual_gpus(2)
+pytestmark = [pytest.mark.virtual_gpus(2), needs_shared_memory]
 
 
 def answer(requests, answers, enabled):
