@@ -17,7 +17,7 @@ export LC_ALL := C.UTF-8
 endif
 # Jupyter and the lessons keep their files in the home folder; one here serves if it takes none.
 ifneq ($(shell test -d "$$HOME" && x=$$(mktemp "$$HOME/.XXXXXX" 2>&1) && rm "$$x" && echo yes),yes)
-NEW_HOME := $(shell mkdir -p .home 2>/dev/null && cd .home && pwd || mktemp -d)
+NEW_HOME := $(shell mkdir -p .home 2>/dev/null && test -w .home && cd .home && pwd || mktemp -d)
 export HOME := $(NEW_HOME)
 endif
 

@@ -29,8 +29,8 @@ LAB_SETTINGS = {"@jupyterlab/notebook-extension:tracker": {"windowingMode": "non
 LAB_DISABLED = {"@jupyterlab/apputils-extension:announcements": True}
 
 # On Linux, PyPI's torch brings the CUDA libraries along; elsewhere it does not.
-# Sums of what pip downloaded and of the folder afterwards, torch 2.15 on Linux x86-64.
-LINUX = {"download": "2.7 GB", "minutes": "3 to 15", "disk": 9 * GB}
+# What pip downloads, and the most that .venv holds while it does: torch 2.15 on Linux x86-64.
+LINUX = {"download": "2.7 GB", "minutes": "3 to 15", "disk": 10 * GB}
 OTHER = {"download": "0.5 GB", "minutes": "1 to 5", "disk": 3 * GB}
 
 # What ready.txt in .venv says until all is installed. The file marks .venv as this script's own.
