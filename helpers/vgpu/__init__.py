@@ -8,12 +8,13 @@ from helpers.vgpu.iterations import data_parallel_iteration, ddp_iteration
 from helpers.vgpu.shapes import NoValueError, is_shape, shapes_only
 from helpers.vgpu.timing.costs import CostModel, fit_share
 from helpers.vgpu.timing.recorder import record, spend
-from helpers.vgpu.timing.trace import Race, Timeline, TraceEvent, covered_s
+from helpers.vgpu.timing.trace import FreedInUse, Race, Timeline, TraceEvent, covered_s
 
 __all__ = [
     "LINKS",
     "PRESETS",
     "CostModel",
+    "FreedInUse",
     "GPUSpec",
     "Link",
     "NoValueError",

@@ -169,6 +169,8 @@ def dispatch(func: Any, args: tuple, kwargs: dict, mode: _Mode | None = None) ->
     if operator.copies:
         return _copy(operator, args, kwargs, key, gpu)
     if operator.values:
+        if operator.traits.records_stream and recording.under_way is not None:
+            recording.under_way.record_stream(*args)
         return _value(operator.traits, inputs)
     traits = operator.traits
     written: list[Any] = traits.written(args, kwargs) if traits.writes else []
@@ -266,7 +268,7 @@ def _outputs(
             base = None if number is None or inputs[number]._gpu is not gpu else inputs[number]
             made = _new(output, gpu, operator.traits.name, base)
             if done is not None:
-                made._block.last_write = done
+                made._block.made = done
             outputs.append(made)
     if result.form is None:
         return outputs[0] if outputs else None

@@ -126,4 +126,4 @@ def test_every_control_redraws(drawn):
     assert played[-1].makespan == answer("zero bubble (ZB-H1)", 8, 32, "H100").played.makespan
     kind.value, micro_batches.value = "interleaved 1F1B, 2 chunks", 4
     (told,) = explorer.children[-1].outputs
-    assert len(drawn) == 6 and "no multiple" in told["text"]
+    assert len(drawn) == 6 and "not a multiple" in told["text"]

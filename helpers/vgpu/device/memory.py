@@ -147,15 +147,16 @@ class DeviceMemory:
 class Block:
     """The bytes of one storage; they return to the device when the block is collected."""
 
-    __slots__ = ("last_reads", "last_write", "memory", "operation", "size_bytes")
+    __slots__ = ("made", "memory", "operation", "size_bytes", "uses")
 
     def __init__(self, memory: DeviceMemory, size_bytes: int, operation: str) -> None:
         self.memory = memory
         self.size_bytes = size_bytes
         self.operation = operation
-        # Who used it in a recording of virtual time (races.py).
-        self.last_write: Any = None
-        self.last_reads: Any = None
+        # In a recording of virtual time: the operation it was made for, and who has used it since
+        # (races.py).
+        self.made: Any = None
+        self.uses: Any = None
 
     def resize(self, request_bytes: int, operation: str) -> None:
         """The storage grew or shrank in place; OutOfMemoryError where the growth does not fit."""
@@ -167,6 +168,8 @@ class Block:
             self.size_bytes = size_bytes
 
     def __del__(self) -> None:
+        if self.uses is not None:
+            self.uses.freed(self.made)
         with _lock:
             self.memory.live_block_count -= 1
             self.memory.change(-self.size_bytes, self.operation)

@@ -256,7 +256,11 @@ class Clock:
         self.events.append(event)
         stream.free_s = event.end_s
         stream.count += 1
-        return Done(stream, stream.count, event.end_s, event.name)
+        return Done(stream, stream.count, event.end_s, event.name, event.backward)
+
+    def allocation(self, name: str, stream: StreamTime, backward: bool) -> Done:
+        """Memory handed out on the stream: what came before there may still use it."""
+        return Done(stream, stream.count, stream.free_s, name, backward)
 
     def _link(self, source: StreamTime | None, target: StreamTime | None) -> Unit:
         """The way from one device to another; copies in one direction take turns on it."""

@@ -62,6 +62,7 @@ class Done(NamedTuple):
     position: int  # how many operations the stream had been given, this one included
     end_s: float
     operation: str
+    backward: bool = False
 
 
 class Mark(NamedTuple):

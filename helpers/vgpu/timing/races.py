@@ -4,9 +4,13 @@ On CUDA a forgotten wait gives right values on some days and garbage on others. 
 noted, whatever the times are; and if the times say that a value is not written yet when it is read,
 the reader gets NaN (or the smallest number of a type that has no NaN).
 
-Not seen: reads from before the recording's first use of a second stream; a block that is freed
-while another stream still uses it (``record_stream``), since no block is used twice here; and a
-host that reads a copy before it has ended.
+No block is used twice here, but on CUDA the caching allocator hands a freed one out again, on the
+stream on which it was allocated. So two more races are noted, with right values: a block that is
+freed while another stream may still use it, without ``record_stream``; and a stream that uses new
+memory without waiting for the one on which it was allocated.
+
+Not seen: blocks and reads from before the recording, and a host that reads a copy before it has
+ended.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,21 +18,56 @@ from typing import Any
 
 import torch
 
+from helpers.vgpu.device.memory import Block
 from helpers.vgpu.dispatch import tensor
 from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.timing import module_names
 from helpers.vgpu.timing.clock import Clock
 from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime, in_backward
-from helpers.vgpu.timing.trace import Race, Timeline
+from helpers.vgpu.timing.trace import FreedInUse, Race, Timeline
 from helpers.vgpu.timing.traits import Args, Kwargs
 
 
+class Uses:
+    """Who has used a block of memory since it was made, in recordings of virtual time."""
+
+    __slots__ = ("judge", "reads", "recorded", "write")
+
+    def __init__(self) -> None:
+        self.write: Done | None = None  # the last one
+        self.reads: dict[StreamTime, Done] = {}  # the last one of each stream, since then
+        self.recorded: set[StreamTime] = set()  # given to record_stream
+        self.judge: Accesses | None = None  # who wants to know when the block is freed
+
+    @staticmethod
+    def of(block: Block) -> "Uses":
+        if block.uses is None:
+            block.uses = Uses()
+        uses: Uses = block.uses
+        return uses
+
+    def freed(self, made: Done) -> None:
+        """The block goes; ``made`` is the operation for which it was allocated."""
+        if self.judge is None:
+            return
+        last = self.write or made
+        for use in (last, *self.reads.values()):
+            # Autograd itself records the streams that read a gradient.
+            gradient = made.backward and use.backward
+            if use.stream is not made.stream and use.stream not in self.recorded and not gradient:
+                writer = last if last.stream is made.stream else made
+                self.judge.freed_in_use.append((writer, use))
+
+
 class Accesses:
-    """The accesses of one recording."""
+    """The accesses of one recording, and the races among them."""
 
     def __init__(self, clock: Clock, timeline: Timeline) -> None:
         self._clock = clock
         self._timeline = timeline
+        # Of blocks freed since the last operation: who wrote one on its own stream, and who used
+        # it on another.
+        self.freed_in_use: list[tuple[Done, Done]] = []
 
     def check(
         self,
@@ -46,8 +85,10 @@ class Accesses:
         late: list[VirtualTensor] = []
         if not self._clock.several_streams:
             return late
+        if self.freed_in_use and not host.backward:
+            self.judge_freed()
         for used in read:
-            write: Done | None = tensor.block_of(used).last_write
+            write = _last_write(tensor.block_of(used))
             if write is None or write.stream is stream:
                 continue
             races = self._races(name, stream, write)
@@ -55,7 +96,8 @@ class Accesses:
                 late.append(used)
         for used in written:
             block = tensor.block_of(used)
-            for before in (block.last_write, *(block.last_reads or {}).values()):
+            reads = () if block.uses is None else block.uses.reads.values()
+            for before in (_last_write(block), *reads):
                 if before is not None and before.stream is not stream:
                     self._races(name, stream, before)
         return late
@@ -67,32 +109,79 @@ class Accesses:
         if in_backward():
             stream.wait_done(before)
             return False
-        race = Race(
-            operation=name,
-            device=stream.device,
-            stream=stream.number,
-            other_operation=before.operation,
-            other_stream=before.stream.number,
-            module=module_names.current(),
+        self._note(
+            Race(
+                operation=name,
+                device=stream.device,
+                stream=stream.number,
+                other_operation=before.operation,
+                other_stream=before.stream.number,
+                module=module_names.current(),
+            )
         )
+        return True
+
+    def _note(self, race: Race) -> None:
         if race not in self._timeline.races:
             self._timeline.races.append(race)
-        return True
 
     def note(
         self, done: Done, read: Iterable[VirtualTensor], written: Iterable[VirtualTensor]
     ) -> None:
-        """Remember what an operation has read and written."""
-        if self._clock.several_streams:
+        """Remember what an operation has read and changed."""
+        several = self._clock.several_streams
+        if several:
             for used in read:
                 block = tensor.block_of(used)
-                if block.last_reads is None:
-                    block.last_reads = {}
-                block.last_reads[done.stream] = done
+                Uses.of(block).reads[done.stream] = done
+                self._watch(block, done)
         for used in written:
             block = tensor.block_of(used)
-            block.last_write = done
-            block.last_reads = None
+            uses = Uses.of(block)
+            uses.write = done
+            uses.reads.clear()
+            if several:
+                self._watch(block, done)
+
+    def note_made(self, done: Done, made: Iterable[VirtualTensor]) -> None:
+        """Remember for which operation tensors that are new were allocated."""
+        for result in made:
+            tensor.block_of(result).made = done
+
+    def _watch(self, block: Block, done: Done) -> None:
+        """Look at a block when it is freed, if another stream than its own has used it."""
+        if block.made is not None and block.made.stream is not done.stream:
+            Uses.of(block).judge = self
+
+    def record_stream(self, used: VirtualTensor, stream: StreamTime) -> None:
+        """``Tensor.record_stream``: the block stays until what the stream has been given ends."""
+        Uses.of(tensor.block_of(used)).recorded.add(stream)
+
+    def judge_freed(self) -> None:
+        """Whether the streams of freed blocks have waited for those that used them.
+
+        It is asked at the next operation and not at once: a stream that waits in between hands the
+        memory out in good time, as those of a backward pass do.
+        """
+        freed, self.freed_in_use = self.freed_in_use, []
+        for writer, use in freed:
+            ours = writer.stream.clock is use.stream.clock is self._clock
+            if ours and not self._clock.comes_after(writer.stream, use):
+                self._note(
+                    FreedInUse(
+                        operation=writer.operation,
+                        device=writer.stream.device,
+                        stream=writer.stream.number,
+                        other_operation=use.operation,
+                        other_stream=use.stream.number,
+                    )
+                )
+
+
+def _last_write(block: Block) -> Done | None:
+    """What wrote the block last, if a recording has seen it."""
+    written: Done | None = None if block.uses is None else block.uses.write
+    return written or block.made
 
 
 def poisoned(value: VirtualTensor) -> VirtualTensor:

@@ -39,7 +39,7 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
             yield timeline
     finally:
         gc.set_threshold(*thresholds)
-        timeline.host_s, timeline.makespan_s = made.clock.end()
+        timeline.host_s, timeline.makespan_s = made.end()
         timeline.events = sorted(
             made.clock.events, key=lambda e: (e.start_s, str(e.device), e.stream, e.launch_s)
         )

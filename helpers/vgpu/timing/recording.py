@@ -86,9 +86,7 @@ class Recording:
             return self._run_copy(func, args, kwargs)
         inputs = _virtual((*args, *kwargs.values()))
         if traits.free:
-            if inputs:
-                self._note_node(traits.name, inputs[0]._gpu, self.clock.host())
-            return tensor.run(func, args, kwargs)
+            return self._run_free(func, traits, inputs, args, kwargs)
         written = _virtual(traits.written(args, kwargs)) if traits.writes else []
         if inputs:
             stream, host = self.place(traits.name, inputs[0]._gpu)
@@ -103,9 +101,31 @@ class Recording:
             stream, host = self.place(traits.name, outputs[0]._gpu)
         work = self._work_of(func, args, kwargs, result)
         done = self._kernel(traits.name, stream, host, work)
-        self._accesses.note(done, inputs, [*written, *outputs])
+        self._accesses.note(done, inputs, written)
+        if written:  # an in-place operation gives back what it was given
+            outputs = [out for out in outputs if not any(out is given for given in written)]
+        self._accesses.note_made(done, outputs)
         if traits.waits:
             self.clock.host_waits([stream], traits.name, host)
+        return result
+
+    def _run_free(
+        self,
+        func: Operator,
+        traits: Traits,
+        inputs: Sequence[VirtualTensor],
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
+        """An operator that launches nothing."""
+        if inputs:
+            self._note_node(traits.name, inputs[0]._gpu, self.clock.host())
+        if traits.records_stream:
+            self.record_stream(*args)
+        result = tensor.run(func, args, kwargs)
+        if traits.allocates:
+            for made in _virtual((result,)):
+                self._accesses.note_made(self._allocation(traits.name, made._gpu), [made])
         return result
 
     def _work_of(self, func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Work:
@@ -142,10 +162,10 @@ class Recording:
         written: Sequence[VirtualTensor],
         work: Work,
     ) -> Done | None:
-        """Record one operation on shapes; None where it launches nothing."""
+        """Record one operation on shapes; returns by what its results are made, if any are."""
         if traits.free:
             self._note_node(traits.name, gpu, self.clock.host())
-            return None
+            return self._allocation(traits.name, gpu) if traits.allocates else None
         stream, host = self.place(traits.name, gpu)
         if self.clock.several_streams:
             self._accesses.check(traits.name, inputs, written, stream, host)
@@ -153,6 +173,14 @@ class Recording:
         if written or self.clock.several_streams:
             self._accesses.note(done, inputs, written)
         return done
+
+    def _allocation(self, name: str, gpu: VirtualGPU) -> Done:
+        stream, host = self.place(name, gpu)
+        return self.clock.allocation(name, stream, host.backward)
+
+    def record_stream(self, used: VirtualTensor, stream: torch.Stream) -> None:
+        """``used.record_stream(stream)``."""
+        self._accesses.record_stream(used, self.clock.stream(used._gpu, stream.stream_id))
 
     def check_source(self, source: torch.Tensor) -> list[VirtualTensor]:
         """Before a copy: ``source`` in a list if it is not written yet; a race is noted."""
@@ -177,7 +205,9 @@ class Recording:
             self._accesses.check("copy", [], overwritten, stream, host)
             work = Work(0, size_bytes + target.numel() * target.element_size())
             done = self._kernel("copy", stream, host, work)
-            self._accesses.note(done, read, written)
+            self._accesses.note(done, read, overwritten)
+            if not in_place:
+                self._accesses.note_made(done, written)
             return
         there = here = None
         if target_gpu is not None:
@@ -194,7 +224,9 @@ class Recording:
             engine = self.clock.hosts.engine(target_gpu.index)
             engine.now_s = max(engine.now_s, host.now_s)
         self._accesses.note(dones[0], read, [])
-        self._accesses.note(dones[-1], [], written)
+        self._accesses.note(dones[-1], [], overwritten)
+        if not in_place:
+            self._accesses.note_made(dones[-1], written)
 
     def collective(self, name: str, size_bytes: int, gpus: Sequence[VirtualGPU]) -> None:
         """Record one collective of the GPUs, on their current streams."""
@@ -259,6 +291,12 @@ class Recording:
             if candidate and name.startswith(candidate[0].replace("_", "")):
                 return candidate[1]
         return ""
+
+    def end(self) -> tuple[float, float]:
+        """Seconds until the host had ended, and until everything had."""
+        times_s = self.clock.end()
+        self._accesses.judge_freed()
+        return times_s
 
     def _kernel(self, name: str, stream: StreamTime, host: HostTime, work: Work) -> Done:
         duration_s = self._seconds.get(work)

@@ -61,6 +61,23 @@ class Race:
         )
 
 
+@dataclass(frozen=True)
+class FreedInUse(Race):
+    """Memory of ``operation`` is freed while another stream may still use it.
+
+    The caching allocator hands it out again on ``stream``, where it was allocated, and knows
+    nothing of other streams unless ``record_stream`` tells it.
+    """
+
+    def __str__(self) -> str:
+        return (
+            f"memory of {self.operation} on stream {self.stream} of {self.device} is freed while "
+            f"{self.other_operation} on stream {self.other_stream} may still use it: call "
+            f"tensor.record_stream with stream {self.other_stream}, or let stream {self.stream} "
+            f"wait for that stream, before the tensor goes"
+        )
+
+
 @dataclass
 class Timeline:
     """What ``record()`` saw. Complete when its block has ended."""

@@ -25,18 +25,20 @@ class Operator(Protocol):
 
 # Operators that launch nothing on a GPU, besides those whose results are views: they hand out or
 # release memory, or ask something about a tensor.
-_FREE = {
-    "_assert_tensor_metadata",
+_ALLOCATES = {
     "empty",
     "empty_like",
     "empty_permuted",
     "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+}
+_FREE = _ALLOCATES | {
+    "_assert_tensor_metadata",
     "is_pinned",
     "is_same_size",
     "is_set_to",
     "layout",
-    "new_empty",
-    "new_empty_strided",
     "record_stream",
     "resize_",
     "resize_as_",
@@ -50,7 +52,17 @@ _SILENT_VIEWS = {"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_w
 class Traits:
     """How the calls of one operator are seen in a recording."""
 
-    __slots__ = ("_written", "copies", "free", "name", "view_of", "waits", "writes")
+    __slots__ = (
+        "_written",
+        "allocates",
+        "copies",
+        "free",
+        "name",
+        "records_stream",
+        "view_of",
+        "waits",
+        "writes",
+    )
 
     def __init__(self, func: Operator) -> None:
         schema = func._schema
@@ -65,6 +77,8 @@ class Traits:
             or torch.Tag.inplace_view in func.tags
             or schema.name.startswith("prim::")
         )
+        self.allocates = self.name in _ALLOCATES
+        self.records_stream = self.name == "record_stream"
         # Whether the host must know a value before it can go on.
         self.waits = (
             torch.Tag.data_dependent_output in func.tags

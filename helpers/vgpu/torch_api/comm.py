@@ -6,7 +6,8 @@ costs what NCCL's costs, which torch uses on CUDA.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -28,7 +29,10 @@ def scatter(
     *,
     out: Any = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Chunks of ``tensor`` along ``dim``, one per device; fewer if the size does not suffice."""
+    """Chunks of ``tensor`` along ``dim``, one per device; fewer if the size does not suffice.
+
+    streams: on which to copy, one per device or None for the current one. The host does not wait.
+    """
     if out is not None:
         sizes = [part.size(dim) for part in out]
         for part, chunk in zip(out, tensor.split(sizes, dim), strict=True):
@@ -39,7 +43,11 @@ def scatter(
         chunks = tensor.chunk(len(targets), dim)
     else:
         chunks = tensor.split(list(chunk_sizes), dim)
-    return tuple(chunk.to(target) for chunk, target in zip(chunks, targets, strict=False))
+    moved = []
+    for chunk, target, stream in zip(chunks, targets, streams or repeat(None), strict=False):
+        with nullcontext() if stream is None else stream:
+            moved.append(chunk.to(target, non_blocking=True))
+    return tuple(moved)
 
 
 def gather(

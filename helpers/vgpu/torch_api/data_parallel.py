@@ -1,5 +1,6 @@
 """What ``nn.DataParallel`` calls for GPUs: its copies (comm.py), its streams and its threads."""
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
 
@@ -37,6 +38,7 @@ def nccl_is_available(plain: Callable) -> Callable:
     return is_available
 
 
+@functools.cache
 def copy_stream(device: torch.device) -> torch.Stream | None:
-    """The background stream for copies from the CPU, in ``torch.nn.parallel._functions``."""
+    """A device's background stream for copies from the CPU, in ``torch.nn.parallel._functions``."""
     return None if device.type == "cpu" else device_module.Stream(device)
