@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from helpers import devices
-from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 
 
 def _sizes(batch_size: int, gpu_count: int) -> list[int]:
@@ -20,7 +20,10 @@ def _sizes(batch_size: int, gpu_count: int) -> list[int]:
 def replica_sizes(answer: Callable[[int, int], list[int]]) -> dict[str, Any]:
     cases = [(random.randint(1, 12), random.randint(1, 100)) for _ in range(40)]
     for gpu_count, batch_size in cases:
-        yours, expected = answer(batch_size, gpu_count), _sizes(batch_size, gpu_count)
+        given = f"a batch of {batch_size} on {gpu_count} GPUs"
+        with for_input(given):
+            yours: Any = answer(batch_size, gpu_count)
+        expected = _sizes(batch_size, gpu_count)
         if isinstance(yours, tuple):
             yours = list(yours)
         hint = "A share is rounded up, and the last GPU gets what is left."
@@ -31,7 +34,6 @@ def replica_sizes(answer: Callable[[int, int], list[int]]) -> dict[str, Any]:
                 hint = "Leave out the GPUs that get nothing."
             elif max(yours) - min(yours) <= 1:
                 hint = "DataParallel does not even the shares out: all but the last are equal."
-        given = f"a batch of {batch_size} on {gpu_count} GPUs"
         expect_equal(yours, expected, given=given, hint=hint)
     gpu_count, batch_size = max(cases)
     return {
@@ -47,8 +49,9 @@ def batch_for_all(answer: Callable[[int, int], int]) -> dict[str, Any]:
         expected = max(wanted, gpu_count)
         while len(_sizes(expected, gpu_count)) < gpu_count:
             expected += 1
-        yours = answer(wanted, gpu_count)
         given = f"at least {wanted} samples on {gpu_count} GPUs"
+        with for_input(given):
+            yours = answer(wanted, gpu_count)
         hint = ""
         if isinstance(yours, int) and yours > 0:
             working = len(_sizes(yours, gpu_count))
@@ -80,11 +83,12 @@ def other_dimension(
     lstm = _RecordingLSTM(features, 4)
     expected = lstm(sequences)
     lstm.seen.clear()
-    wrapped = answer(lstm, gpus)
-    if not isinstance(wrapped, nn.Module):
-        raise Wrong(yours=wrapped, expected="a module", hint="Return the wrapped model.")
-    yours = wrapped(sequences.to(gpus[0]))
     given = f"sequences of shape (T, B, F) = {tuple(sequences.shape)} on {len(gpus)} GPUs"
+    with for_input(given, "The model must be on the first of device_ids when it is called."):
+        wrapped = answer(lstm, gpus)
+        if not isinstance(wrapped, nn.Module):
+            raise Wrong(yours=wrapped, expected="a module", hint="Return the wrapped model.")
+        yours = wrapped(sequences.to(gpus[0]))
     seen = sorted(lstm.seen, key=lambda note: str(note[0]))
     used = sorted({str(device) for device, _ in seen})
     if used != [str(gpu) for gpu in gpus]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers import devices
-from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 from helpers.memory import peaks_during
 from helpers.units import format_bytes
 
@@ -50,18 +50,12 @@ def from_four_parts(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
         expected = single(x)
         expected.square().sum().backward()
         module.seen.clear()
-        try:
-            with patch.object(nn.DataParallel, "__init__", _refuse):
-                yours = answer(module, x.to(gpus[0]), gpus)
-        except AssertionError as unequal:
-            # parallel_apply wants as many modules as inputs, and says so in numbers alone.
-            raise Wrong(
-                yours=f"AssertionError: {unequal}",
-                expected="an output",
-                given=given,
-                hint="parallel_apply takes as many replicas as chunks, and a small batch has fewer "
-                "chunks than there are GPUs.",
-            ) from unequal
+        hint = (
+            "parallel_apply takes as many replicas as chunks, and a small batch has fewer chunks "
+        )
+        hint += "than there are GPUs."
+        with for_input(given, hint), patch.object(nn.DataParallel, "__init__", _refuse):
+            yours = answer(module, x.to(gpus[0]), gpus)
         if not isinstance(yours, torch.Tensor):
             raise Wrong(
                 yours=yours, expected="a tensor", given=given, hint="Return what gather gives you."
@@ -147,7 +141,8 @@ def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
     def peak_of(step: Callable[..., object]) -> tuple[list[int], nn.Module]:
         module = copy.deepcopy(model).to(gpus[0])
         x, y = batch.to(gpus[0]), labels.to(gpus[0])
-        return peaks_during(lambda: step(module, x, y, gpus), gpus), module
+        with for_input(given):
+            return peaks_during(lambda: step(module, x, y, gpus), gpus), module
 
     # Halfway between the usual way and the lean one, whatever this machine's allocator does.
     usual = max(peak_of(gathered)[0])
@@ -198,12 +193,16 @@ def counting_model(answer: Callable[[], nn.Module]) -> dict[str, Any]:
     for count in (2, 3, 1):
         batches = random.randint(2, 5)
         given = f"{batches} batches on {count} GPU{'s' if count > 1 else ''}"
-        model = answer().to(gpus[0])
-        parallel = nn.DataParallel(model, gpus[:count])
-        for _ in range(batches):
-            x = torch.randn(6, 2)
-            output = parallel(x.to(gpus[0]))
-            expect_close(output.cpu(), x * 2, given=given, hint="forward must still double x.")
+        hint = (
+            "Try it without DataParallel first: model = CountingModel(); model(torch.ones(6, 2))."
+        )
+        with for_input(given, hint):
+            model = answer().to(gpus[0])
+            parallel = nn.DataParallel(model, gpus[:count])
+            for _ in range(batches):
+                x = torch.randn(6, 2)
+                output = parallel(x.to(gpus[0]))
+                expect_close(output.cpu(), x * 2, hint="forward must still double x.")
         if not hasattr(model, "calls"):
             raise Wrong(yours="no attribute calls", expected="model.calls", given=given)
         yours = int(model.calls)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 from helpers.checks.on_ranks import counted, on_ranks
 
 
@@ -181,10 +181,11 @@ def validation_sampler(answer: Callable[..., Any]) -> dict[str, Any]:
     cases = [(12, 4), (10, 4), (2, 5), (random.randint(20, 90), random.randint(2, 7))]
     for length, ranks in cases:
         data = list(range(length))
-        samplers = [answer(data, num_replicas=ranks, rank=rank) for rank in range(ranks)]
-        # A walk that never ends must not hang the notebook.
-        parts = [list(islice(sampler, 2 * length)) for sampler in samplers]
         given = f"{length} samples on {ranks} ranks"
+        with for_input(given):
+            samplers = [answer(data, num_replicas=ranks, rank=rank) for rank in range(ranks)]
+            # A walk that never ends must not hang the notebook.
+            parts = [list(islice(sampler, 2 * length)) for sampler in samplers]
         dealt = [index for part in parts for index in part]
         twice = sorted({index for index in dealt if dealt.count(index) > 1})
         if twice:
