@@ -64,8 +64,8 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
         given = (
             f"{ranks} ranks with seeds of their own, 3 steps of {len(x[0]) // ranks} samples each"
         )
-        [(single, steps)] = on_ranks(steps_of, 1, x, y, None, given=given)
         results = on_ranks(run_counted, ranks, x, y, answer, given=given)
+        [(single, steps)] = on_ranks(steps_of, 1, x, y, None, given=given)
         # A module's own buffers stand first in its state_dict.
         names = ["the buffer"] + ["a parameter"] * 4
         for rank, ((start, _), _) in enumerate(results):
