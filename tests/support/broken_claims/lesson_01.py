@@ -27,7 +27,7 @@ BROKEN = [
     Broken(
         "A09",
         "one of the two calls copies twice",
-        edits=[("lambda: getattr(image, kind)()}", "lambda: getattr(image.clone(), kind)()}")],
+        edits=[("lambda: getattr(image, kind)(0),", "lambda: getattr(image.clone(), kind)(0),")],
         cell="to-or-cuda",
     ),
     Broken(
