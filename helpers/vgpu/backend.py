@@ -20,6 +20,7 @@ from helpers.vgpu.device import gpus
 from helpers.vgpu.device.links import Link, get_link
 from helpers.vgpu.device.specs import GPUSpec, get_spec
 from helpers.vgpu.dispatch import kernels, refusals, sync_batch_norm
+from helpers.vgpu.distributed import groups, wrappers
 from helpers.vgpu.torch_api import (
     accelerator,
     data_assignment,
@@ -36,12 +37,14 @@ _CHANGING = (
     data_assignment,
     data_parallel,
     functions,
+    groups,
     kernels,
     processes,
     refusals,
     serialization,
     stand_ins,
     sync_batch_norm,
+    wrappers,
 )
 
 _changes = Changes()

@@ -65,6 +65,7 @@ def set_count(count: int, spec: GPUSpec, capacity_bytes: int) -> None:
 
 
 _count = 0
+_chosen = False
 
 
 def device_count() -> int:
@@ -78,10 +79,17 @@ def current_index() -> int:
 
 def exchange_index(index: int) -> int:
     """Make ``index`` current and return what was; a negative index changes nothing."""
+    global _chosen
     before = current_index()
     if index >= 0:
         _current.index = by_index(index).index
+        _chosen = True
     return before
+
+
+def are_in_use() -> bool:
+    """Whether this process has chosen a GPU or put something on one, as a CUDA context tells."""
+    return _chosen or any(gpu.memory.allocation_count for gpu in _known)
 
 
 def by_index(index: int) -> VirtualGPU:

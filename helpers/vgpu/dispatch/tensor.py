@@ -55,6 +55,8 @@ class VirtualTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        if len(types) > 1 and not all(issubclass(kind, VirtualTensor) for kind in types):
+            return NotImplemented  # a tensor around a virtual one (DTensor) goes first
         return (_interceptor or run)(func, args, kwargs or {})
 
     @property
@@ -73,9 +75,9 @@ class VirtualTensor(torch.Tensor):
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         """``Tensor.to``; C++ compares devices there, so it must get the ones it knows."""
         if "device" in kwargs:
-            kwargs["device"] = _cpp_device(kwargs["device"])
+            kwargs["device"] = cpp_device(kwargs["device"])
         elif args:
-            args = (_cpp_device(args[0]), *args[1:])
+            args = (cpp_device(args[0]), *args[1:])
         return super().to(*args, **kwargs)
 
     def type(  # type: ignore[override]
@@ -167,7 +169,7 @@ def _not_numpy(device: torch.device) -> TypeError:
     )
 
 
-def _cpp_device(device: Any) -> Any:
+def cpp_device(device: Any) -> Any:
     """``device`` as C++ knows it, if it means a virtual GPU; anything else unchanged."""
     if isinstance(device, str) and device.startswith(gpus.DEVICE_TYPE):
         device = torch.device(device)
@@ -283,6 +285,12 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
     rule = rule_for(func)
     if rule.special is not None:
         return rule.special(func, args, kwargs)
+    return compute(func, args, kwargs)
+
+
+def compute(func: Any, args: tuple, kwargs: dict) -> Any:
+    """``run``, for an operator without a handler of its own, or from inside its handler."""
+    rule = rule_for(func)
     inner_args, gpu, mixed = unwrap(args, None, False)
     inner_kwargs = kwargs
     if kwargs:

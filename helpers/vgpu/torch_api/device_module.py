@@ -72,7 +72,8 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    return is_available()
+    """False until a device is chosen or used; DeviceMesh then takes the one of LOCAL_RANK."""
+    return is_available() and gpus.are_in_use()
 
 
 def init() -> None:

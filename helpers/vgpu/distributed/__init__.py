@@ -1,0 +1,1 @@
+"""Ranks with virtual GPUs: process groups for their tensors, and DTensors around them."""

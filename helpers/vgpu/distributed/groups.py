@@ -1,0 +1,135 @@
+"""Process groups for tensors of virtual GPUs: the backend ``vccl``.
+
+It is to ``vgpu`` what ``nccl`` is to ``cuda``: the default for the device type. Beneath it gloo
+carries the bytes, because the operators of a process group (``torch.ops.c10d``) reach a virtual
+tensor's dispatch like any other and go on with the CPU tensors inside. For them the group needs a
+CPU backend as well, so a ``vccl`` group also takes CPU tensors, where NCCL would refuse them.
+
+Left out: what only NCCL offers, such as splitting a communicator, user buffers or symmetric memory.
+"""
+
+import collections
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from helpers.vgpu.changes import Changes
+from helpers.vgpu.device import gpus
+from helpers.vgpu.dispatch import rules
+from helpers.vgpu.dispatch.tensor import compute
+
+BACKEND = "vccl"
+_CPU = torch.device("cpu")
+
+# Operators of process groups, whose calls and bytes are counted.
+_NAMESPACES = ("c10d::", "_c10d_functional::")
+_NOT_COUNTED = ("wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "check_for_nan")
+
+
+def install(changes: Changes) -> None:
+    if not dist.is_available():
+        return
+    backends: Any = dist.Backend
+    plugin = backends._BackendPlugin(_make_backend, extended_api=True)
+    changes.set(backends, BACKEND.upper(), BACKEND)
+    changes.set(backends, "backend_list", [*backends.backend_list, BACKEND])
+    changes.item(backends._plugins, BACKEND.upper(), plugin)
+    changes.item(backends.backend_type_map, BACKEND, dist.ProcessGroup.BackendType.CUSTOM)
+    changes.item(backends.backend_capability, BACKEND, [gpus.DEVICE_TYPE])
+    changes.item(backends.default_device_backend_map, gpus.DEVICE_TYPE, BACKEND)
+    # A script may ask for gloo by name: it takes CUDA tensors too.
+    gloo = backends.backend_capability["gloo"]
+    changes.item(backends.backend_capability, "gloo", [*gloo, gpus.DEVICE_TYPE])
+
+
+def _make_backend(options: Any, backend_options: object) -> Any:
+    """What ``init_process_group`` calls for ``vccl``: gloo, for CPU tensors as well."""
+    if not dist.is_gloo_available():
+        raise RuntimeError("process groups of virtual GPUs need gloo, and this torch has none")
+    gloo = dist.ProcessGroupGloo(
+        options.store, options.group_rank, options.group_size, timeout=options.timeout
+    )
+    custom = dist.ProcessGroup.BackendType.CUSTOM
+    options.process_group._register_backend(_CPU, custom, gloo)
+    return gloo
+
+
+# Counting
+
+
+class Tally:
+    """The collectives that this process has taken part in with virtual tensors."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.calls: collections.Counter[str] = collections.Counter()
+        self.bytes: collections.Counter[str] = collections.Counter()
+
+    def add(self, name: str, size_bytes: int) -> None:
+        with self._lock:
+            self.calls[name] += 1
+            self.bytes[name] += size_bytes
+
+
+tally = Tally()
+"""By name, as in "all_reduce": how often, and the bytes of the tensors that this rank put in."""
+
+
+def _counted(func: Any, args: tuple, kwargs: dict) -> Any:
+    name = _plain_name(func._schema.name.partition("::")[2])
+    tally.add(name, _bytes_put_in(func, args, kwargs))
+    return compute(func, args, kwargs)
+
+
+_NAMES = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "allgather_into_tensor": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_allgather_base": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "gather_into_tensor": "gather",
+    "recv_any_source": "recv",
+    "isend": "send",
+    "irecv": "recv",
+}
+
+
+def _plain_name(operator: str) -> str:
+    """The name that torch.distributed gives a collective, whichever operator runs it."""
+    bare = operator.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")
+    return _NAMES.get(bare, bare)
+
+
+# What a rank puts in; where there is none of these, all its tensors.
+_INPUTS = ("input_tensors", "input_tensor", "input", "inputs", "input_list")
+
+
+def _bytes_put_in(func: Any, args: tuple, kwargs: dict) -> int:
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    values = [named[name] for name in _INPUTS if name in named] or list(named.values())
+    return sum(_bytes_in(values))
+
+
+def _bytes_in(values: Iterable[Any]) -> Iterable[int]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value.numel() * value.element_size()
+        elif isinstance(value, list | tuple):
+            yield from _bytes_in(value)
+
+
+def _operators() -> list[str]:
+    names = torch._C._dispatch_get_all_op_names()
+    wanted = {name.partition(".")[0] for name in names if name.startswith(_NAMESPACES)}
+    return [name for name in wanted if not name.endswith(_NOT_COUNTED)]
+
+
+rules.use_handlers(dict.fromkeys(_operators(), _counted))
