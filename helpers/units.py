@@ -1,5 +1,7 @@
 """Bytes, seconds and rates as text that a person can read."""
 
+import re
+
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 
@@ -12,6 +14,22 @@ def format_bytes(size_bytes: float) -> str:
             return f"{_round(value)} {unit}"
         value /= 1024
     return f"{_round(value)} {_BINARY[-1]}"
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from a text: ``parse_bytes("1.5 GiB") == 1610612736``; GB is 10**9, a number is bytes.
+
+    ValueError for anything else, and for less than one byte.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"expected a size such as 16GiB or 512MB, found {text!r}")
+    number, prefix, binary = found.groups()
+    power = "KMGT".index(prefix.upper()) + 1 if prefix else 0
+    size_bytes = int(float(number) * (1024 if binary else 1000) ** power)
+    if size_bytes < 1:
+        raise ValueError(f"expected at least one byte, found {text!r}")
+    return size_bytes
 
 
 def format_seconds(time_s: float) -> str:

@@ -1,0 +1,170 @@
+"""Reads a program written for CUDA as one for virtual GPUs: the word ``cuda`` becomes ``vgpu``.
+
+Only the program's own files are read so, as they are imported; torch and other installed packages
+stay as they are. No file is changed, and lines keep their numbers. What is read differently:
+
+- ``torch.cuda`` and what is imported from it, ``tensor.cuda()``, ``module.cuda()``, ``is_cuda``;
+- the texts ``"cuda"`` and ``"cuda:0"``, f-strings that begin with ``cuda:``, and ``nccl`` as a
+  backend's name, each standing alone or in a list such as ``"cpu:gloo,cuda:nccl"``.
+
+Everything else stays: ``torch.backends.cuda``, ``torch.version.cuda``, names of the program's own.
+"""
+
+import ast
+import importlib.abc
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import CodeType, ModuleType
+
+from helpers.vgpu.device import gpus
+from helpers.vgpu.distributed.groups import BACKEND
+
+_WORD = "cuda"
+_ATTRIBUTES = {"is_cuda": f"is_{gpus.DEVICE_TYPE}"}
+# A device, a backend, or a list of device:backend pairs.
+_DEVICE = re.compile(rf"{_WORD}(:\d+)?")
+_BACKENDS = re.compile(rf"(\w+:\w+,)*(({_WORD}:)?nccl)(,\w+:\w+)*")
+
+
+@dataclass
+class Reading:
+    """What was read differently in one file."""
+
+    filename: str
+    lines: dict[str, list[int]] = field(default_factory=dict)
+    """The word, and the lines where it stood."""
+
+    def note(self, word: str, line: int) -> None:
+        found = self.lines.setdefault(word, [])
+        if line not in found:
+            found.append(line)
+
+    def __str__(self) -> str:
+        replaced = {_WORD: gpus.DEVICE_TYPE, "nccl": BACKEND}
+        parts = (
+            f"{word} as {replaced[word]} in line{'s' if len(lines) > 1 else ''} "
+            f"{', '.join(map(str, sorted(lines)))}"
+            for word, lines in sorted(self.lines.items())
+        )
+        return f"{os.path.basename(self.filename)}: reads {'; '.join(parts)}"
+
+
+readings: list[Reading] = []
+"""One for each file in which something was read differently."""
+
+
+def word(text: str) -> str:
+    """A device's or a backend's name for virtual GPUs; any other text unchanged."""
+    if _DEVICE.fullmatch(text):
+        return text.replace(_WORD, gpus.DEVICE_TYPE)
+    if _BACKENDS.fullmatch(text):
+        return text.replace(_WORD, gpus.DEVICE_TYPE).replace("nccl", BACKEND)
+    return text
+
+
+def compiled(source: bytes | str, filename: str) -> CodeType:
+    """The code of a file, read for virtual GPUs; SyntaxError as from ``compile``."""
+    reading = Reading(filename)
+    tree = _Reader(reading).visit(ast.parse(source, filename))
+    if reading.lines:
+        readings.append(reading)
+    return compile(ast.fix_missing_locations(tree), filename, "exec", dont_inherit=True)
+
+
+class _Reader(ast.NodeTransformer):
+    """Changes the words in a syntax tree."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        of_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
+        if node.attr == _WORD and of_torch:
+            return self._renamed(node, gpus.DEVICE_TYPE)
+        if node.attr in _ATTRIBUTES:
+            return self._renamed(node, _ATTRIBUTES[node.attr])
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == _WORD:
+            self._renamed(node.func, gpus.DEVICE_TYPE)
+        return node
+
+    def visit_Import(self, node: ast.Import) -> ast.AST:
+        for alias in node.names:
+            if alias.name == "torch.cuda" or alias.name.startswith("torch.cuda."):
+                alias.name = alias.name.replace(_WORD, gpus.DEVICE_TYPE, 1)
+                self._reading.note(_WORD, node.lineno)
+        return node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
+        module = node.module or ""
+        if module == "torch.cuda" or module.startswith("torch.cuda."):
+            node.module = module.replace(_WORD, gpus.DEVICE_TYPE, 1)
+            self._reading.note(_WORD, node.lineno)
+        for alias in node.names:
+            if module == "torch" and alias.name == _WORD:
+                alias.name, alias.asname = gpus.DEVICE_TYPE, alias.asname or _WORD
+                self._reading.note(_WORD, node.lineno)
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if isinstance(node.value, str) and word(node.value) != node.value:
+            for name in (_WORD, "nccl"):
+                if name in node.value:
+                    self._reading.note(name, node.lineno)
+            node.value = word(node.value)
+        return node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        # f"cuda:{rank}"
+        first = node.values[0] if node.values else None
+        if isinstance(first, ast.Constant) and first.value == f"{_WORD}:":
+            first.value = f"{gpus.DEVICE_TYPE}:"
+            self._reading.note(_WORD, node.lineno)
+        self.generic_visit(node)
+        return node
+
+    def _renamed(self, node: ast.Attribute, name: str) -> ast.Attribute:
+        self._reading.note(_WORD, node.lineno)
+        node.attr = name
+        return node
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Imports modules below a folder as ``compiled`` reads them; all others as Python does."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = os.path.join(os.path.realpath(folder), "")
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or type(spec.loader) is not SourceFileLoader or spec.origin is None:
+            return None
+        origin = os.path.realpath(spec.origin)
+        if not origin.startswith(self._folder) or "site-packages" in origin:
+            return None
+        spec.loader = _Loader(fullname, spec.origin)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    """Compiles its file anew: a cached one might have been read as it stands."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return compiled(self.get_data(path), path)
+
+
+def install(folder: str) -> None:
+    """From now on, read what is imported from below ``folder`` for virtual GPUs."""
+    sys.meta_path.insert(0, Finder(folder))

@@ -1,0 +1,134 @@
+"""Runs a script or module with virtual GPUs, and lets the processes that it starts have them too.
+
+What ``python script.py`` sees is kept: ``__main__`` is the script, ``sys.argv`` and ``sys.path``
+are its own, and processes that multiprocessing starts find it.
+"""
+
+import importlib.util
+import multiprocessing.spawn
+import os
+import runpy
+import sys
+from dataclasses import dataclass
+from multiprocessing import util
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from helpers.units import format_bytes
+from helpers.vgpu import cuda_words
+from helpers.vgpu.backend import enable
+from helpers.vgpu.device import gpus
+from helpers.vgpu.distributed.groups import tally
+from helpers.vgpu.torch_api import device_module
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the program runs with; its processes get the same."""
+
+    count: int
+    gpu: str = "V100"
+    memory_bytes: int | None = None
+    seed: int | None = None
+    cuda_folder: str | None = None
+    """Below it ``cuda`` is read as ``vgpu``; None where it is not."""
+    summary: bool = False
+
+    def prepare(self) -> None:
+        """Enable the virtual GPUs, and read ``cuda`` as ``vgpu`` where that is wanted."""
+        enable(self.count, self.gpu, self.memory_bytes)
+        if self.seed is not None:
+            import torch
+
+            torch.manual_seed(self.seed)
+        if self.cuda_folder is not None:
+            cuda_words.install(self.cuda_folder)
+
+
+def run_script(path: Path, setting: Setting) -> None:
+    """Run a file as ``__main__``; it ends as the file ends, with its exception or SystemExit."""
+    source = path.read_bytes()
+    sys.path[0] = str(path.resolve().parent)
+    _start(setting)
+    main = ModuleType("__main__")
+    main.__file__ = str(path)
+    sys.modules["__main__"] = main
+    exec(_code(source, str(path), setting), vars(main))
+
+
+def run_module(name: str, setting: Setting) -> None:
+    """Run a module, or a package's ``__main__``, as ``python -m`` does.
+
+    ModuleNotFoundError where there is none.
+    """
+    sys.path[0] = os.getcwd()
+    _start(setting)
+    if importlib.util.find_spec(name) is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _code(source: bytes, filename: str, setting: Setting) -> CodeType:
+    if setting.cuda_folder is None:
+        return compile(source, filename, "exec", dont_inherit=True)
+    return cuda_words.compiled(source, filename)
+
+
+def _start(setting: Setting) -> None:
+    setting.prepare()
+    plain = multiprocessing.spawn.get_preparation_data
+
+    def with_virtual_gpus(name: str) -> dict[str, Any]:
+        return {**plain(name), "virtual_gpus": _ForChild(setting)}
+
+    multiprocessing.spawn.get_preparation_data = with_virtual_gpus
+    if setting.summary:
+        util.Finalize(None, show_summary, exitpriority=-1)
+
+
+class _ForChild:
+    """Travels in what multiprocessing tells a new process first; unpickling it prepares there."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+
+    def __reduce__(self) -> tuple:
+        return _arrive, (self._setting,)
+
+
+def _arrive(setting: Setting) -> None:
+    _start(setting)
+    if setting.cuda_folder is not None:
+        multiprocessing.spawn._fixup_main_from_path = _read_main  # type: ignore[attr-defined]
+
+
+def _read_main(path: str) -> None:
+    """Run the parent's script once more, as multiprocessing does, but read for virtual GPUs."""
+    main = ModuleType("__mp_main__")
+    main.__file__ = path
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    exec(cuda_words.compiled(Path(path).read_bytes(), path), vars(main))
+
+
+def summary() -> str:
+    """Peak bytes of each GPU that this process used, and its collectives; a line each."""
+    lines = []
+    for index in range(gpus.device_count()):
+        gpu = gpus.by_index(index)
+        if gpu.memory.allocation_count:
+            peak = format_bytes(device_module.max_memory_allocated(index))
+            of = format_bytes(gpu.memory.capacity_bytes)
+            lines.append(f"{gpu.device} ({gpu.spec.name}): at most {peak} of {of} allocated")
+    for name, calls in sorted(tally.calls.items()):
+        lines.append(f"{name}: {calls} calls, {format_bytes(tally.bytes[name])} put in")
+    rank = os.environ.get("RANK")
+    who = f"rank {rank}: " if rank is not None else ""
+    return "\n".join(who + line for line in lines or ["no virtual GPU was used"])
+
+
+def show_summary() -> None:
+    """Print the summary in one piece, so that several ranks' lines do not mix."""
+    sys.stdout.flush()
+    sys.stderr.write(summary() + "\n")
+    sys.stderr.flush()
