@@ -17,6 +17,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
+from helpers import vgpu
 from helpers.launch import faults, hangs, machine, places
 from helpers.launch.errors import LaunchError, RankDied, RankRaised, RanksHung
 from helpers.launch.output import Output
@@ -46,6 +47,8 @@ def run(
     timeout_s: float | None = 300.0,
     on_report: Callable[[int, Any], object] | None = None,
     output: Literal["live", "by rank"] = "live",
+    gpu: str | vgpu.GPUSpec | None = None,
+    memory_bytes: int | None = None,
 ) -> list[Any]:
     """Call ``function(rank, world_size, *args)`` on ``nprocs`` processes; their results, by rank.
 
@@ -53,6 +56,12 @@ def run(
     arguments and results. Every rank finds the default process group ready (gloo on CPUs; gloo
     and NCCL where each rank has a GPU of its own), the environment variables that torchrun sets,
     and its share of the machine's cores as threads.
+
+    With ``gpu``, a preset or a GPUSpec, each rank has a GPU: a real one where the machine has enough
+    of them and COURSE_DEVICES is not "vgpu", else a virtual one of that kind, with ``memory_bytes``
+    in place of the kind's own. It is the rank's current device,
+    ``torch.device(torch.accelerator.current_accelerator().type, rank)``; its collectives run over
+    NCCL, or virtually over gloo.
 
     ``output="live"`` shows what the ranks print at once, in the order of time; ``"by rank"`` when
     all have ended, rank by rank. ``on_report(rank, content)`` is called here for each
@@ -64,9 +73,10 @@ def run(
     """
     __tracebackhide__ = True
     _check(function, nprocs, timeout_s, output)
+    gpus = _virtual_gpus(nprocs, gpu, memory_bytes)
     _check_call(function, nprocs, args)
     payload = pack(function, args)
-    jobs = _jobs(nprocs)
+    jobs = _jobs(nprocs, gpus)
     with Team(jobs, payload, Output(nprocs, by_rank=output == "by rank"), on_report) as team:
         try:
             _follow(team, START_LIMIT_S, lambda member: member.joined)
@@ -123,9 +133,29 @@ def _check_call(function: Callable[..., Any], nprocs: int, args: tuple[Any, ...]
         ) from None
 
 
-def _jobs(world_size: int) -> list[Job]:
+def _virtual_gpus(
+    nprocs: int, gpu: str | vgpu.GPUSpec | None, memory_bytes: int | None
+) -> tuple[vgpu.GPUSpec, int] | None:
+    """The kind and bytes of each rank's virtual GPU; None where it has a real one, or none."""
+    if gpu is None:
+        if memory_bytes is not None:
+            raise ValueError(
+                "memory_bytes is of each rank's virtual GPU: name its kind too, as in "
+                'launch.run(train, 4, gpu="V100", memory_bytes=2**30).'
+            )
+        return None
+    spec = vgpu.get_spec(gpu)
+    capacity_bytes = spec.memory_bytes if memory_bytes is None else memory_bytes
+    if not isinstance(capacity_bytes, int) or capacity_bytes <= 0:
+        raise ValueError(f"memory_bytes must be a positive number; found {memory_bytes!r}.")
+    real = machine.real_gpus_for(nprocs) and os.environ.get("COURSE_DEVICES") != "vgpu"
+    return None if real else (spec, capacity_bytes)
+
+
+def _jobs(world_size: int, gpus: tuple[vgpu.GPUSpec, int] | None) -> list[Job]:
     threads = machine.threads_per_rank(world_size)
-    backend = machine.backend(machine.each_rank_has_a_gpu(world_size))
+    on = "vgpu" if gpus else "cuda" if machine.real_gpus_for(world_size) else "cpu"
+    backend = machine.backend(on)
     shared = {
         # A figure drawn in a rank is shown by the notebook, not by the rank.
         "MPLBACKEND": "agg",
@@ -148,6 +178,7 @@ def _jobs(world_size: int) -> list[Job]:
             world_size=world_size,
             backend=backend,
             threads=threads,
+            gpus=gpus,
             environment={
                 **defaults,
                 **os.environ,

@@ -6,6 +6,8 @@ import socket
 import torch
 import torch.distributed as dist
 
+from helpers import vgpu
+
 
 def cores() -> int:
     """Cores that this process may use, which a scheduler or a container can make fewer."""
@@ -19,19 +21,27 @@ def threads_per_rank(ranks: int) -> int:
     return max(1, cores() // ranks)
 
 
-def each_rank_has_a_gpu(ranks: int | None = None) -> bool:
-    """Whether each of this machine's ranks can have a GPU of its own, with NCCL between them.
+def device_type(ranks: int | None = None) -> str:
+    """What each of this machine's ranks has one of: "vgpu" where virtual GPUs are enabled, "cuda"
+    where there are as many as ranks and NCCL to join them, else "cpu".
 
-    Without a number they are as many as torchrun or ``launch.run`` has started on this machine.
+    Without a number the ranks are those that torchrun or ``launch.run`` has started on this machine.
     """
     if ranks is None:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if vgpu.is_enabled() and torch.get_device_module("vgpu").device_count() >= ranks:
+        return "vgpu"
+    return "cuda" if real_gpus_for(ranks) else "cpu"
+
+
+def real_gpus_for(ranks: int) -> bool:
+    """Whether each of so many ranks can have a real GPU of its own, with NCCL between them."""
     return dist.is_nccl_available() and torch.cuda.device_count() >= ranks
 
 
-def backend(on_gpus: bool) -> str:
-    """What ``init_process_group`` takes: NCCL for tensors on GPUs, which it needs; gloo on CPUs."""
-    return "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
+def backend(device_type: str) -> str:
+    """What ``init_process_group`` takes for ranks whose tensors are on such devices."""
+    return {"cuda": "cpu:gloo,cuda:nccl", "vgpu": "cpu:gloo,vgpu:vccl"}.get(device_type, "gloo")
 
 
 def loopback() -> str | None:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from helpers import vgpu
 from helpers.launch import guard, places
 from helpers.launch.output import redirect
 from helpers.launch.payload import dump, dumps
@@ -50,6 +51,8 @@ class Job:
     world_size: int
     backend: str
     threads: int
+    gpus: tuple[vgpu.GPUSpec, int] | None
+    """The kind and bytes of each rank's virtual GPU; None where ranks have none."""
     environment: dict[str, str]
     sources: dict[str, Any]
     """The parent's linecache entries of code that stands in no file: the notebook's cells."""
@@ -201,6 +204,9 @@ def _prepare(job: Job) -> None:
     os.environ.update(job.environment)
     linecache.cache.update(job.sources)
     torch.set_num_threads(job.threads)
+    if job.gpus is not None:
+        spec, memory_bytes = job.gpus
+        vgpu.enable(job.world_size, spec, memory_bytes)
     # A DataLoader in a rank starts its workers as it does anywhere else, not as we started this.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     # A forked process repeats the random numbers of its forkserver; a fresh one would not.
@@ -230,8 +236,8 @@ def _attempt(rank: _Rank, job: Job) -> Result | Failure:
 
 
 def _join_group(job: Job, scratch: Path) -> None:
-    if "nccl" in job.backend:
-        torch.cuda.set_device(job.rank)
+    if job.gpus is not None or "nccl" in job.backend:
+        torch.accelerator.set_device_index(job.rank)
     dist.init_process_group(
         job.backend,
         store=dist.FileStore(str(scratch / "store"), job.world_size),

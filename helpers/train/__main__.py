@@ -199,7 +199,7 @@ def _say(training: Training, line: str) -> None:
 @contextmanager
 def _group(cpu: bool) -> Iterator[None]:
     """The process group that the environment describes; without one, a group of this process."""
-    backend = machine.backend(machine.each_rank_has_a_gpu() and not cpu)
+    backend = machine.backend("cpu" if cpu else machine.device_type())
     one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     if one_host and (loopback := machine.loopback()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

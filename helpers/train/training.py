@@ -160,8 +160,9 @@ class Training:
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         random = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state(self.device)
+        if self.device.type != "cpu":
+            module = torch.get_device_module(self.device)
+            random[self.device.type] = module.get_rng_state(self.device)
         return {
             "model": model,
             "optimizer": optimizer,
@@ -197,14 +198,16 @@ class Training:
         self.step, self.history = state["step"], state["history"]
         if alike:
             torch.set_rng_state(random["cpu"])
-            if "cuda" in random:
-                torch.cuda.set_rng_state(random["cuda"], self.device)
+            if self.device.type in random and self.device.type != "cpu":
+                module = torch.get_device_module(self.device)
+                module.set_rng_state(random[self.device.type], self.device)
 
 
 def _device(cpu: bool) -> torch.device:
     """This rank's own GPU if each rank of this machine has one, else the CPU."""
-    if cpu or not machine.each_rank_has_a_gpu():
+    kind = "cpu" if cpu else machine.device_type()
+    if kind == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(device)
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
+    torch.accelerator.set_device_index(device.index)
     return device

@@ -3,7 +3,7 @@
 from helpers.vgpu.backend import disable, enable, is_enabled
 from helpers.vgpu.device.links import LINKS, Link
 from helpers.vgpu.device.memory import record_memory
-from helpers.vgpu.device.specs import PRESETS, GPUSpec
+from helpers.vgpu.device.specs import PRESETS, GPUSpec, get_spec
 from helpers.vgpu.iterations import data_parallel_iteration, ddp_iteration
 from helpers.vgpu.shapes import NoValueError, is_shape, shapes_only
 from helpers.vgpu.timing.costs import CostModel, fit_share
@@ -27,6 +27,7 @@ __all__ = [
     "disable",
     "enable",
     "fit_share",
+    "get_spec",
     "is_enabled",
     "is_shape",
     "record",

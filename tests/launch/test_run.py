@@ -10,7 +10,7 @@ import torch.distributed as dist
 from cells import cell
 from rights import needs_shared_memory
 
-from helpers import launch
+from helpers import launch, vgpu
 from helpers.launch import launcher, machine
 from helpers.train import training
 
@@ -325,18 +325,20 @@ def test_the_parent_joins_no_group():
 
 @pytest.mark.parametrize(
     ("gpus", "nccl", "ranks", "expected"),
-    [(0, True, 1, False), (2, True, 2, True), (2, True, 3, False), (2, False, 2, False)],
+    [(0, True, 1, "cpu"), (2, True, 2, "cuda"), (2, True, 3, "cpu"), (2, False, 2, "cpu")],
 )
-def test_each_rank_has_a_gpu_is_decided_in_one_place(monkeypatch, gpus, nccl, ranks, expected):
+def test_what_ranks_compute_on_is_decided_in_one_place(monkeypatch, gpus, nccl, ranks, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
     chosen = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_RANK", "1")
-    backend = "cpu:gloo,cuda:nccl" if expected else "gloo"
-    assert machine.each_rank_has_a_gpu(ranks) is machine.each_rank_has_a_gpu() is expected
-    assert {job.backend for job in launcher._jobs(ranks)} == {backend}
-    assert training._device(cpu=False) == torch.device("cuda:1" if expected else "cpu")
+    backend = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}[expected]
+    assert machine.device_type(ranks) == machine.device_type() == expected
+    assert {job.backend for job in launcher._jobs(ranks, None)} == {backend}
+    assert training._device(cpu=False) == torch.device("cuda:1" if expected == "cuda" else "cpu")
     assert training._device(cpu=True) == torch.device("cpu")
-    assert chosen == [torch.device("cuda:1")] * expected
+    assert chosen == [1] * (expected == "cuda")
+    with vgpu.enable(ranks):
+        assert machine.device_type() == "vgpu"
