@@ -20,9 +20,10 @@ from helpers.vgpu.device import gpus
 from helpers.vgpu.device.links import Link, get_link
 from helpers.vgpu.device.specs import GPUSpec, get_spec
 from helpers.vgpu.dispatch import kernels, refusals, sync_batch_norm
-from helpers.vgpu.distributed import groups, wrappers
+from helpers.vgpu.distributed import ddp, groups, wrappers
 from helpers.vgpu.torch_api import (
     accelerator,
+    attention,
     data_assignment,
     data_parallel,
     device_module,
@@ -34,8 +35,10 @@ from helpers.vgpu.torch_api import (
 
 _CHANGING = (
     accelerator,
+    attention,
     data_assignment,
     data_parallel,
+    ddp,
     functions,
     groups,
     kernels,

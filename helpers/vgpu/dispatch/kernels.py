@@ -12,10 +12,10 @@ import torch
 
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
-from helpers.vgpu.dispatch import autocast, handlers, refusals, rules
+from helpers.vgpu.dispatch import attention, autocast, handlers, refusals, rules
 from helpers.vgpu.dispatch.tensor import dispatch
 
-rules.use_handlers({**handlers.HANDLERS, **refusals.HANDLERS})
+rules.use_handlers({**attention.HANDLERS, **handlers.HANDLERS, **refusals.HANDLERS})
 
 # Of calls that have no tensor yet: for "vgpu:k", and for "vgpu", the current device (gpus.py).
 _FACTORY_KEYS = ("PrivateUse1", gpus.CURRENT_DEVICE_TYPE.upper())

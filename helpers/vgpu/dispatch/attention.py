@@ -1,0 +1,92 @@
+"""Fused attention: CUDA's operators, computed by the CPU's own fused kernel.
+
+They keep the output and one number a row, not the matrix of scores, so bytes are those of a GPU,
+and DTensor and context parallelism know how to split them. Left out: dropout, which the CPU's
+kernel does not have (torch_api/attention.py takes the unfused way then).
+"""
+
+from typing import Any
+
+import torch
+
+from helpers.vgpu.dispatch.handlers import special
+from helpers.vgpu.dispatch.same_device import check_for
+from helpers.vgpu.dispatch.tensor import unwrap, wrap
+
+
+def _arguments(func: Any, args: tuple, kwargs: dict) -> tuple[dict[str, Any], Any]:
+    """The arguments by name, with CPU tensors in place of virtual ones, and the GPU."""
+    named = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    named |= dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    values, gpu, mixed = unwrap(named.values(), None, False)
+    if mixed:
+        check_for(func)(func, args, kwargs)
+    named = dict(zip(named, values, strict=True))
+    if named["dropout_p"]:
+        raise NotImplementedError(
+            f"fused attention with dropout_p={named['dropout_p']} is not supported on virtual GPUs: "
+            "call torch.nn.functional.scaled_dot_product_attention, which then computes it unfused"
+        )
+    return named, gpu
+
+
+def _forward(named: dict[str, Any], mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and the logarithm of each row's sum: (B, H, S, D) and (B, H, S)."""
+    parts = [named[name] for name in ("query", "key", "value")]
+    parts = [part if part.stride(-1) == 1 else part.contiguous() for part in parts]
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *parts, 0.0, named["is_causal"], attn_mask=mask, scale=named["scale"]
+    )
+
+
+def _backward(
+    named: dict[str, Any], grad: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, named["query"], named["key"], named["value"], named["out"], named["logsumexp"],
+        0.0, named["is_causal"], attn_mask=mask, scale=named["scale"],
+    )  # fmt: skip
+
+
+def _empty(gpu: Any) -> Any:
+    """In place of what only CUDA's kernels need: states of random numbers, masks to look at."""
+    return wrap(torch.empty(0, dtype=torch.int64, device="cpu"), gpu, "attention")
+
+
+@special("aten::_scaled_dot_product_flash_attention")
+def flash_attention(func: Any, args: tuple, kwargs: dict) -> Any:
+    named, gpu = _arguments(func, args, kwargs)
+    output, logsumexp = (wrap(part, gpu, "attention") for part in _forward(named, None))
+    lengths = named["query"].size(-2), named["key"].size(-2)
+    none = [_empty(gpu) for _ in range(5)]
+    return output, logsumexp, *none[:2], *lengths, *none[2:]
+
+
+@special("aten::_scaled_dot_product_flash_attention_backward")
+def flash_attention_backward(func: Any, args: tuple, kwargs: dict) -> Any:
+    named, gpu = _arguments(func, args, kwargs)
+    gradients = _backward(named, named["grad_out"], None)
+    return tuple(wrap(gradient, gpu, "attention") for gradient in gradients)
+
+
+@special("aten::_scaled_dot_product_efficient_attention")
+def efficient_attention(func: Any, args: tuple, kwargs: dict) -> Any:
+    named, gpu = _arguments(func, args, kwargs)
+    output, logsumexp = _forward(named, named["attn_bias"])
+    if not named["compute_log_sumexp"]:
+        logsumexp = logsumexp.new_empty((*logsumexp.shape[:-1], 0))
+    none = [_empty(gpu) for _ in range(2)]
+    return wrap(output, gpu, "attention"), wrap(logsumexp, gpu, "attention"), *none
+
+
+@special("aten::_scaled_dot_product_efficient_attention_backward")
+def efficient_attention_backward(func: Any, args: tuple, kwargs: dict) -> Any:
+    named, gpu = _arguments(func, args, kwargs)
+    bias = named["attn_bias"]
+    if named["grad_input_mask"][3]:
+        raise NotImplementedError(
+            "the gradient of an attention mask is not supported in fused attention on virtual GPUs"
+        )
+    bias = None if bias is not None and bias.numel() == 0 else bias
+    gradients = _backward(named, named["grad_out_"], bias)
+    return *(wrap(gradient, gpu, "attention") for gradient in gradients), None
