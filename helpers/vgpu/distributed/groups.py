@@ -9,12 +9,15 @@ Left out: what only NCCL offers, such as splitting a communicator, user buffers 
 """
 
 import collections
+import functools
+import inspect
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
@@ -43,6 +46,24 @@ def install(changes: Changes) -> None:
     # A script may ask for gloo by name: it takes CUDA tensors too.
     gloo = backends.backend_capability["gloo"]
     changes.item(backends.backend_capability, "gloo", [*gloo, gpus.DEVICE_TYPE])
+    changes.wrap(distributed_c10d, "_new_process_group_helper", _explaining_nccl)
+
+
+def _explaining_nccl(plain: Callable) -> Callable:
+    """What makes every group; where there is no CUDA, NCCL's own words would not say what to do."""
+
+    @functools.wraps(plain)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        wanted = str(inspect.signature(plain).bind(*args, **kwargs).arguments.get("backend"))
+        if "nccl" in wanted and not torch.cuda.is_available():
+            raise RuntimeError(
+                f"the backend {wanted} needs CUDA GPUs, and there are only virtual ones: leave the "
+                f"backend out, name {BACKEND!r}, or run the script with "
+                "python -m helpers.vgpu --cuda-is-vgpu, which reads nccl as it"
+            )
+        return plain(*args, **kwargs)
+
+    return explained
 
 
 def _make_backend(options: Any, backend_options: object) -> Any:

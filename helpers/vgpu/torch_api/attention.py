@@ -37,7 +37,14 @@ def _fused(plain: Callable) -> Callable:
     ) -> Any:
         def unfused() -> Any:
             return plain(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
             )
 
         parts = [query, key, value]
@@ -51,7 +58,11 @@ def _fused(plain: Callable) -> Callable:
             parts[1:] = [part.repeat_interleave(groups, -3) for part in parts[1:]]
         if not _fits(parts, attn_mask, dropout_p, is_causal):
             return unfused()
-        if parts[0].dtype in _HALF and attn_mask is None and torch.backends.cuda.flash_sdp_enabled():
+        if (
+            parts[0].dtype in _HALF
+            and attn_mask is None
+            and torch.backends.cuda.flash_sdp_enabled()
+        ):
             return torch.ops.aten._scaled_dot_product_flash_attention(
                 *parts, 0.0, is_causal, scale=scale
             )[0]

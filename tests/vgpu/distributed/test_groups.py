@@ -6,6 +6,7 @@ import torch.distributed as dist
 from cells import cell
 
 from helpers import launch, vgpu
+from helpers.launch import launcher
 
 # Each body gets ``make(*size)``, which fills a tensor of the given type on the device under trial
 # from rank and seed, and ``call``: keywords for the group and for async_op. It gives back tensors.
@@ -107,7 +108,7 @@ def test_every_collective_gives_what_it_gives_on_the_cpu():
     assert not [o for outcomes in ranks for o in outcomes if not o[-1]]
 
 
-def test_the_default_group_of_virtual_gpus_takes_both_kinds_of_tensors():
+def test_the_default_group_of_virtual_gpus_takes_both_kinds_of_tensors(tmp_path, monkeypatch):
     source = """
     def main(rank, world):
         dist.destroy_process_group()
@@ -120,15 +121,8 @@ def test_the_default_group_of_virtual_gpus_takes_both_kinds_of_tensors():
         dist.barrier()
         return dist.get_backend(), str(x.device), x.tolist(), y.tolist()
     """
-    import os
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["STORE"] = os.path.join(folder, "store")
-        try:
-            found = launch.run(cell(source)["main"], 2, gpu="V100")
-        finally:
-            del os.environ["STORE"]
+    monkeypatch.setenv("STORE", str(tmp_path / "store"))
+    found = launch.run(cell(source)["main"], 2, gpu="V100")
     assert found == [("vccl", f"vgpu:{rank}", [2.0, 2.0], [2.0, 2.0]) for rank in range(2)]
 
 
@@ -174,12 +168,22 @@ def test_real_gpus_are_taken_where_there_are_enough(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.delenv("COURSE_DEVICES", raising=False)
-    from helpers.launch import launcher
-
     assert launcher._virtual_gpus(2, "V100", None) is None
     assert launcher._virtual_gpus(3, "V100", 7) == (vgpu.get_spec("V100"), 7)
     monkeypatch.setenv("COURSE_DEVICES", "vgpu")
     assert launcher._virtual_gpus(2, "V100", 7) == (vgpu.get_spec("V100"), 7)
+
+
+def test_nccl_says_what_to_write_instead():
+    source = """
+    def main(rank, world):
+        try:
+            dist.new_group(backend="nccl")
+        except RuntimeError as error:
+            return str(error)
+    """
+    (said,) = launch.run(cell(source)["main"], 1, gpu="V100")
+    assert "there are only virtual ones" in said and "name 'vccl'" in said
 
 
 def test_disabling_leaves_no_trace_in_torch_distributed():
