@@ -279,6 +279,43 @@ def loss_over_a_split_vocabulary(rank, world_size, device_type):
     return [full(loss), full(model.weight.grad)]
 
 
+def attention_by_heads(rank, world_size, device_type):
+    """Fused attention on DTensors that are split by heads; by hand where the CPU has no rule."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = mesh_of(device_type, world_size)
+    generator = torch.Generator().manual_seed(rank)
+    parts = [torch.randn(2, 1, 16, 8, generator=generator) for _ in range(3)]
+    parts = [part.to(device_of(device_type, rank)).requires_grad_() for part in parts]
+    whole = [DTensor.from_local(part, mesh, [Shard(1)]) for part in parts]
+    if device_type == "cpu":
+        output = F.scaled_dot_product_attention(*parts, is_causal=True)
+    else:
+        output = F.scaled_dot_product_attention(*whole, is_causal=True).to_local()
+    output.square().sum().backward()
+    return [full(output), *(full(part.grad) for part in parts)]
+
+
+def context_parallel(rank, world_size, device_type):
+    """Ring attention over a sequence that is split, beside full attention on each rank."""
+    torch.manual_seed(2)
+    parts = [torch.randn(1, 2, 8 * world_size, 8) for _ in range(3)]
+    parts = [part.to(device_of(device_type, rank)).requires_grad_() for part in parts]
+    expected = F.scaled_dot_product_attention(*parts, is_causal=True)
+    if device_type == "cpu":  # which has no context parallelism
+        return [full(expected)]
+    from torch.distributed.tensor.experimental import context_parallel as ring
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+
+    mesh = mesh_of(device_type, world_size)
+    mine = [part.detach().clone() for part in parts]
+    with ring(mesh, buffers=mine, buffer_seq_dims=[2] * 3):
+        output = F.scaled_dot_product_attention(*mine, is_causal=True)
+        (output,) = context_parallel_unshard(mesh, [output], [2])
+    torch.testing.assert_close(output, expected.detach())
+    return [full(expected)]
+
+
 def fsdp_and_tensor_parallel(rank, world_size, device_type):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import (
@@ -413,7 +450,8 @@ WAYS = [
     ddp, ddp_with_bucket_views, ddp_with_small_buckets, ddp_accumulating, ddp_with_amp,
     ddp_with_join, zero_redundancy, fsdp, fsdp_without_resharding, fsdp_with_prefetching,
     fsdp_in_mixed_precision, fsdp_with_offloading, hybrid_sharding, dtensor_placements,
-    tensor_parallel, sequence_parallel, loss_over_a_split_vocabulary, fsdp_and_tensor_parallel,
+    tensor_parallel, sequence_parallel, loss_over_a_split_vocabulary,
+    attention_by_heads, context_parallel, fsdp_and_tensor_parallel,
     gpipe, one_forward_one_backward, interleaved, zero_bubble, checkpoint_on_other_ranks,
     saved_and_loaded,
 ]  # fmt: skip

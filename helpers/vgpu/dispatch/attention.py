@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from helpers.vgpu.dispatch.handlers import special
+from helpers.vgpu.dispatch.rules import Handler
 from helpers.vgpu.dispatch.same_device import check_for
 from helpers.vgpu.dispatch.tensor import unwrap, wrap
 
@@ -48,38 +48,34 @@ def _backward(
     )  # fmt: skip
 
 
-def _empty(gpu: Any) -> Any:
+def _nothing(gpu: Any) -> Any:
     """In place of what only CUDA's kernels need: states of random numbers, masks to look at."""
-    return wrap(torch.empty(0, dtype=torch.int64, device="cpu"), gpu, "attention")
+    return wrap(torch.zeros((), dtype=torch.int64, device="cpu"), gpu, "attention")
 
 
-@special("aten::_scaled_dot_product_flash_attention")
 def flash_attention(func: Any, args: tuple, kwargs: dict) -> Any:
     named, gpu = _arguments(func, args, kwargs)
     output, logsumexp = (wrap(part, gpu, "attention") for part in _forward(named, None))
     lengths = named["query"].size(-2), named["key"].size(-2)
-    none = [_empty(gpu) for _ in range(5)]
+    none = [_nothing(gpu) for _ in range(5)]
     return output, logsumexp, *none[:2], *lengths, *none[2:]
 
 
-@special("aten::_scaled_dot_product_flash_attention_backward")
 def flash_attention_backward(func: Any, args: tuple, kwargs: dict) -> Any:
     named, gpu = _arguments(func, args, kwargs)
     gradients = _backward(named, named["grad_out"], None)
     return tuple(wrap(gradient, gpu, "attention") for gradient in gradients)
 
 
-@special("aten::_scaled_dot_product_efficient_attention")
 def efficient_attention(func: Any, args: tuple, kwargs: dict) -> Any:
     named, gpu = _arguments(func, args, kwargs)
     output, logsumexp = _forward(named, named["attn_bias"])
     if not named["compute_log_sumexp"]:
         logsumexp = logsumexp.new_empty((*logsumexp.shape[:-1], 0))
-    none = [_empty(gpu) for _ in range(2)]
+    none = [_nothing(gpu) for _ in range(2)]
     return wrap(output, gpu, "attention"), wrap(logsumexp, gpu, "attention"), *none
 
 
-@special("aten::_scaled_dot_product_efficient_attention_backward")
 def efficient_attention_backward(func: Any, args: tuple, kwargs: dict) -> Any:
     named, gpu = _arguments(func, args, kwargs)
     bias = named["attn_bias"]
@@ -90,3 +86,11 @@ def efficient_attention_backward(func: Any, args: tuple, kwargs: dict) -> Any:
     bias = None if bias is not None and bias.numel() == 0 else bias
     gradients = _backward(named, named["grad_out_"], bias)
     return *(wrap(gradient, gpu, "attention") for gradient in gradients), None
+
+
+HANDLERS: dict[str, Handler] = {
+    "aten::_scaled_dot_product_flash_attention": flash_attention,
+    "aten::_scaled_dot_product_flash_attention_backward": flash_attention_backward,
+    "aten::_scaled_dot_product_efficient_attention": efficient_attention,
+    "aten::_scaled_dot_product_efficient_attention_backward": efficient_attention_backward,
+}
