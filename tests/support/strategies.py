@@ -40,14 +40,13 @@ def batch(step, rank, world_size):
     return images[mine], labels[mine]
 
 
-def trained(model, optimizer, device, rank, world_size, steps=STEPS, clip=None, precision=None):
+def trained(model, optimizer, device, rank, world_size, steps=STEPS, clip=None):
     """Losses (and norms) of the steps."""
     found = []
     for step in range(steps):
         images, labels = (part.to(device) for part in batch(step, rank, world_size))
         optimizer.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision is not None):
-            loss = F.cross_entropy(model(images).float(), labels)
+        loss = F.cross_entropy(model(images), labels)
         loss.backward()
         if clip is not None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -108,10 +107,34 @@ def ddp_accumulating(rank, world_size, device_type):
 
 
 def ddp_with_amp(rank, world_size, device_type):
-    device = device_of(device_type, rank)
-    model = DDP(network(rank).to(device))
+    """float16 with a scaler, beside one GPU on the whole batch; the CPU casts other operators."""
+    device = torch.device("vgpu", rank)
+    model = DDP(network(0).to(device))
+    mine = _scaled(model, device, rank, 1)
+    alone = _scaled(network(0).to(device), device, 0, world_size)
+    together = torch.stack(mine)
+    dist.all_reduce(together)
+    torch.testing.assert_close(together / world_size, torch.stack(alone), rtol=2e-3, atol=2e-3)
+    return mine
+
+
+def _scaled(model, device, rank, shares):
+    """Losses of three steps with autocast and a GradScaler, on this many ranks' samples."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return trained(model, optimizer, device, rank, world_size, precision="bf16")
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10)
+    losses = []
+    for step in range(STEPS):
+        world_size = dist.get_world_size()
+        parts = [batch(step, r, world_size) for r in range(rank, rank + shares)]
+        images, labels = (torch.cat(part).to(device) for part in zip(*parts, strict=True))
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.float16):
+            loss = F.cross_entropy(model(images), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(full(loss))
+    return losses
 
 
 def ddp_with_join(rank, world_size, device_type):
@@ -446,23 +469,33 @@ def beside_one_process(way):
     return parameters_of(model)
 
 
-WAYS = [
-    ddp, ddp_with_bucket_views, ddp_with_small_buckets, ddp_accumulating, ddp_with_amp,
-    ddp_with_join, zero_redundancy, fsdp, fsdp_without_resharding, fsdp_with_prefetching,
-    fsdp_in_mixed_precision, fsdp_with_offloading, hybrid_sharding, dtensor_placements,
-    tensor_parallel, sequence_parallel, loss_over_a_split_vocabulary,
-    attention_by_heads, context_parallel, fsdp_and_tensor_parallel,
-    gpipe, one_forward_one_backward, interleaved, zero_bubble, checkpoint_on_other_ranks,
-    saved_and_loaded,
-]  # fmt: skip
+WAYS = {
+    "data": [
+        ddp, ddp_with_bucket_views, ddp_with_small_buckets, ddp_accumulating, ddp_with_amp,
+        ddp_with_join, zero_redundancy, saved_and_loaded,
+    ],
+    "sharded": [
+        fsdp, fsdp_without_resharding, fsdp_with_prefetching, fsdp_in_mixed_precision,
+        fsdp_with_offloading, hybrid_sharding, checkpoint_on_other_ranks,
+    ],
+    "tensors": [
+        dtensor_placements, tensor_parallel, sequence_parallel, loss_over_a_split_vocabulary,
+        attention_by_heads, context_parallel, fsdp_and_tensor_parallel,
+    ],
+    "pipelines": [gpipe, one_forward_one_backward, interleaved, zero_bubble],
+}  # fmt: skip
+"""By what is split; the ways of one group run on the same ranks, one after another."""
 
 
-def both(rank, world_size, way):
-    """What a way gives on the CPU, and what on virtual GPUs."""
-    results = []
-    for device_type in ("cpu", "vgpu"):
-        torch.manual_seed(0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            results.append(way(rank, world_size, device_type))
-    return results
+def both(rank, world_size, ways):
+    """What each way gives on the CPU, and what on virtual GPUs; an error comes as its text."""
+    found = {}
+    for way in ways:
+        results = []
+        for device_type in ("cpu", "vgpu"):
+            torch.manual_seed(0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                results.append(way(rank, world_size, device_type))
+        found[way.__name__] = results
+    return found
