@@ -3,7 +3,8 @@
 What they replace in torch, the files below say themselves, each in its ``install``; here all of it
 is put in place and undone. Two things cannot be undone, because torch allows each only once in a
 process: the name of the device type (``torch.device("vgpu:0")`` stays valid), and with it that
-``torch.accelerator`` names ``vgpu``. So ``torch.vgpu`` stays as well and then says that no device
+``torch.accelerator`` names ``vgpu``. What only this device type reaches stays as well, and tensors
+that still lie on it go on working. So ``torch.vgpu`` stays as well and then says that no device
 is available, as ``torch.cuda`` does on a machine without a GPU.
 """
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.parallel.data_parallel
 from torch.utils import backend_registration
 
+from helpers.vgpu import shapes
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.device.links import Link, get_link
@@ -45,6 +47,7 @@ _CHANGING = (
     processes,
     refusals,
     serialization,
+    shapes,
     stand_ins,
     sync_batch_norm,
     wrappers,
@@ -156,6 +159,7 @@ def _name_device_type() -> None:
         for name in set(vars(owner)) - names:
             _methods.append((owner, name, vars(owner)[name]))
             delattr(owner, name)
+    kernels.register_once()
     _named = True
 
 

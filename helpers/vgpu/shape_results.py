@@ -56,7 +56,8 @@ def learn(func: Any, args: tuple, kwargs: dict) -> Result:
     kwargs.pop("generator", None)
     if rule_for(func).makes_on_device:
         kwargs["device"] = torch.device("meta")
-    result = func(*args, **kwargs)
+    # What hands nothing back only changes values; torch has not all of it for meta tensors.
+    result = func(*args, **kwargs) if func._schema.returns else None
     work = work_of(func, args, kwargs, result)
     if result is None:
         return Result(None, [], [], work)

@@ -8,13 +8,15 @@ A shape on the host (``torch.empty(...)`` in the block) is a ShapeTensor as well
 or NumPy already holds (``torch.tensor([1, 2])``) stays real until it moves to a GPU.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.dispatch import tensor
 from helpers.vgpu.dispatch.rules import decompose, rule_for
@@ -102,6 +104,20 @@ def shapes_only() -> Iterator[None]:
         yield
 
 
+def install(changes: Changes) -> None:
+    changes.wrap(torch.nn.init, "_no_grad_trunc_normal_", trunc_normal)
+
+
+def trunc_normal(plain: Callable) -> Callable:
+    """``nn.init.trunc_normal_``, which draws until every value lies inside: a shape has none."""
+
+    @functools.wraps(plain)
+    def _no_grad_trunc_normal_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor if is_shape(tensor) else plain(tensor, *args, **kwargs)
+
+    return _no_grad_trunc_normal_
+
+
 def is_shape(value: Any) -> bool:
     """Whether a tensor has no values."""
     return isinstance(value, ShapeTensor)
@@ -118,7 +134,17 @@ _ANSWERS = {
 class _Operator:
     """What must be known about an operator, read at its first call."""
 
-    __slots__ = ("aliases", "check", "composite", "copies", "func", "makes", "traits", "values")
+    __slots__ = (
+        "aliases",
+        "check",
+        "composite",
+        "copies",
+        "func",
+        "indexes",
+        "makes",
+        "traits",
+        "values",
+    )
 
     def __init__(self, func: Any) -> None:
         rule = rule_for(func)
@@ -129,6 +155,7 @@ class _Operator:
         self.composite = rule.composite
         self.makes = rule.makes_on_device
         self.copies = self.traits.copies
+        self.indexes = func._schema.name == "aten::index"
         self.values = self.traits.waits or self.traits.name in _ANSWERS
 
 
@@ -168,7 +195,7 @@ def dispatch(func: Any, args: tuple, kwargs: dict, mode: _Mode | None = None) ->
             return func(*args, **kwargs)
     if operator.copies:
         return _copy(operator, args, kwargs, key, gpu)
-    if operator.values:
+    if operator.values and not (operator.indexes and _by_integers(args)):
         if operator.traits.records_stream and recording.under_way is not None:
             recording.under_way.record_stream(*args)
         return _value(operator.traits, inputs)
@@ -239,6 +266,11 @@ def _stays_real(operator: _Operator, args: tuple, kwargs: dict, target: Any) -> 
         return False
     from_values = next(tensors_in((args, tuple(kwargs.values()))), None) is not None
     return from_values or not operator.makes
+
+
+def _by_integers(args: tuple) -> bool:
+    """Whether indices are integers, so that their number is the results'; a mask is counted out."""
+    return all(index is None or index.dtype in (torch.int64, torch.int32) for index in args[1])
 
 
 def _outputs(

@@ -217,3 +217,35 @@ def test_deep_copies_share_what_their_originals_share():
         assert copy.deepcopy(layer).weight.grad is None
     assert torch.vgpu.memory_allocated(1) - before >= 4096
     assert copies[0]._block is copies[1]._block
+
+
+def test_integer_indices_have_a_shape_and_masks_have_none():
+    with vgpu.shapes_only():
+        x = torch.randn(4, 3, device="vgpu:1", requires_grad=True)
+        index = torch.tensor([0, 2, 2], device="vgpu:1")
+        assert x[index].shape == x[[0, 2, 2]].shape == (3, 3)
+        assert x[:, index[:2]].shape == (4, 2)
+        x[index].sum().backward()
+        assert x.grad.shape == (4, 3)
+        with pytest.raises(vgpu.NoValueError, match="index needs the values"):
+            x[x > 0]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_fused_optimizers_step(kind):
+    with vgpu.shapes_only(), vgpu.record() as timeline:
+        model = nn.Linear(3, 3).to("vgpu:1")
+        optimizer = kind(model.parameters(), lr=0.1, fused=True)
+        model(torch.ones(2, 3, device="vgpu:1")).sum().backward()
+        optimizer.step()
+    assert any(event.name.startswith("_fused_") for event in timeline.events)
+
+
+def test_a_vision_transformer():
+    with vgpu.shapes_only():
+        model = torchvision.models.vit_b_16().to("vgpu:0")
+        scores = model(torch.randn(2, 3, 224, 224, device="vgpu:0"))
+        scores.sum().backward()
+    assert scores.shape == (2, 1000)
+    weight = torch.empty(1000)
+    assert nn.init.trunc_normal_(weight).std() > 0.5

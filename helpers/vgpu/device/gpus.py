@@ -73,23 +73,52 @@ def device_count() -> int:
 
 
 def current_index() -> int:
-    """The calling thread's current device; each thread starts at 0."""
+    """The calling thread's current device; each thread starts at 0.
+
+    In backward it is the device of the node that runs, as autograd sees to it for CUDA.
+    """
+    node = _current_node()
+    if node is not None:
+        set_for, index = getattr(_current, "of_node", (None, 0))
+        if set_for == node[0]:
+            return index
+        if node[1] is not None:
+            return node[1]
     return getattr(_current, "index", 0)
 
 
 def exchange_index(index: int) -> int:
-    """Make ``index`` current and return what was; a negative index changes nothing."""
+    """Make ``index`` current and return what was; a negative index changes nothing.
+
+    What is set in backward holds as long as the node runs.
+    """
     global _chosen
     before = current_index()
     if index >= 0:
-        _current.index = by_index(index).index
         _chosen = True
+        found = by_index(index).index
+        node = _current_node()
+        if node is None:
+            _current.index = found
+        else:
+            _current.of_node = (node[0], found)
     return before
 
 
 def are_in_use() -> bool:
     """Whether this process has chosen a GPU or put something on one, as a CUDA context tells."""
     return _chosen or any(gpu.memory.allocation_count for gpu in _known)
+
+
+def _current_node() -> tuple[tuple[int, int], int | None] | None:
+    """What tells the autograd node that runs in this thread from others, and its GPU's index."""
+    task = torch._C._current_graph_task_id()
+    node = None if task == -1 else torch._C._current_autograd_node()
+    if node is None:
+        return None
+    devices = [metadata.device for metadata in node._input_metadata]
+    own = [device.index for device in devices if device.type == CPP_DEVICE_TYPE]
+    return (task, node._sequence_nr()), own[0] if own else None
 
 
 def by_index(index: int) -> VirtualGPU:

@@ -7,8 +7,8 @@ from typing import Any
 
 from helpers.vgpu.device import gpus
 
-# C++ writes lazy:0 for a device and 'lazy' for its type.
-_CPP_NAME = re.compile(rf"\b{gpus.CPP_DEVICE_TYPE}(?=:\d|')")
+# C++ writes lazy:0 for a device, 'lazy' or device=lazy for its type.
+_CPP_NAME = re.compile(rf"\b{gpus.CPP_DEVICE_TYPE}(?=:\d|'|,)")
 
 
 def naming_devices(function: Callable) -> Callable:
@@ -18,7 +18,7 @@ def naming_devices(function: Callable) -> Callable:
     def renamed(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except (RuntimeError, BufferError) as error:
+        except (RuntimeError, BufferError, TypeError) as error:
             text = _CPP_NAME.sub(gpus.DEVICE_TYPE, str(error))
             if text == str(error):
                 raise

@@ -23,8 +23,20 @@ _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
 def install(changes: Changes) -> None:
-    """Send to ``dispatch`` what reaches the two backends' keys without a virtual tensor."""
-    fallbacks = changes.library("_")
+    kernels = changes.library("aten")
+    kernels.impl("_pin_memory", handlers.pin_cpu_memory, "CPU")
+    kernels.impl("is_pinned", handlers.is_cpu_pinned, "CPU")
+    autocast.register(kernels)
+
+
+@functools.cache
+def register_once() -> tuple[torch.library.Library, ...]:
+    """Send to ``dispatch`` what reaches the keys of our backends without a virtual tensor.
+
+    Nothing else has these keys, so the registrations stay when virtual GPUs are disabled: then they
+    say so.
+    """
+    fallbacks = torch.library.Library("_", "IMPL")
     for backend in _FACTORY_KEYS:
         for key in (backend, f"Sparse{backend}", f"SparseCsr{backend}"):
             fallbacks.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), key)
@@ -32,22 +44,19 @@ def install(changes: Changes) -> None:
     for key, refuse in refusals.FALLBACKS.items():
         fallbacks.fallback(refuse, key)
     fallbacks.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    kernels = changes.library("aten")
     # torch.tensor() and list indices read and copy with Python dispatch switched off. Then
     # fallbacks are not looked up for Python tensors or below a dispatch mode: each operator needs
     # its own entry.
+    kernels = torch.library.Library("aten", "IMPL")
     for func in _computing_operators():
         kernels.impl(func, functools.partial(_call, func), "Lazy")
     aten = torch.ops.aten
     for func in (aten.copy_.default, aten.empty.memory_format, aten.empty_strided.default):
         for key in _FACTORY_KEYS:
             kernels.impl(func, functools.partial(_call, func), key)
-    kernels.impl("_pin_memory", handlers.pin_cpu_memory, "CPU")
-    kernels.impl("is_pinned", handlers.is_cpu_pinned, "CPU")
-    autocast.register(kernels)
+    return fallbacks, kernels
 
 
-@functools.cache
 def _computing_operators() -> list[Callable]:
     """The operators of ``aten`` that compute on the CPU by themselves, but for ``out=``."""
     found = []

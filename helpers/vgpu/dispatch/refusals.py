@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
+from torch.nn.parallel import comm as torch_comm
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from helpers.vgpu.changes import Changes
@@ -61,6 +63,9 @@ def install(changes: Changes) -> None:
     changes.wrap(torch.UntypedStorage, "__new__", new_untyped_storage)
     changes.wrap(forward_ad, "make_dual", make_dual)
     changes.wrap(torch, "compile", refusing_virtual)
+    changes.wrap(torch.jit.RecursiveScriptModule, "to", script_module_to)
+    changes.wrap(torch_comm, "broadcast", broadcast)
+    changes.set(torch.UntypedStorage, gpus.DEVICE_TYPE, storage_to_gpu)
 
 
 def is_virtual_device(device: Any) -> bool:
@@ -79,6 +84,46 @@ def nested_tensor(plain: Callable) -> Callable:
         return plain(*args, device=device, **kwargs)
 
     return nested_tensor
+
+
+def broadcast(plain: Callable) -> Callable:
+    """``torch.nn.parallel.comm.broadcast``, which is C++ for CUDA alone."""
+
+    @functools.wraps(plain)
+    def broadcast(tensor: torch.Tensor, devices: Any = None, *, out: Any = None) -> Any:
+        if not is_virtual_device(tensor.device):
+            return plain(tensor, devices, out=out)
+        raise NotImplementedError(
+            "comm.broadcast is not supported on virtual GPUs: copy with tensor.to(device) to each "
+            "device, or call comm.broadcast_coalesced([tensor], devices)"
+        )
+
+    return broadcast
+
+
+def script_module_to(plain: Callable) -> Callable:
+    """``ScriptModule.to``: C++ would keep the parameters where they are."""
+
+    @functools.wraps(plain)
+    def to(module: Any, *args: Any, **kwargs: Any) -> Any:
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]  # type: ignore[attr-defined]
+        if is_virtual_device(device):
+            raise NotImplementedError(
+                f"a ScriptModule cannot move to {device}: move the module that it was made of, and "
+                "call it as it is, without torch.jit"
+            )
+        return plain(module, *args, **kwargs)
+
+    return to
+
+
+def storage_to_gpu(storage: torch.UntypedStorage, device: Any = None) -> torch.UntypedStorage:
+    """``storage.vgpu(index)``, for ``map_location`` functions; refused elsewhere."""
+    if torch.serialization._serialization_tls.map_location is None:
+        raise NotImplementedError(_STORAGE)
+    index = gpus.current_index() if device is None else torch._utils._get_device_index(device)
+    storage._vgpu_home = gpus.by_index(index)  # type: ignore[attr-defined]
+    return storage
 
 
 def make_wrapper_subclass(plain: Callable) -> staticmethod:
@@ -122,6 +167,22 @@ def make_dual(plain: Callable) -> Callable:
 
     return make_dual
 
+
+def subclass_refused(cls: type) -> NotImplementedError:
+    """The error for a tensor of a class of the user's, or of a lazy module, on a virtual GPU."""
+    if issubclass(cls, UninitializedTensorMixin):
+        return NotImplementedError(LAZY_MODULE)
+    return NotImplementedError(
+        f"tensors of the subclass {cls.__name__} are not supported on virtual GPUs: use plain "
+        "tensors there, or a class that holds a tensor as an attribute (torch.Tensor.as_subclass "
+        "and the like work on the CPU)"
+    )
+
+
+LAZY_MODULE = (
+    "a lazy module cannot move to a virtual GPU before it has seen its first batch: call it once "
+    "with a batch on the CPU and move it then, or make it with its input size, as nn.Linear(in, out)"
+)
 
 _excluding = torch._C._SetExcludeDispatchKeyGuard  # type: ignore[attr-defined]
 _AUTOGRAD = torch._C.DispatchKey.AutogradCPU  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from helpers.vgpu.device.gpus import VirtualGPU
 from helpers.vgpu.device.memory import Block
 from helpers.vgpu.dispatch import views
 from helpers.vgpu.dispatch.device_names import naming_devices
-from helpers.vgpu.dispatch.refusals import refuse_tangents
+from helpers.vgpu.dispatch.refusals import refuse_tangents, subclass_refused
 from helpers.vgpu.dispatch.rules import Rule, rule_for
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore
@@ -37,6 +37,7 @@ _NEGATIVE = torch._C.DispatchKey.Negative  # type: ignore[attr-defined]
 _IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView  # type: ignore[attr-defined]
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
+_new = naming_devices(torch.Tensor.new)
 set_cpp_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
@@ -83,6 +84,8 @@ class VirtualTensor(torch.Tensor):
     def type(  # type: ignore[override]
         self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any
     ) -> Any:
+        if dtype is None and self.layout is torch.sparse_coo:  # C++ has no name for it
+            return self._inner.type().replace("torch", f"torch.{gpus.DEVICE_TYPE}", 1)
         if dtype is None:
             return super().type().replace(gpus.CPP_DEVICE_TYPE, gpus.DEVICE_TYPE)
         return super().type(dtype, non_blocking, **kwargs)
@@ -102,12 +105,22 @@ class VirtualTensor(torch.Tensor):
         return self._inner.data_ptr()
 
     def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        """The old constructor; C++ has none for sparse tensors of this device type."""
+        """The old constructor; C++ forgets the index there, and has none for sparse tensors."""
         if self.layout is torch.sparse_coo and args:
             return torch.sparse_coo_tensor(
                 *args, dtype=self.dtype, device=self.device, check_invariants=False
             )
-        return super().new(*args, **kwargs)
+        if not kwargs and all(type(size) is int for size in args):
+            return self.new_empty(args or (0,))
+        if not kwargs and len(args) == 1 and isinstance(args[0], list | tuple):
+            sizes = isinstance(args[0], torch.Size)
+            return self.new_empty(args[0]) if sizes else self.new_tensor(args[0])
+        return _new(self, *args, **kwargs)
+
+    def as_subclass(self, cls: Any) -> Any:  # type: ignore[override]
+        if not issubclass(VirtualTensor, cls):
+            raise subclass_refused(cls)
+        return self
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """The storage of the values: it tells which tensors share memory, but not the device."""

@@ -28,11 +28,12 @@ def keeping_views(method: Callable) -> Callable:
         if base is None:
             for view in _views_of(self):
                 if _follows(view, self):
-                    _take_by_strides(view, self)
-        follows = base is not None and _follows(self, base)
-        method(self, *args, **kwargs)
-        if follows:
-            _take_by_strides(self, base)
+                    _take_by_strides(view, self, view)
+        if base is None or not _follows(self, base) or _refuses_changes(base):
+            return method(self, *args, **kwargs)
+        probe = method(self.data, *args, **kwargs)
+        _take_by_strides(self, base, probe)
+        torch._C._increment_version([self])  # type: ignore[attr-defined]
         return self
 
     return reshaped
@@ -53,13 +54,21 @@ def _follows(view: torch.Tensor, base: torch.Tensor) -> bool:
         return False  # autograd refuses it after the change
     if view.dtype != base.dtype or view.is_conj() != base.is_conj():
         return False  # autograd replays it on the CPU, too
-    return not (view.is_leaf and view.requires_grad)
+    try:
+        return not (view.requires_grad and view.is_leaf)
+    except RuntimeError:
+        return False  # of an earlier shape of the base: only a graph still has it
 
 
-def _take_by_strides(view: torch.Tensor, base: Any) -> None:
-    """Make ``view`` the view of ``base`` that has its size, strides and offset."""
+def _refuses_changes(base: torch.Tensor) -> bool:
+    """Whether autograd refuses to change a view of the tensor in place."""
+    return torch.is_grad_enabled() and base.requires_grad and base.is_leaf
+
+
+def _take_by_strides(view: Any, base: Any, like: Any) -> None:
+    """Make ``view`` the view of ``base`` that has the size, strides and offset of ``like``."""
     with torch.enable_grad():
-        same = base.as_strided(view.size(), view.stride(), view.storage_offset())
+        same = base.as_strided(like.size(), like.stride(), like.storage_offset())
     if view.retains_grad:
         raise RuntimeError(
             f"a view of size {tuple(view.size())} on {view.device} retains its gradient, and so no "
@@ -67,6 +76,7 @@ def _take_by_strides(view: torch.Tensor, base: Any) -> None:
             "operation that returns a new view (t() for t_(), and so on)"
         )
     torch._C._swap_tensor_impl(view, same)  # type: ignore[attr-defined]
+    view._inner, same._inner = same._inner, view._inner
 
 
 def _use_count_of_one() -> int:

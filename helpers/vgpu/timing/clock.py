@@ -108,6 +108,22 @@ class Clock:
         """Whether what ends at ``time_s`` has ended for the calling thread."""
         return self.host().now_s >= time_s
 
+    def ask_stream(self, stream: StreamTime) -> bool:
+        """Whether all work given to the stream has ended; then the host knows of it."""
+        return self._ask(stream.free_s, stream, stream.count, stream.known)
+
+    def ask_event(self, event: torch.Event) -> bool:
+        mark = self._marks.get(id(event))
+        return mark is None or self._ask(mark.time_s, mark.stream, mark.position, mark.known)
+
+    def _ask(self, time_s: float, stream: StreamTime, count: int, known: Known) -> bool:
+        done = self.is_done(time_s)
+        if done:
+            learn(self._host_known, stream, count, known)
+        else:
+            self.host().now_s += self.model.python_launch_s  # so that a loop that asks ends
+        return done
+
     def host_waits(self, streams: Iterable[StreamTime], name: str, host: HostTime) -> None:
         """The thread goes on when all work given to the streams has ended."""
         for stream in streams:

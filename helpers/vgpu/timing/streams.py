@@ -52,7 +52,7 @@ class Stream(torch.Stream):
     def query(self) -> bool:
         """Whether all work given to this stream has ended."""
         now = recording.under_way
-        return now is None or now.clock.is_done(_time_of(self, now).free_s)
+        return now is None or now.clock.ask_stream(_time_of(self, now))
 
     def synchronize(self) -> None:
         """Wait until all work given to this stream has ended."""
@@ -117,7 +117,7 @@ class Event(torch.Event):
     def query(self) -> bool:
         """Whether the event has happened; one that was never recorded has."""
         now = recording.under_way
-        return now is None or self._time_s is None or now.clock.is_done(self._time_s)
+        return now is None or self._time_s is None or now.clock.ask_event(self)
 
     def wait(self, stream: torch.Stream | None = None) -> None:
         """Work given later to ``stream``, or to the current one, starts after the event."""

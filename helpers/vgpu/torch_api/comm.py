@@ -11,7 +11,7 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from torch._utils import _get_device_index
+from torch._utils import _get_device_index, _handle_complex
 from torch.nn.parallel import comm as torch_comm
 
 from helpers.vgpu.device import gpus
@@ -38,6 +38,7 @@ def scatter(
         for part, chunk in zip(out, tensor.split(sizes, dim), strict=True):
             part.copy_(chunk)
         return tuple(out)
+    tensor = _handle_complex(tensor)
     targets = [_device(d) for d in devices]
     if chunk_sizes is None:
         chunks = tensor.chunk(len(targets), dim)
@@ -61,6 +62,7 @@ def gather(
 
     Each tensor is copied straight into its place, so no second copy takes memory there.
     """
+    tensors = [_handle_complex(tensor) for tensor in tensors]
     sizes = [tensor.size(dim) for tensor in tensors]
     shape = list(tensors[0].shape)
     for index, tensor in enumerate(tensors):
@@ -85,6 +87,7 @@ def broadcast_coalesced(
 ) -> list[list[torch.Tensor]]:
     """The tensors on every device: on their own device themselves, copies elsewhere."""
     targets = [_device(device) for device in devices]
+    tensors = [_handle_complex(tensor) for tensor in tensors]
     size_bytes = sum(tensor.nbytes for tensor in tensors)
     with _as_collective("broadcast", size_bytes, targets, buffer_size):
         return [[tensor.to(target) for tensor in tensors] for target in targets]
@@ -93,7 +96,9 @@ def broadcast_coalesced(
 def reduce_add(inputs: Sequence[torch.Tensor], destination: Any = None) -> torch.Tensor:
     """The sum on one device; torch's own, which counts as one reduce in a recording."""
     devices = [tensor.device for tensor in inputs]
-    size_bytes = inputs[0].nbytes
+    first = inputs[0]
+    parts = (first,) if first.layout is torch.strided else (first._indices(), first._values())
+    size_bytes = sum(part.nbytes for part in parts)
     with _as_collective("reduce", size_bytes, devices, size_bytes):
         total: torch.Tensor = _plain_reduce_add(inputs, destination)
     return total

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 
 from helpers.vgpu.changes import Changes
+from helpers.vgpu.dispatch.refusals import LAZY_MODULE
 from helpers.vgpu.dispatch.tensor import HELD, VirtualTensor
+
+_compatible_in_cpp = torch._has_compatible_shallow_copy_type
 
 
 def install(changes: Changes) -> None:
@@ -56,9 +59,9 @@ def has_compatible_type(plain: Callable) -> Callable:
 def _of_other_kind(tensor: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether C++ takes the two for tensors of different types."""
     if isinstance(tensor, VirtualTensor) and isinstance(source, VirtualTensor):
-        # A shape on the host (shapes.py) is virtual as well.
-        on_host = tensor._gpu.cpp_device.type != source._gpu.cpp_device.type
-        return on_host or tensor.is_inference() != source.is_inference()
+        # Other keys: a shape on the host, what was made in inference mode, a lazy conjugate.
+        strided = tensor.layout is source.layout is torch.strided
+        return strided and not _compatible_in_cpp(tensor, source)
     return isinstance(tensor, VirtualTensor) != isinstance(source, VirtualTensor)
 
 
@@ -75,9 +78,7 @@ def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
             "supported on virtual GPUs; use .to(device) on it"
         )
     if torch.nn.parameter.is_lazy(tensor):
-        raise RuntimeError(
-            "a lazy module cannot move to a virtual GPU before it has seen its first batch"
-        )
+        raise NotImplementedError(LAZY_MODULE)
     grad = tensor.grad
     if grad is not None:
         tensor.grad = None

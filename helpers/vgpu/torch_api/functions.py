@@ -29,6 +29,8 @@ _CHECK_IN_CPP = (
     (torch, "tensor_split"),
     (torch, "to_dlpack"),
     (torch.utils.dlpack, "to_dlpack"),
+    (torch.Tensor, "__dlpack__"),
+    (torch.Tensor, "new"),
     (torch.nn.functional, "scaled_dot_product_attention"),
     (torch.autograd, "_engine_run_backward"),
 )
@@ -37,6 +39,7 @@ _CHECK_IN_CPP = (
 def install(changes: Changes) -> None:
     _device_constructors()  # torch keeps the list of its first call: it must name torch's own
     changes.wrap(torch, "as_tensor", as_tensor)
+    changes.wrap(torch, "ctc_loss", ctc_loss)
     changes.wrap(torch.UntypedStorage, "resize_", resize_storage)
     for owner, name in _CHECK_IN_CPP:
         changes.wrap(owner, name, naming_devices)
@@ -52,6 +55,18 @@ def as_tensor(plain: Callable) -> Callable:
         return plain(data, dtype=dtype, device=device)
 
     return as_tensor
+
+
+def ctc_loss(plain: Callable) -> Callable:
+    """``torch.ctc_loss``; C++ reads lengths that lie on the CPU only for tensors of its own."""
+
+    @functools.wraps(plain)
+    def ctc_loss(log_probs: Any, targets: Any, *lengths: Any, **options: Any) -> torch.Tensor:
+        if isinstance(log_probs, VirtualTensor):
+            lengths = tuple(x.tolist() if isinstance(x, torch.Tensor) else x for x in lengths)
+        return plain(log_probs, targets, *lengths, **options)
+
+    return ctc_loss
 
 
 def resize_storage(plain: Callable) -> Callable:

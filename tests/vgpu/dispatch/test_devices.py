@@ -363,3 +363,54 @@ def test_kernels_that_conjugate_lazily_inside_are_right():
     z = torch.randn(4, 4, dtype=torch.complex128)
     for call in (torch.linalg.pinv, torch.pinverse, lambda x: torch.linalg.lstsq(x, x)[0]):
         torch.testing.assert_close(call(z.to("vgpu:1")).cpu(), call(z))
+
+
+class OnTheCurrentDevice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        doubled = grad * torch.full((2,), 2.0, device="vgpu")
+        torch.vgpu.set_device(1)
+        assert torch.vgpu.current_device() == 1
+        return doubled
+
+
+def test_in_backward_the_current_device_is_the_nodes():
+    x = torch.ones(2, device="vgpu:2", requires_grad=True)
+    OnTheCurrentDevice.apply(x * 1).sum().backward()
+    assert x.grad.tolist() == [2, 2]
+    assert torch.vgpu.current_device() == 0
+
+
+def test_the_old_constructor_keeps_the_device():
+    x = torch.ones(3, device="vgpu:1")
+    for made, shape in ((x.new(2, 4), (2, 4)), (x.new(), (0,)), (x.new([1, 2]), (2,))):
+        assert str(made.device) == "vgpu:1"
+        assert tuple(made.shape) == shape
+    assert x.new(torch.Size((2, 3))).shape == (2, 3)
+
+
+def test_ctc_loss_takes_lengths_on_either_device():
+    torch.manual_seed(0)
+    logits, targets = torch.randn(10, 2, 5), torch.tensor([[1, 2], [3, 4]])
+    lengths = torch.tensor([10, 9]), torch.tensor([2, 1])
+    found = []
+    for device, of_lengths in (("cpu", "cpu"), ("vgpu:1", "cpu"), ("vgpu:1", "vgpu:1")):
+        x = logits.log_softmax(-1).to(device).requires_grad_()
+        on_device = [length.to(of_lengths) for length in lengths]
+        nn.functional.ctc_loss(x, targets.to(device), *on_device).backward()
+        found.append(x.grad.cpu())
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_data_of_another_kind_can_be_assigned():
+    for device in ("cpu", "vgpu:1"):
+        z = torch.tensor([1 + 2j, 3], device=device)
+        target = torch.zeros(2, dtype=torch.complex64, device=device)
+        target.data = z.conj()
+        assert target.is_conj()
+        assert target.tolist() == [1 - 2j, 3]

@@ -5,6 +5,9 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import comm
+
+from helpers import vgpu
 
 pytestmark = pytest.mark.virtual_gpus(2)
 
@@ -180,6 +183,70 @@ def test_what_virtual_gpus_do_not_have_is_refused_clearly(name):
         call()
     assert torch.UntypedStorage(8, device="cpu").nbytes() == 8
     assert on(1, 3).sum().item() == 3
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+INSTEAD = {
+    "subclass": (
+        lambda: torch.ones(2).as_subclass(Subclass).to(DEVICE),
+        "Subclass are not supported",
+    ),
+    "subclass there": (lambda: on(1, 2).as_subclass(Subclass), "use plain tensors there"),
+    "script": (lambda: torch.jit.script(nn.Linear(2, 2)).to(DEVICE), "without torch.jit"),
+    "lazy module": (lambda: nn.LazyLinear(2).to(DEVICE), "call it once with a batch on the CPU"),
+    "broadcast": (lambda: comm.broadcast(on(0, 2), [0, 1]), "broadcast_coalesced"),
+    "storage": (lambda: torch.ones(2).untyped_storage().vgpu(1), "a storage alone"),
+}
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_a_refusal_says_what_to_do_instead(name):
+    call, words = INSTEAD[name]
+    with pytest.raises(NotImplementedError, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: torch.ones(1).new(on(1, 2)),
+        lambda: on(1, 2).new(torch.ones(1)),
+        lambda: on(1, 2).__dlpack__(),
+    ],
+)
+def test_no_message_names_the_device_of_cpp(call):
+    with pytest.raises((TypeError, BufferError)) as caught:
+        call()
+    assert "vgpu" in str(caught.value)
+    assert "lazy" not in str(caught.value)
+
+
+def test_what_this_machine_has_no_room_for_is_out_of_memory():
+    with vgpu.enable(2, memory_bytes=2**60):
+        x = on(1, 2**20)
+        with pytest.raises(
+            torch.OutOfMemoryError, match=r"4096\.00 GiB on vgpu:1, whose values lie"
+        ):
+            x[:, None] * x
+        with pytest.raises(torch.OutOfMemoryError, match=r"shapes_only\(\)"):
+            torch.empty(2**45, device="vgpu:1")
+
+
+def test_after_disable_tensors_live_on_and_new_ones_are_refused():
+    x = on(1, 2).requires_grad_()
+    with vgpu.enable(2) as lab:
+        lab.disable()
+        (x * 2).sum().backward()
+        assert x.grad.cpu().tolist() == [2, 2]
+        for make in (lambda: on(1, 2), lambda: torch.ones(1).to(DEVICE), lambda: x.to("vgpu:0")):
+            with pytest.raises(RuntimeError, match=r"call vgpu\.enable\(count\) first"):
+                make()
 
 
 def with_dual(use):

@@ -58,6 +58,15 @@ def restrided_base(x):
     return (part * weights(2, 3, like=x)).sum() + base.square().sum()
 
 
+def view_squeezed_before_its_base_requires_a_gradient(x):
+    base = torch.zeros(1, 3, device=x.device)
+    view = base.swapaxes(0, 1)
+    with torch.no_grad():
+        view.squeeze_()
+    base.copy_(x[:1])
+    return (view * weights(3, like=x)).sum()
+
+
 def complex_base(x):
     base = torch.complex(x, x * 2)
     column = base[:, 1]
@@ -73,6 +82,7 @@ PROGRAMS = [
     transposed_view_of_a_changed_base,
     squeezed_view,
     restrided_base,
+    view_squeezed_before_its_base_requires_a_gradient,
     complex_base,
 ]
 
@@ -85,6 +95,21 @@ def test_a_view_stays_what_it_is_when_a_shape_changes_in_place(program):
         program(x).backward()
         gradients.append(x.grad.cpu())
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
+def test_a_view_of_a_leaf_is_not_changed_in_place():
+    for device in ("cpu", "vgpu:1"):
+        leaf = torch.ones(2, 3, device=device, requires_grad=True)
+        with pytest.raises(RuntimeError, match="a view of a leaf Variable"):
+            leaf[:1].squeeze_(0)
+
+
+def test_a_view_that_retains_its_gradient_is_named():
+    base = torch.ones(2, 3, device="vgpu:1", requires_grad=True) * 1
+    row = base[0]
+    row.retain_grad()
+    with pytest.raises(RuntimeError, match=r"a view of size \(3,\) on vgpu:1 retains its gradient"):
+        base.t_()
 
 
 def test_a_changed_shape_is_a_new_version():

@@ -162,7 +162,7 @@ BINARY = (
 )  # fmt: skip
 BINARY_IN_PLACE = (
     "{x}.add_({y})", "{x}.mul_({y})", "{x}.copy_({y} * 1)", "{x}[0] = {y} * 1", "{x}.data = {y}", "{x}.data = {y}.data",
-    "{x}.grad = {y}", "{x}.sub_({y}, alpha=0.5)", "{x}.set_({y})", "torch.add({x}, {y}, out={x}.detach())",
+    "{x}.grad = {y}", "{x}.sub_({y}, alpha=0.5)", "torch.add({x}, {y}, out={x}.detach())",
     "{x}.addcmul_({x}, {y})", "torch.mul({x}, 2, out={y})", "{x}.lerp_({y}, 0.5)", "torch.neg({x}, out={y})",
 )  # fmt: skip
 
@@ -194,6 +194,9 @@ def binary_in_place(p: Draft, r: Random) -> None:
     x = p.any(lambda t: dense(t) and not t.is_inference())
     y = p.beside(x, lambda t: dense(t) and not t.is_inference())
     line = r.choice(BINARY_IN_PLACE).format(x=x, y=y)
+    to, of = p.value(x), p.value(y)
+    if ("data" in line or "out" in line) and (to.shape, to.dtype) != (of.shape, of.dtype):
+        raise StopIteration  # views of what takes another size so fail on use, and not on the CPU
     p.add(f"with torch.no_grad(): {line}" if r.random() < 0.3 else line)
 
 
@@ -260,8 +263,8 @@ def copying(p: Draft, r: Random) -> None:
          "nn.Parameter({x})", "copy.deepcopy(nn.Parameter({x}))", "torch.tensor({x})", "torch.as_tensor({x})")
     )  # fmt: skip
     line = f"{name} = " + made.format(x=x, y=y)
-    # A parameter made in inference mode is one that torch itself cannot use.
-    p.add(line, p.places[x], "Parameter" not in line)
+    # A parameter or copy made in inference mode is one that torch itself cannot use.
+    p.add(line, p.places[x], in_contexts=False)
 
 
 def foreach(p: Draft, r: Random) -> None:

@@ -355,3 +355,29 @@ def test_data_parallel_copies_a_batch_beside_and_records_its_streams():
     assert len({(copy.device, copy.stream) for copy in copies}) == 2  # one stream for each GPU
     assert [e for e in timeline.events if e.kind == "wait"] == []  # the host went on
     torch.testing.assert_close(model(batch).cpu(), model.module.cpu()(batch))
+
+
+def test_a_loop_that_asks_ends_and_then_the_host_knows():
+    with vgpu.record() as timeline:
+        x = torch.ones(1000, 1000, device="vgpu:0")
+        stream, event = torch.vgpu.Stream(), torch.vgpu.Event()
+        stream.wait_stream(torch.vgpu.current_stream())
+        with torch.vgpu.stream(stream):
+            y = x @ x
+            event.record()
+            z = y @ x
+        asked = sum(1 for _ in iter(event.query, True))
+        _ = y + 1
+        asked += sum(1 for _ in iter(stream.query, True))
+        _ = z + 1
+    assert 0 < asked < 1000
+    assert timeline.races == []
+
+
+def test_sparse_tensors_can_be_recorded():
+    with vgpu.record() as timeline:
+        sparse = torch.eye(3).to_sparse().to("vgpu:0")
+        torch.sparse.mm(sparse, torch.ones(3, 3, device="vgpu:0"))
+        total = sparse + sparse
+    assert total._nnz() == 3
+    assert any(event.name == "add" for event in timeline.events)

@@ -172,3 +172,42 @@ def test_virtual_gpus_come_first_where_another_accelerator_is_present(monkeypatc
         parallel = nn.DataParallel(Recording().to("vgpu:0"))
         assert parallel(torch.ones(4, 5)).device == torch.device("vgpu:0")
         assert sorted(parallel.module.calls) == [(0, 2), (1, 2)]
+
+
+@pytest.mark.virtual_gpus(2)
+def test_sparse_gradients_are_reduced():
+    torch.manual_seed(0)
+    plain = nn.Embedding(10, 3, sparse=True)
+    parallel = nn.DataParallel(copy.deepcopy(plain).to("vgpu:0"), device_ids=[0, 1])
+    batch = torch.tensor([[1, 2], [3, 1], [4, 4], [1, 0]])
+    plain(batch).square().sum().backward()
+    parallel(batch.to("vgpu:0")).square().sum().backward()
+    found = parallel.module.weight.grad
+    assert found.is_sparse
+    torch.testing.assert_close(found.to_dense().cpu(), plain.weight.grad.to_dense())
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1 + 1j, 2, 3j]))
+        self.register_buffer("shift", torch.tensor([1j, 0, 1]))
+
+    def forward(self, x):
+        return x * self.weight + self.shift
+
+
+@pytest.mark.virtual_gpus(2)
+def test_complex_inputs_parameters_and_outputs():
+    inputs = torch.arange(12.0).reshape(4, 3) * (1 + 0.5j)
+    plain = Complex()
+    parallel = nn.DataParallel(copy.deepcopy(plain).to("vgpu:0"), device_ids=[0, 1])
+    found = []
+    for model, device in ((plain, "cpu"), (parallel, "vgpu:0")):
+        x = inputs.clone().to(device).requires_grad_()
+        y = model(x)
+        (y * y.conj()).real.sum().backward()
+        found.append([y.detach().cpu(), x.grad.cpu()])
+    found[0].append(plain.weight.grad)
+    found[1].append(parallel.module.weight.grad.cpu())
+    torch.testing.assert_close(found[1], found[0])
