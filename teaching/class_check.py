@@ -10,16 +10,19 @@ network as you can. Judge strangers' work as a user without rights, or in a cont
 
 import argparse
 import csv
-import json
-import re
+import io
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from teaching import lessons
-from teaching.limits import Limits, judged
+from teaching.handed_in import Learner, answers, handed_in, printable
+from teaching.limits import Judged, Limits, NotPrepared, judged
 
 MARKS = {
     "right": "✓",
@@ -42,92 +45,79 @@ class Verdict:
     message: str = ""
 
 
-def answers(notebook: Path, lesson: Path) -> dict[str, str]:
-    """The code that a learner's copy of a lesson holds for each exercise of ``lesson``.
-
-    An answer is every code cell between an exercise's statement and its check, found by tag, or by
-    id where a tool has dropped the tags. An exercise whose cells are gone is left out. Raises
-    ValueError for a file that is no notebook.
-    """
-    try:
-        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-        found = {name: _answer(cells, lesson, name) for name in lessons.exercise_ids(lesson)}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{notebook} is not a notebook: {error}") from error
-    return {name: code for name, code in found.items() if code.strip()}
-
-
-def _answer(cells: list[dict], lesson: Path, exercise_id: str) -> str:
-    begin, end = (_place(cells, lesson, f"{part}-{exercise_id}") for part in ("exercise", "check"))
-    if begin is None or end is None:
-        return ""
-    given = {cell.source for cell in lessons.tagged(lesson, f"given-{exercise_id}")}
-    sources = ("".join(c["source"]) for c in cells[begin:end] if c["cell_type"] == "code")
-    return "\n\n".join(code for code in sources if code not in given)
-
-
-def _place(cells: list[dict], lesson: Path, tag: str) -> int | None:
-    (original,) = lessons.tagged(lesson, tag)
-    for index, cell in enumerate(cells):
-        if tag in cell.get("metadata", {}).get("tags", ()) or cell.get("id") == original.id:
-            return index
-    return None
-
-
-def handed_in(folder: Path) -> Iterator[tuple[str, Path, Path]]:
-    """Who handed in which notebook, and the course's lesson it belongs to.
-
-    A learner is a folder in ``folder``. The newest copy of a lesson counts. Raises ValueError where
-    there is no folder, or none with a lesson in it.
-    """
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; it should hold a folder for each learner")
-    originals = {lessons.number(path): path for path in lessons.NOTEBOOKS if lessons.number(path)}
-    nobody = True
-    for learner in sorted(path for path in folder.iterdir() if path.is_dir()):
-        newest: dict[str, Path] = {}
-        for path in sorted(learner.rglob("*.ipynb"), key=lambda path: path.stat().st_mtime):
-            found = re.search(r"(?<!\d)(\d\d)_", path.name)
-            if found and found[1] in originals and ".ipynb_checkpoints" not in path.parts:
-                newest[found[1]] = path
-        for number, path in sorted(newest.items()):
-            nobody = False
-            yield learner.name, path, originals[number]
-    if nobody:
-        raise ValueError(f"{folder} has no folder with a lesson (as 04_dataparallel_shapes.ipynb)")
-
-
 def judge(who: str, notebook: Path, lesson: Path, limits: Limits) -> list[Verdict]:
-    """The verdicts on all exercises of one learner's lesson."""
+    """The verdicts on all exercises of one learner's lesson, whatever happens."""
     ids = lessons.exercise_ids(lesson)
+    verdicts = {name: Verdict(who, name, "missing", "its cells are gone") for name in ids}
     try:
         waiting = answers(notebook, lesson)
     except ValueError as error:
-        return [Verdict(who, name, "missing", str(error)) for name in ids]
-    verdicts = {
-        name: Verdict(who, name, "missing", "its cells are not in the notebook")
-        for name in ids
-        if name not in waiting
-    }
-    # An exercise that breaks a limit ends the process; the others get a new one.
-    while waiting:
-        for name, status, message in judged(lesson, waiting, limits):
-            verdicts[name] = Verdict(who, name, status, message)
-            del waiting[name]
+        return [Verdict(who, name, "missing", printable(str(error))) for name in ids]
+    try:
+        for result in _judged(lesson, waiting, limits):
+            status = result.status if result.status in MARKS else "error"
+            message = printable(result.message)
+            verdicts[result.exercise] = Verdict(who, result.exercise, status, message)
+    except Exception as error:
+        # Nothing that one learner hands in may end the run: the others want their verdicts.
+        message = printable(f"could not be judged: {type(error).__name__}: {error}")
+        for name in waiting:
+            if verdicts[name].status == "missing":
+                verdicts[name] = Verdict(who, name, "error", message)
     return [verdicts[name] for name in ids]
 
 
+def _judged(lesson: Path, answers: dict[str, list[str]], limits: Limits) -> Iterator[Judged]:
+    """One result for each answer. An answer that ends the process leaves the others a new one."""
+    waiting = dict(answers)
+    earlier: dict[str, list[str]] = {}
+    while waiting:
+        try:
+            with closing(judged(lesson, dict(waiting), earlier, limits)) as results:
+                for result in results:
+                    if earlier and result.status == "error" and not result.survived:
+                        # An earlier answer may have left what did it: once more, without those.
+                        earlier = {}
+                        break
+                    yield result
+                    cells = waiting.pop(result.exercise)
+                    if result.survived:
+                        earlier = {**earlier, result.exercise: cells}
+        except NotPrepared as error:
+            if not earlier:
+                name = next(iter(waiting))
+                del waiting[name]
+                yield Judged(name, "error", str(error))
+            earlier = {}
+
+
 def check_class(folder: Path, limits: Limits, jobs: int = 1) -> list[Verdict]:
-    """The verdicts on everything that a class handed in, learner by learner."""
-    work = list(handed_in(folder))
+    """The verdicts on everything that a class handed in, learner by learner.
+
+    A learner without any lesson has one verdict, of no exercise. Raises ValueError for a folder
+    without a class.
+    """
+    learners = handed_in(folder)
+    work = [(each.who, copy, lesson) for each in learners for copy, lesson in each.copies]
     with ThreadPoolExecutor(jobs) as pool:
         done = pool.map(lambda item: judge(item[0], item[1], item[2], limits), work)
-        return [verdict for verdicts in done for verdict in verdicts]
+        verdicts = [verdict for found in done for verdict in found]
+    return verdicts + [_nothing(each) for each in learners if not each.copies]
+
+
+def _nothing(learner: Learner) -> Verdict:
+    message = "no lesson in this folder"
+    if learner.others:
+        message += f": {printable(learner.others[0])} is not a notebook"
+        if learner.others[0].endswith(".zip"):
+            message += "; unpack it there and check again"
+    return Verdict(learner.who, "", "missing", message)
 
 
 def table(verdicts: list[Verdict]) -> str:
     """Who and which as a table of marks, with each learner's count of right answers."""
-    names = sorted({v.exercise for v in verdicts}, key=lambda name: [*map(int, name.split("."))])
+    ids = {v.exercise for v in verdicts if v.exercise}
+    names = sorted(ids, key=lambda name: [*map(int, name.split("."))])
     found = {(v.who, v.exercise): MARKS[v.status] for v in verdicts}
     people = sorted({v.who for v in verdicts})
     width = max(map(len, [*people, "who"]))
@@ -141,28 +131,53 @@ def table(verdicts: list[Verdict]) -> str:
     return "\n".join(rows)
 
 
+def write_csv(path: Path, verdicts: list[Verdict]) -> None:
+    """Every verdict as a row."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("who", "exercise", "status", "message"))
+        writer.writerows((v.who, v.exercise, v.status, v.message) for v in verdicts)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="teaching.class_check", description=__doc__.split("\n")[0]
     )
     parser.add_argument("folder", type=Path, help="holds a folder for each learner")
     parser.add_argument("--csv", type=Path, help="also write every verdict, with its message")
-    parser.add_argument("--seconds", type=float, default=Limits.time_s, help="for an exercise")
-    parser.add_argument("--gib", type=float, default=4.0, help="memory for an exercise")
-    parser.add_argument("--jobs", type=int, default=1, help="learners judged at once")
+    positive = _number(float, lambda x: 0 < x < math.inf, "a number above 0")
+    count = _number(int, lambda n: n >= 1, "a whole number from 1")
+    parser.add_argument("--seconds", type=positive, default=Limits.time_s, help="for an exercise")
+    parser.add_argument("--gib", type=positive, default=4.0, help="memory for an exercise")
+    parser.add_argument("--jobs", type=count, default=1, help="learners judged at once")
     options = parser.parse_args(arguments)
     limits = Limits(options.seconds, int(options.gib * 2**30))
+    # A name that this terminal's encoding lacks must not cost the table.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        if options.csv:
+            options.csv.open("a").close()  # now, not after an hour of judging
         verdicts = check_class(options.folder, limits, options.jobs)
-    except ValueError as error:
+        print(table(verdicts))
+        if options.csv:
+            write_csv(options.csv, verdicts)
+            print(f"{options.csv}: {len(verdicts)} verdicts with their messages")
+    except (OSError, ValueError) as error:
         sys.exit(f"class_check: {error}")
-    print(table(verdicts))
-    if options.csv:
-        with options.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(("who", "exercise", "status", "message"))
-            writer.writerows((v.who, v.exercise, v.status, v.message) for v in verdicts)
-        print(f"{options.csv}: {len(verdicts)} verdicts with their messages")
+
+
+def _number(kind: Callable, fits: Callable, expected: str) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not fits(value):
+            raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
+        return value
+
+    return read
 
 
 if __name__ == "__main__":

@@ -2,25 +2,30 @@
 
 import json
 import os
-import queue
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from helpers.launch import guard
 from helpers.units import format_bytes
 from teaching import lessons
 
 LOOK_EVERY_S = 0.1
 # Loading PyTorch and running a lesson's own setup is not the learner's time.
 PREPARE_S = 300.0
+END_S = 10.0
+"""For the processes of a lesson to be gone once they are killed."""
+
+_MOST_AT_ONCE = 1 << 20
+_MARK = "COURSE_JUDGE"
 
 
 @dataclass(frozen=True)
@@ -31,128 +36,206 @@ class Limits:
     memory_bytes: int = 4 * 2**30
 
 
-def judged(lesson: Path, todo: dict[str, str], limits: Limits) -> Iterator[tuple[str, str, str]]:
-    """Judge answers, given as code by exercise id: id, status and message of each, as they come.
+@dataclass(frozen=True)
+class Judged:
+    """What became of one answer."""
 
-    An exercise that breaks a limit or ends the process is the last one that is told.
+    exercise: str
+    status: str
+    message: str
+    survived: bool = True
+    """Whether the process could go on; else this is the last that it judged."""
+
+
+class NotPrepared(Exception):
+    """The process ended, or the lesson's own cells failed, before an exercise began."""
+
+
+def judged(
+    lesson: Path, todo: dict[str, list[str]], earlier: dict[str, list[str]], limits: Limits
+) -> Generator[Judged, None, None]:
+    """Judge answers, given as cells by exercise id, one after the other, as they come.
+
+    Later ones may use the names of those in ``earlier``, which have been judged. The answer that
+    breaks a limit or ends the process is the last one. Raises NotPrepared.
     """
-    todo = dict(todo)
-    mark = uuid.uuid4().hex
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "teaching.judge"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=scratch,
-            env=_environment(scratch, mark),
-            start_new_session=True,
-            text=True,
-        )
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        judge = _Judge(lesson, todo, earlier, limits, Path(folder))
         try:
-            job = {"lesson": lesson.name, "answers": todo, "memory_bytes": limits.memory_bytes}
-            lines = _follow(process, json.dumps(job))
-            current, running = next(iter(todo)), False
-            while todo:
-                time_s = limits.time_s if running else PREPARE_S
-                allowed = Limits(time_s, limits.memory_bytes)
-                line, broken = _next_line(lines, process, mark, allowed)
-                if line is None:
-                    yield current, *(broken or ("error", f"the process ended: {_code(process)}"))
+            for name in todo:
+                judge.wait_for_begin(name)
+                yield (verdict := judge.wait_for_verdict(name))
+                if not verdict.survived:
                     return
-                told = json.loads(line)
-                if "begun" in told:
-                    current, running = told["begun"], True
-                else:
-                    running = False
-                    del todo[told["exercise"]]
-                    yield told["exercise"], told["status"], told["message"]
         finally:
-            _end(process, mark)
+            judge.end()
 
 
-def _environment(scratch: str, mark: str) -> dict[str, str]:
-    # No variable of the teacher's that an answer need not see.
-    wanted = ("PATH", "LANG", "LD_LIBRARY_PATH", "SYSTEMROOT", "COURSE_DEVICES")
-    kept = {name: os.environ[name] for name in wanted if name in os.environ}
-    return kept | {
-        "HOME": scratch,
-        "TMPDIR": scratch,
-        "COURSE_PROGRESS_DIR": scratch,
-        "COURSE_JUDGE": mark,
-        "MPLBACKEND": "agg",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(lessons.ROOT),
-    }
+class _Judge:
+    """The process that judges, seen from outside."""
 
+    def __init__(
+        self,
+        lesson: Path,
+        todo: dict[str, list[str]],
+        earlier: dict[str, list[str]],
+        limits: Limits,
+        folder: Path,
+    ) -> None:
+        self.limits = limits
+        self._mark = uuid.uuid4().hex
+        self._reports = folder / "reports"
+        self._read = 0
+        self._waiting: deque[dict[str, object]] = deque()
+        self._errors = folder / "errors"
+        home = folder / "home"
+        home.mkdir()
+        job = {
+            "lesson": lesson.name,
+            "answers": todo,
+            "earlier": earlier,
+            "memory_bytes": limits.memory_bytes,
+            "reports": str(self._reports),
+        }
+        (folder / "job").write_text(json.dumps(job), encoding="utf-8")
+        with (folder / "job").open() as stdin, self._errors.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "teaching.judge"],
+                stdin=stdin,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                cwd=home,
+                env=_environment(home, self._mark),
+                start_new_session=True,
+            )
 
-def _follow(process: subprocess.Popen, job: str) -> "queue.Queue[str | None]":
-    lines: queue.Queue[str | None] = queue.Queue()
-    stdin, stdout = process.stdin, process.stdout
-    assert stdin and stdout
+    def wait_for_begin(self, name: str) -> None:
+        for report in self._news(time.monotonic() + PREPARE_S):
+            if report.get("begun") == name:
+                return
+            if "not prepared" in report:
+                raise NotPrepared(str(report["not prepared"]))
+        if self.process.poll() is None:
+            raise NotPrepared(f"the lesson's own cells were not done after {PREPARE_S:g} s")
+        raise NotPrepared(f"{self._ending()} before the exercise began")
 
-    def read() -> None:
-        for line in stdout:
-            lines.put(line)
-        lines.put(None)
+    def wait_for_verdict(self, name: str) -> Judged:
+        for report in self._news(time.monotonic() + self.limits.time_s):
+            if report.get("exercise") == name:
+                return Judged(name, str(report.get("status")), str(report.get("message")))
+            used = self._memory_bytes()
+            if used > self.limits.memory_bytes:
+                allowed, took = format_bytes(self.limits.memory_bytes), format_bytes(used)
+                message = f"took {took}; {allowed} are allowed"
+                return Judged(name, "too much memory", message, survived=False)
+        if self.process.poll() is None:
+            message = f"was not done after {self.limits.time_s:g} s"
+            return Judged(name, "too slow", message, survived=False)
+        return Judged(name, "error", self._ending(), survived=False)
 
-    threading.Thread(target=read, daemon=True).start()
-    try:
-        stdin.write(job)
-        stdin.close()
-    except BrokenPipeError:
-        lines.put(None)
-    return lines
+    def _news(self, deadline_s: float) -> Iterator[dict[str, object]]:
+        """Reports as they come, {} at each look without one; until the deadline or the end."""
+        ended = False
+        while time.monotonic() < deadline_s and not ended:
+            # What was written before the end is read after it.
+            ended = self.process.poll() is not None
+            self._waiting += self._new_reports()
+            if not self._waiting and not ended:
+                time.sleep(LOOK_EVERY_S)
+            while self._waiting:
+                yield self._waiting.popleft()
+            yield {}
 
+    def _new_reports(self) -> Iterator[dict[str, object]]:
+        """What the judge has written since the last look; an answer may have added anything."""
+        if not self._reports.is_file():
+            return
+        with self._reports.open("rb") as file:
+            file.seek(self._read)
+            text = file.read(_MOST_AT_ONCE)
+        lines, end, rest = text.rpartition(b"\n")
+        # A line that has come in part is read again; one of this length is none of ours.
+        self._read += len(text) if len(rest) == _MOST_AT_ONCE else len(lines) + len(end)
+        for line in lines.splitlines():
+            try:
+                report = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(report, dict):
+                yield report
 
-def _next_line(
-    lines: "queue.Queue[str | None]", process: subprocess.Popen, mark: str, limits: Limits
-) -> tuple[str | None, tuple[str, str] | None]:
-    """The next line of the process; or None, and the limit that was broken where one was."""
-    deadline = time.monotonic() + limits.time_s
-    while time.monotonic() < deadline:
+    def _ending(self) -> str:
+        code = self.process.wait()
+        last = self._errors.read_text(errors="replace").strip().splitlines()[-1:]
+        return f"the process ended: exit code {code}" + "".join(f" ({line[:200]})" for line in last)
+
+    def _memory_bytes(self) -> int:
+        family = self._family(everywhere=not guard.ADOPTS)
+        resident = sum(_each(each, lambda p: p.memory_info().rss) for each in family)
+        if resident <= self.limits.memory_bytes or sys.platform != "linux":
+            return resident
+        # Pages that several processes share count once. It takes longer to find out.
+        return sum(_each(each, lambda p: p.memory_full_info().pss) for each in family)
+
+    def _family(self, *, everywhere: bool) -> list[psutil.Process]:
+        """The process and all that it started; looked for ``everywhere`` by a variable's value."""
+        family: list[psutil.Process] = []
         try:
-            return lines.get(timeout=LOOK_EVERY_S), None
-        except queue.Empty:
-            used = sum(_memory(each) for each in _family(process, mark))
-            if used > limits.memory_bytes:
-                allowed, took = format_bytes(limits.memory_bytes), format_bytes(used)
-                return None, ("too much memory", f"took {took}; {allowed} are allowed")
-    return None, ("too slow", f"was not done after {limits.time_s:g} s")
-
-
-def _family(process: subprocess.Popen, mark: str) -> list[psutil.Process]:
-    """The process and all that it started, those that went their own ways included."""
-    family = []
-    for each in psutil.process_iter():
-        try:
-            if each.pid == process.pid or each.environ().get("COURSE_JUDGE") == mark:
-                family.append(each)
+            process = psutil.Process(self.process.pid)
+            family = [process, *process.children(recursive=True)]
         except psutil.Error:
-            continue
-    return family
+            everywhere = True
+        if everywhere:
+            family += [each for each in psutil.process_iter() if self._is_marked(each)]
+        return [each for each in set(family) if each.pid != os.getpid()]
+
+    def _is_marked(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(_MARK) == self._mark
+        except psutil.Error:
+            return False
+
+    def end(self) -> None:
+        """End the process and all that it has started."""
+        if self.process.poll() is None:
+            guard.end(self.process.pid)
+            _wait(self.process)
+        until_s = time.monotonic() + END_S
+        while (family := self._family(everywhere=True)) and time.monotonic() < until_s:
+            for each in family:
+                _each(each, lambda p: p.kill())
+            _wait(self.process)
+            psutil.wait_procs(family, timeout=1)
 
 
-def _memory(process: psutil.Process) -> int:
+def _wait(process: subprocess.Popen) -> None:
     try:
-        return process.memory_info().rss
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _each(process: psutil.Process, ask: Callable[[psutil.Process], int | None]) -> int:
+    """Ask a process that may have ended, or belong to another user; 0 then."""
+    try:
+        return ask(process) or 0
     except psutil.Error:
         return 0
 
 
-def _end(process: subprocess.Popen, mark: str) -> None:
-    while family := [each for each in _family(process, mark) if each.is_running()]:
-        for each in family:
-            try:
-                each.kill()
-            except psutil.NoSuchProcess:
-                continue
-        process.wait()
-        psutil.wait_procs(family, timeout=1)
-    for stream in (process.stdin, process.stdout):
-        if stream and not stream.closed:
-            stream.close()
-
-
-def _code(process: subprocess.Popen) -> str:
-    return f"exit code {process.wait()}"
+def _environment(home: Path, mark: str) -> dict[str, str]:
+    # No variable of the teacher's that an answer need not see.
+    wanted = ("PATH", "LANG", "LD_LIBRARY_PATH", "SYSTEMROOT", "COURSE_DEVICES")
+    kept = {name: os.environ[name] for name in wanted if name in os.environ}
+    return kept | {
+        "HOME": str(home),
+        "TMPDIR": str(home),
+        "COURSE_PROGRESS_DIR": str(home),
+        _MARK: mark,
+        "MPLBACKEND": "agg",
+        "OMP_NUM_THREADS": "1",
+        # An answer may hold "%pip install": nothing is installed into the teacher's Python.
+        "PIP_NO_INDEX": "1",
+        "PYTHONPATH": str(lessons.ROOT),
+    }

@@ -20,6 +20,9 @@ import psutil
 if sys.platform == "linux":
     import resource
 
+ADOPTS = sys.platform == "linux"
+"""Whether a guard has everything below it, whatever it did to leave."""
+
 GRACE_S = 0.5
 """For processes to notice that the one above them has ended, and to tidy up."""
 

@@ -1,13 +1,17 @@
 """A class's answers, judged within limits: right, wrong, endless, greedy, broken, gone."""
 
+import csv
 import json
+import os
+import shutil
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
 
-from teaching import class_check, editions, lessons
+from teaching import class_check, lessons
 
 (LESSON,) = (path for path in lessons.NOTEBOOKS if lessons.number(path) == "04")
 LIMITS = class_check.Limits(time_s=20, memory_bytes=3 * 2**30)
@@ -32,6 +36,13 @@ def statuses(folder, limits=LIMITS):
     return {(verdict.who, verdict.exercise): verdict for verdict in verdicts}
 
 
+def is_alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_right_wrong_and_untouched(tmp_path):
     solutions = {name: lessons.solution(LESSON, name) for name in lessons.exercise_ids(LESSON)}
     hand_in(tmp_path, "all", solutions)
@@ -48,7 +59,7 @@ def test_limits_end_an_answer_and_what_it_started_but_not_the_next_answer(tmp_pa
     endless = f"""
         import subprocess, sys
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
-                                 start_new_session=True)
+                                 start_new_session=True, env={{}})
         open({str(pid)!r}, "w").write(str(child.pid))
         while True: pass
     """
@@ -60,9 +71,7 @@ def test_limits_end_an_answer_and_what_it_started_but_not_the_next_answer(tmp_pa
     assert found["one", "4.1"].status == "too slow"
     assert found["one", "4.2"].status == "too much memory", found["one", "4.2"]
     assert found["one", "4.3"].status == "right"
-    assert not psutil.pid_exists(int(pid.read_text())) or (
-        psutil.Process(int(pid.read_text())).status() == psutil.STATUS_ZOMBIE
-    )
+    assert not is_alive(int(pid.read_text()))
 
 
 def test_an_answer_that_ends_the_process_or_prints_is_told_and_the_rest_goes_on(tmp_path):
@@ -136,36 +145,225 @@ def test_a_folder_without_a_class_is_told(tmp_path, content):
         class_check.check_class(folder, LIMITS)
 
 
-def test_the_student_edition_holds_no_solution_and_the_solved_one_all():
-    for path in lessons.NOTEBOOKS:
-        original = json.loads(path.read_text("utf-8"))
-        student, solved = (editions.edition(original, kind) for kind in editions.EDITIONS)
-        for name in lessons.exercise_ids(path):
-            code = lessons.solution(path, name).strip()
-            texts = ["".join(cell["source"]) for cell in student["cells"]]
-            assert not any(code in text for text in texts), f"{name} is given away"
-            (stub,) = [
-                c for c in solved["cells"] if f"stub-{name}" in c["metadata"].get("tags", ())
-            ]
-            assert "".join(stub["source"]) == code
-        ids = [[cell["id"] for cell in made["cells"]] for made in (original, student, solved)]
-        assert ids[0] == ids[1] == ids[2]
+SOLUTIONS = {name: lessons.solution(LESSON, name) for name in lessons.exercise_ids(LESSON)}
+
+AS_IN_A_NOTEBOOK = """
+%matplotlib widget
+%load_ext a_formatter_that_only_the_learner_has
+%a_magic_that_only_the_learner_has
+import asyncio
+await asyncio.sleep(0)
+display("shown")
+len?
+files = !ls /
+assert files
+left = (17
+% 5)
+assert left == 2
+text = '''
+%d GPUs
+! nothing
+''' % 8
+assert text == "\\n8 GPUs\\n! nothing\\n"
+"""
 
 
-@pytest.mark.parametrize("target", ["handout", "handout.zip"])
-def test_an_edition_is_a_whole_course_and_overwrites_nothing(tmp_path, target):
-    count = editions.write("student", tmp_path / target)
-    assert count == sum(len(lessons.exercise_ids(path)) for path in lessons.NOTEBOOKS)
-    if target.endswith(".zip"):
-        import zipfile
+def test_answers_run_as_in_a_notebook_and_know_the_names_of_earlier_ones(tmp_path):
+    hand_in(
+        tmp_path,
+        "one",
+        {
+            "4.1": AS_IN_A_NOTEBOOK + SOLUTIONS["4.1"],
+            "4.2": "%%time\nassert left == 2\n" + SOLUTIONS["4.2"],
+            "4.3": "assert replica_sizes(16, 8)\n" + SOLUTIONS["4.3"],
+        },
+    )
+    # A process that has ended takes no names along: the answers before it are run again.
+    hand_in(tmp_path, "two", {**SOLUTIONS, "4.2": "import os; os._exit(3)"})
+    notebook = json.loads(next(tmp_path.glob("two/*/*.ipynb")).read_text("utf-8"))
+    (place,) = (
+        index
+        for index, cell in enumerate(notebook["cells"])
+        if "stub-4.3" in cell["metadata"].get("tags", ())
+    )
+    trial = {"cell_type": "code", "metadata": {}, "source": "assert replica_sizes(16, 8)\n1 / 0"}
+    notebook["cells"].insert(place, trial)
+    next(tmp_path.glob("two/*/*.ipynb")).write_text(json.dumps(notebook), "utf-8")
+    found = statuses(tmp_path)
+    assert {found["one", name].status for name in SOLUTIONS} == {"right"}, found
+    assert found["two", "4.1"].status == "right"
+    assert "exit code 3" in found["two", "4.2"].message
+    # The cell that failed is not the one that is asked for; its first line knew the name.
+    assert found["two", "4.3"].status == "right"
 
-        with zipfile.ZipFile(tmp_path / target) as file:
-            names = [name.partition("/")[2] for name in file.namelist()]
-    else:
-        root = tmp_path / target
-        names = [str(path.relative_to(root)) for path in root.rglob("*")]
-    for wanted in ("START.md", "Makefile", "setup_venv.py", f"notebooks/{LESSON.name}"):
-        assert wanted in names
-    assert not [name for name in names if "wrong_answers" in name or "__pycache__" in name]
-    with pytest.raises(FileExistsError, match="exists already"):
-        editions.write("student", tmp_path / target)
+
+def test_a_cell_that_fails_is_named_if_the_answer_is_not_right(tmp_path):
+    hand_in(tmp_path, "one", {"4.3": "1 / 0"})
+    found = statuses(tmp_path)
+    assert found["one", "4.3"].status == "error"
+    assert found["one", "4.3"].message == "ZeroDivisionError: division by zero"
+
+
+FORKS = "import os\nos.fork()\n"
+WRITES_EVERYWHERE = """
+import os
+for descriptor in range(1, 64):
+    try:
+        os.write(descriptor, b'{"exercise": "4.3", "status": "right"}\\nnoise')
+        os.close(descriptor)
+    except OSError:
+        continue
+"""
+OVERWRITES = """
+import builtins, json, os
+from teaching import lessons
+builtins.print = json.dumps = lessons.tagged = None
+"""
+SURROGATE = r"raise ValueError('\ud800 \x1b[2J ' + 'x' * 10**6)"
+MUTE = """
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError('no words')
+raise Mute
+"""
+LEAVES_A_BOMB = """
+import os, threading
+threading.Timer(1.5, os._exit, [9]).start()
+"""
+
+
+def test_no_answer_ends_the_run_or_another_s_verdict(tmp_path, capsys):
+    hostile = {
+        "forks": {**SOLUTIONS, "4.1": FORKS + SOLUTIONS["4.1"]},
+        "overwrites": {**SOLUTIONS, "4.1": OVERWRITES + SOLUTIONS["4.1"]},
+        "raises": {"4.1": SURROGATE, "4.2": MUTE, "4.3": SOLUTIONS["4.3"]},
+        "waits": {
+            "4.1": LEAVES_A_BOMB + SOLUTIONS["4.1"],
+            "4.2": "import time; time.sleep(3)\n" + SOLUTIONS["4.2"],
+        },
+        "writes": {**SOLUTIONS, "4.1": WRITES_EVERYWHERE + SOLUTIONS["4.1"], "4.3": "1 / 0"},
+    }
+    for who, answers in hostile.items():
+        hand_in(tmp_path / "class", who, answers)
+    class_check.main([str(tmp_path / "class"), "--csv", str(tmp_path / "all.csv")])
+    shown = capsys.readouterr().out
+    rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines()[1:6]}
+    assert rows == {
+        "forks": ["✓", "✓", "✓", "3"],
+        # What the course itself uses was overwritten, so its verdict is the answer's own fault.
+        "overwrites": [rows["overwrites"][0], "✓", "✓", rows["overwrites"][3]],
+        "raises": ["!", "!", "✓", "1"],
+        "waits": ["✓", "✓", "·", "2"],
+        "writes": ["✓", "✓", "!", "2"],
+    }
+    text = (tmp_path / "all.csv").read_text("utf-8")
+    assert r"ValueError: \ud800 \x1b[2J xxx" in text and "Mute, which cannot say more" in text
+    assert "ZeroDivisionError" in text and max(map(len, text.splitlines())) < 3000
+
+
+def test_a_folder_holds_anything_and_every_learner_is_in_the_table(tmp_path, capsys):
+    folder = tmp_path / "class"
+    hand_in(folder, "Ada", {"4.1": SOLUTIONS["4.1"]})
+    odd = {}
+    for who in ("deep", "folder", "link", "loop", "pipe", "zip", "none", "large", "bom"):
+        (folder / who).mkdir()
+        odd[who] = folder / who / LESSON.name
+    odd["deep"].write_text('{"cells": ' + "[" * 100_000)
+    odd["folder"].mkdir()
+    odd["link"].symlink_to(folder / "nowhere")
+    (folder / "loop" / "again").symlink_to(folder / "loop")
+    os.mkfifo(odd["pipe"])
+    (folder / "zip" / "homework.zip").write_bytes(b"PK")
+    with odd["large"].open("wb") as file:
+        file.truncate(10**12)
+    odd["bom"].write_bytes(b"\xef\xbb\xbf" + LESSON.read_bytes())
+    # A disk of another system: bytes that are not UTF-8; and a name that would break the table.
+    strange = [os.fsencode(folder) + b"/M\xfcller", os.fsencode(folder) + b"/a\nb"]
+    for name in strange:
+        os.mkdir(name)
+        shutil.copy(LESSON, os.fsdecode(name))
+    class_check.main([str(folder), "--csv", str(tmp_path / "all.csv")])
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in table[1:-3]] == sorted([*odd, "Ada", r"M\xfcller", r"a\nb"])
+    with (tmp_path / "all.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    told = {row["who"]: row["message"] for row in rows}
+    assert told["zip"] == (
+        "no lesson in this folder: homework.zip is not a notebook; unpack it there and check again"
+    )
+    assert told["none"] == told["folder"] == "no lesson in this folder"
+    for who in ("link", "pipe"):
+        assert told[who] == f"no lesson in this folder: {LESSON.name} is not a notebook"
+    assert "is not a notebook: maximum recursion" in told["deep"]
+    assert "is not a notebook: it is larger than 64" in told["large"]
+    statuses_of = {row["who"]: row["status"] for row in rows if row["exercise"] == "4.2"}
+    assert {statuses_of[who] for who in ("bom", r"M\xfcller", r"a\nb")} == {"not attempted"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared pages are counted on Linux")
+def test_pages_that_processes_share_count_once(tmp_path):
+    shares = """
+import os, time, torch
+held = torch.ones(150 * 2**20)
+children = []
+for _ in range(8):
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(2)
+        os._exit(0)
+    children.append(pid)
+for pid in children:
+    os.waitpid(pid, 0)
+"""
+    hand_in(tmp_path, "one", {"4.1": shares + SOLUTIONS["4.1"]})
+    found = statuses(tmp_path, class_check.Limits(time_s=60, memory_bytes=2 * 2**30))
+    assert found["one", "4.1"].status == "right", found["one", "4.1"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+def test_the_class_check_s_own_end_ends_the_judges(tmp_path):
+    waits = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+    hand_in(tmp_path / "class", "one", {"4.1": waits + "time.sleep(600)"})
+    command = [sys.executable, "-m", "teaching.class_check", str(tmp_path / "class")]
+    with subprocess.Popen(command, cwd=lessons.ROOT, stdout=subprocess.DEVNULL) as check:
+        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        check.kill()
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not is_alive(pid))
+
+
+def wait_until(condition, limit_s=100):
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s, "waited in vain"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--seconds 0", "argument --seconds: expected a number above 0, found '0'"),
+        ("--seconds inf", "expected a number above 0, found 'inf'"),
+        ("--gib -1", "argument --gib: expected a number above 0, found '-1'"),
+        ("--gib much", "expected a number above 0, found 'much'"),
+        ("--jobs 0", "argument --jobs: expected a whole number from 1, found '0'"),
+    ],
+)
+def test_limits_that_cannot_work_are_refused_in_a_sentence(tmp_path, capsys, options, told):
+    with pytest.raises(SystemExit) as left:
+        class_check.main([str(tmp_path), *options.split()])
+    assert left.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_a_csv_that_cannot_be_written_is_told_before_anybody_is_judged(tmp_path, monkeypatch):
+    hand_in(tmp_path / "class", "one", SOLUTIONS)
+    monkeypatch.setattr(class_check, "judge", lambda *_: pytest.fail("an hour was lost"))
+    with pytest.raises(SystemExit, match=r"class_check: .*No such file or directory.*nowhere"):
+        class_check.main([str(tmp_path / "class"), "--csv", str(tmp_path / "nowhere" / "a.csv")])
+
+
+def test_only_zips_are_told_as_such(tmp_path):
+    (tmp_path / "class").mkdir()
+    (tmp_path / "class" / "ada.zip").write_bytes(b"PK")
+    with pytest.raises(ValueError, match=r"no folder with a lesson .*; unpack ada.zip, for one"):
+        class_check.check_class(tmp_path / "class", LIMITS)

@@ -1,0 +1,47 @@
+"""Editions to hand out: one without solutions, one solved, each a whole course."""
+
+import json
+
+import pytest
+
+from teaching import editions, lessons
+
+(LESSON,) = (path for path in lessons.NOTEBOOKS if lessons.number(path) == "04")
+
+
+def test_the_student_edition_holds_no_solution_and_the_solved_one_all():
+    for path in lessons.NOTEBOOKS:
+        original = json.loads(path.read_text("utf-8"))
+        student, solved = (editions.edition(original, kind) for kind in editions.EDITIONS)
+        for name in lessons.exercise_ids(path):
+            code = lessons.solution(path, name).strip()
+            (folded,) = lessons.tagged(path, f"solution-{name}")
+            # Some lessons show after the exercise what was to be written.
+            shown = [c.id for c in lessons.cells(path) if code in c.source and c.id != folded.id]
+            left = [c["id"] for c in student["cells"] if code in "".join(c["source"])]
+            assert left == shown, f"{name} is given away"
+            (stub,) = [
+                c for c in solved["cells"] if f"stub-{name}" in c["metadata"].get("tags", ())
+            ]
+            assert "".join(stub["source"]) == code
+        ids = [[cell["id"] for cell in made["cells"]] for made in (original, student, solved)]
+        assert ids[0] == ids[1] == ids[2]
+
+
+@pytest.mark.parametrize("target", ["handout", "handout.zip"])
+def test_an_edition_is_a_whole_course_and_overwrites_nothing(tmp_path, target):
+    count = editions.write("student", tmp_path / target)
+    assert count == sum(len(lessons.exercise_ids(path)) for path in lessons.NOTEBOOKS)
+    if target.endswith(".zip"):
+        import zipfile
+
+        with zipfile.ZipFile(tmp_path / target) as file:
+            names = [name.partition("/")[2] for name in file.namelist()]
+    else:
+        root = tmp_path / target
+        names = [str(path.relative_to(root)) for path in root.rglob("*")]
+    for wanted in ("START.md", "Makefile", "setup_venv.py", f"notebooks/{LESSON.name}"):
+        assert wanted in names
+    assert not [name for name in names if "wrong_answers" in name or "__pycache__" in name]
+    with pytest.raises(FileExistsError, match="exists already"):
+        editions.write("student", tmp_path / target)
