@@ -34,7 +34,7 @@ class Result(NamedTuple):
     """What calls of one signature give back."""
 
     form: Any  # None for one tensor; else list or tuple
-    outputs: list[Output | None]  # None where the result is None
+    outputs: list[Output | int | None]  # numbers, and None, stand for themselves
     bases: list[int | None]  # the virtual input, by its number, whose memory an output shares
     work: Work
 
@@ -63,10 +63,13 @@ def learn(func: Any, args: tuple, kwargs: dict) -> Result:
         return Result(None, [], [], work)
     form = None if isinstance(result, torch.Tensor) else type(result)
     items = [result] if form is None else list(result)
-    outputs = [None if item is None else Output.of(item) for item in items]
+    outputs = [Output.of(item) if isinstance(item, torch.Tensor) else item for item in items]
     # Asked of the memory, not of the schema: unsafe_split hands out views that it does not declare.
     owners = {meta.untyped_storage()._cdata: number for number, meta in enumerate(virtual)}
-    bases = [None if item is None else owners.get(item.untyped_storage()._cdata) for item in items]
+    bases = [
+        owners.get(item.untyped_storage()._cdata) if isinstance(item, torch.Tensor) else None
+        for item in items
+    ]
     return Result(form, outputs, bases, work)
 
 

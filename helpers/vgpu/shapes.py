@@ -287,8 +287,8 @@ def _outputs(
     outputs: list[Any] = []
     for position, output in enumerate(result.outputs):
         alias = aliases[position] if aliases is not None and position < len(aliases) else None
-        if output is None:
-            outputs.append(None)
+        if not isinstance(output, Output):
+            outputs.append(output)
         elif alias is not None:
             index, name = alias
             argument = args[index] if index < len(args) else kwargs[name]
@@ -353,7 +353,7 @@ def _copy(operator: _Operator, args: tuple, kwargs: dict, key: list[Any], target
         if result is None:
             plain = {name: v for name, v in kwargs.items() if name not in signatures.NO_MATTER}
             result = _results[signature] = learn(operator.func, args, plain)
-        assert result.outputs[0] is not None
+        assert isinstance(result.outputs[0], Output)
         made = _new(result.outputs[0], target, "copy")
     if recording.under_way is not None:
         waits = not (kwargs.get("non_blocking") or (in_place and args[2:3] == (True,)))

@@ -249,3 +249,26 @@ def test_a_vision_transformer():
     assert scores.shape == (2, 1000)
     weight = torch.empty(1000)
     assert nn.init.trunc_normal_(weight).std() > 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_attention_of_shapes_keeps_no_scores_and_counts_its_flops(dtype):
+    batch, heads, length, width = 2, 8, 1024, 64
+    with vgpu.shapes_only():
+        parts = [
+            torch.empty(batch, heads, length, width, device="vgpu:0", dtype=dtype) for _ in range(3)
+        ]
+        for part in parts:
+            part.requires_grad_()
+        before = torch.vgpu.memory_allocated(0)
+        with vgpu.record() as timeline:
+            output = torch.nn.functional.scaled_dot_product_attention(*parts)
+            kept = torch.vgpu.memory_allocated(0) - before
+            output.sum().backward()
+        assert parts[0].grad.shape == parts[0].shape
+    scores = batch * heads * length * length * output.element_size()
+    assert kept < scores / 8
+    # Two products forward; backward five, the scores' being computed again.
+    product = 2 * batch * heads * length * length * width
+    forward, backward = (e.flop for e in timeline.events if e.flop)
+    assert (forward, backward) == (2 * product, 5 * product)
