@@ -144,7 +144,9 @@ def _check(options: argparse.Namespace, training: Training) -> None:
 def _run(training: Training, options: argparse.Namespace) -> None:
     save_every = options.save_every or training.steps_per_epoch
     threads = torch.get_num_threads()
-    where = {"cpu": f"CPU, threads of each: {threads}", "cuda": "GPU"}[training.device.type]
+    where = {"cpu": f"CPU, threads of each: {threads}", "cuda": "GPU", "vgpu": "virtual GPU"}[
+        training.device.type
+    ]
     _say(training, f"{_ranks(training)} on {where}; {training.steps} steps")
     for damaged in training.passed_over:
         _say(training, f"{damaged}. The one before it is used")

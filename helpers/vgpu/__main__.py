@@ -28,26 +28,29 @@ def main(arguments: list[str] | None = None) -> None:
     """Parse the options, then become the program."""
     given = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(given)
-    if options.module is not None:
-        options.arguments = [*([options.script] if options.script else []), *options.arguments]
+    module = None
+    if options.module:
+        module, *options.arguments = options.module
     elif options.script is None:
         parser().error("name a script to run, or a module with -m")
     elif not Path(options.script).is_file():
         parser().error(f"there is no script {options.script!r} in {Path.cwd()}")
-    sys.argv = [options.module or options.script, *options.arguments]
+    sys.argv = [module or options.script, *options.arguments]
     setting = Setting(
         count=options.count,
         gpu=options.gpu,
         memory_bytes=options.memory,
         seed=options.seed,
-        cuda_folder=_folder(options) if options.cuda_is_vgpu else None,
+        cuda_folder=_folder(options.script if module is None else None)
+        if options.cuda_is_vgpu
+        else None,
         summary=options.summary,
     )
     if options.cuda_is_vgpu:
         sys.argv[1:] = map(cuda_words.word, sys.argv[1:])
     try:
-        if options.module is not None:
-            run_module(options.module, setting)
+        if module is not None:
+            run_module(module, setting)
         else:
             run_script(Path(options.script), setting)
     finally:
@@ -56,8 +59,9 @@ def main(arguments: list[str] | None = None) -> None:
                 print(f"vgpu: {reading}", file=sys.stderr)
 
 
-def _folder(options: argparse.Namespace) -> str:
-    return str(Path(options.script).resolve().parent if options.module is None else Path.cwd())
+def _folder(script: str | None) -> str:
+    """Where the program's own files are: beside the script, or below the current folder."""
+    return str(Path.cwd() if script is None else Path(script).resolve().parent)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -94,7 +98,13 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="at the end, print each GPU's peak bytes and the collectives, for each rank",
     )
-    parser.add_argument("-m", dest="module", help="run a module, as python -m does")
+    parser.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        metavar=("module", "arguments"),
+        help="run a module, as python -m does; what follows is the module's own",
+    )
     parser.add_argument("script", nargs="?", help="the script to run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     return parser

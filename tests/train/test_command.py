@@ -27,7 +27,7 @@ SHORT = Settings(epochs=2, width=4, batch_size=96)  # 14 steps an epoch
 def trained(rank, world_size, settings, folder=None, save_at=None, stop_at=None):
     """On a rank: the parameters after each step of this run, and what it was resumed from."""
     torch.set_num_threads(1)  # a network this small only loses time with more
-    training = Training(settings, folder, cpu=True)
+    training = Training(settings, folder)
     after_each_step = []
     for images, labels in training.batches():
         training.train_on(images, labels)
@@ -40,7 +40,7 @@ def trained(rank, world_size, settings, folder=None, save_at=None, stop_at=None)
 
 
 def vector(training):
-    return torch.nn.utils.parameters_to_vector(training.model.parameters()).detach()
+    return torch.nn.utils.parameters_to_vector(training.model.parameters()).detach().cpu()
 
 
 @pytest.fixture
@@ -57,24 +57,25 @@ def one_process():
     return steps, history
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_step_equals_one_process_on_the_whole_batch(one_process, ranks):
+@pytest.mark.parametrize(("ranks", "gpu"), [(2, None), (3, None), (2, "V100")])
+def test_every_step_equals_one_process_on_the_whole_batch(one_process, ranks, gpu):
     expected, history = one_process
     assert len(expected) == 28 and not torch.equal(expected[0], expected[-1])
-    results = launch.run(trained, ranks, SHORT)
+    results = launch.run(trained, ranks, SHORT, gpu=gpu)
     for steps, _, _ in results:
         torch.testing.assert_close(steps, expected, rtol=1e-9, atol=1e-12)
     assert results[0][2] == pytest.approx(history)
 
 
-def test_resumed_in_the_middle_of_an_epoch_it_is_the_same_bits(tmp_path):
+@pytest.mark.parametrize("gpu", [None, "V100"], ids=["CPU", "virtual GPU"])
+def test_resumed_in_the_middle_of_an_epoch_it_is_the_same_bits(tmp_path, gpu):
     # With dropout the random numbers of each rank count, too.
     settings = Settings(epochs=2, width=4, batch_size=96, dropout=0.5)
-    undisturbed = launch.run(trained, 2, settings)
+    undisturbed = launch.run(trained, 2, settings, gpu=gpu)
     assert not torch.equal(undisturbed[0][0][-1], undisturbed[0][0][-2])
-    launch.run(trained, 2, settings, tmp_path, 19, 22)  # saved after 19, lost after 22
+    launch.run(trained, 2, settings, tmp_path, 19, 22, gpu=gpu)  # saved after 19, lost after 22
     for (steps, found, history), (expected, _, whole) in zip(
-        launch.run(trained, 2, settings, tmp_path), undisturbed, strict=True
+        launch.run(trained, 2, settings, tmp_path, gpu=gpu), undisturbed, strict=True
     ):
         assert found == tmp_path / "step-00000019" and len(steps) == 28 - 19
         torch.testing.assert_close(steps, expected[19:], rtol=0, atol=0)
