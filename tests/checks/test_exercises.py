@@ -17,14 +17,12 @@ STILL_WITHOUT_INPUT = {
     "5",
     "6",
     "7",
-    "9",
 }
 STILL_WITHOUT_REWARD = {
     "4",
     "5",
     "6",
     "7",
-    "9",
 }
 
 each_exercise = pytest.mark.parametrize(

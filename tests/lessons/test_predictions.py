@@ -12,7 +12,6 @@ STILL_WITHOUT = {
     "05",
     "06",
     "07",
-    "09",
 }
 NUMBERED = [path for path in lessons.NOTEBOOKS if lessons.number(path)]
 each_lesson = pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from helpers import vgpu
-from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 from helpers.units import format_seconds
 from helpers.vgpu import Timeline
 
@@ -39,7 +39,10 @@ def pipelined(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
         # The last piece is smaller.
         rows = size * random.randint(2, 4) + random.randint(1, size - 1)
         given = f"{rows} samples in pieces of {size}, {count} stages"
-        with vgpu.enable(count) as lab:
+        hint = (
+            "Move each piece to the stage's GPU, then call the stage; join the outputs at the end."
+        )
+        with vgpu.enable(count) as lab, for_input(given, hint):
             stages, batch = _stages(width, lab.devices), torch.randn(rows, width)
             _judge_calls(answer, stages, lab.devices, size, batch, given)
             _judge_outputs(answer, stages, lab.devices, size, batch, given)
@@ -207,16 +210,18 @@ def _stopwatch(machine: Machine) -> tuple[Callable[[int], float], list[int], dic
 
 
 @exercise("9.2", "The best split size for another GPU")
-def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> None:
+def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> dict[str, str]:
     answer(lambda size: float(size), 4)  # an untouched stub says so here
+    shown = {}
     for machine in _machines():
         batch_size = machine.batch_size
         time_of, asked, times_s = _stopwatch(machine)
-        yours = answer(time_of, batch_size)
         given = f"a batch of {batch_size} on two {machine.gpu}s"
+        with for_input(given, "Split sizes are whole numbers: ask time_of for them, return one."):
+            yours = answer(time_of, batch_size)
         if isinstance(yours, bool) or not isinstance(yours, int) or not 1 <= yours <= batch_size:
             raise Wrong(
-                yours=yours,
+                yours=repr(yours),
                 expected=f"a whole number from 1 to {batch_size}",
                 given=given,
                 hint="Return the size, not its time.",
@@ -228,19 +233,27 @@ def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> Non
                 given=given,
                 hint="The curve is flat around its best: try sizes that differ by a factor.",
             )
+        asked_then = list(asked)
         # For each number of pieces the smallest size that needs no more of them.
         for count in range(1, batch_size + 1):
             time_of(-(-batch_size // count))
         time_of(yours)
         best = min(times_s, key=lambda size: times_s[size])
         if times_s[yours] > 1.05 * times_s[best]:
-            kind = "smaller" if best < yours else "larger"
             raise Wrong(
                 yours=f"pieces of {yours}: {format_seconds(times_s[yours])}",
-                expected=f"at most {format_seconds(1.05 * times_s[best])}",
+                expected=f"at most {format_seconds(1.05 * times_s[best])}; "
+                f"pieces of {best} take {format_seconds(times_s[best])}",
                 given=given,
-                hint=f"The best size here is {kind}. It depends on the GPU: ask time_of.",
+                hint="It depends on the GPU, the link and the network: ask time_of, also for very "
+                "small pieces and for the whole batch.",
             )
+        shown[given] = (
+            f"pieces of {yours}, {format_seconds(times_s[yours])}, {len(set(asked_then))} recordings; "
+            f"best {best}, {format_seconds(times_s[best])}; the whole batch "
+            f"{format_seconds(times_s[batch_size])}"
+        )
+    return shown
 
 
 def _products(batches: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
@@ -248,6 +261,7 @@ def _products(batches: Sequence[torch.Tensor], weight: torch.Tensor) -> list[tor
     gpu = weight.device
     default, side = torch.accelerator.current_stream(gpu), torch.Stream(gpu)
     buffers = [torch.empty_like(batches[0], device=gpu) for _ in range(2)]
+    side.wait_stream(default)
     with side:
         buffers[0].copy_(batches[0], non_blocking=True)
     products = []
@@ -264,7 +278,8 @@ def _products(batches: Sequence[torch.Tensor], weight: torch.Tensor) -> list[tor
 @exercise("9.3", "Find the missing synchronisation")
 def repaired(
     answer: Callable[[list[torch.Tensor], torch.Tensor], list[torch.Tensor]],
-) -> None:
+) -> dict[str, str]:
+    shown = {}
     for _ in range(2):
         count, rows = random.randint(4, 7), random.choice((384, 512, 640))
         batches = [torch.randn(rows, 256) for _ in range(count)]
@@ -275,9 +290,10 @@ def repaired(
             there = weight.to(lab.devices[0])
             with vgpu.record() as ours:
                 _products(pinned, there)
-            with vgpu.record() as timeline:
-                found = answer(pinned, there)
             given = f"{count} batches of {rows} x 256"
+            hint = "Start from `racing`, and return the list of products."
+            with for_input(given, hint), vgpu.record() as timeline:
+                found = answer(pinned, there)
             _judge_products(found, expected, timeline, given)
             if timeline.makespan_s > 1.1 * ours.makespan_s:
                 raise Wrong(
@@ -287,6 +303,15 @@ def repaired(
                     hint="Right, but copies and products take turns. Wait as early in the loop, "
                     "and for as little, as you can; let Python wait for nothing.",
                 )
+            with vgpu.record() as in_turn:
+                for batch in pinned:
+                    batch.to(there.device, non_blocking=True) @ there
+            shown[given] = (
+                f"no race, {format_seconds(timeline.makespan_s)}; budget "
+                f"{format_seconds(1.1 * ours.makespan_s)}, on one stream "
+                f"{format_seconds(in_turn.makespan_s)}"
+            )
+    return shown
 
 
 def _judge_products(
@@ -294,7 +319,7 @@ def _judge_products(
 ) -> None:
     if not isinstance(found, list) or not all(isinstance(p, torch.Tensor) for p in found):
         hint = "Return the list of products."
-        raise Wrong(yours=found, expected="a list of tensors", given=given, hint=hint)
+        raise Wrong(yours=repr(found), expected="a list of tensors", given=given, hint=hint)
     if timeline.races:
         late = timeline.races[0].operation == "copy_" or timeline.races[0].operation == "copy"
         raise Wrong(

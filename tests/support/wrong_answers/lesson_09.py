@@ -25,6 +25,7 @@ _REPAIRED = """
 def repaired(batches, weight):
     default, side = torch.accelerator.current_stream(weight.device), torch.Stream(weight.device)
     buffers = [torch.empty_like(batches[0], device=weight.device) for _ in range(2)]
+    side.wait_stream(default)
     with side:
         buffers[0].copy_(batches[0], non_blocking=True)
     products = []
@@ -77,8 +78,8 @@ WRONG = {
     ],
     "9.2": [
         (_BEST.format("12"), "It depends on the GPU"),
-        (_BEST.format("batch_size"), "The best size here is smaller"),
-        (_BEST.format("1"), "The best size here is larger"),
+        (_BEST.format("batch_size"), "also for very"),
+        (_BEST.format("1"), "and for the whole batch"),
         (_BEST.format("min(range(1, batch_size + 1), key=time_of)"), "differ by a factor"),
         (_BEST.format("min(time_of(s) for s in (2, 4, 8, 16, 32))"), "not its time"),
         (_BEST.format("min((batch_size / 4, batch_size / 8), key=time_of)"), "whole number"),
