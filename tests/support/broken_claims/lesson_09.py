@@ -55,15 +55,4 @@ BROKEN = [
             )
         ],
     ),
-    Broken(
-        "D11",
-        "the copies stay on the default streams",
-        edits=[
-            (
-                "self.out, self.into = (torch.Stream(gpu) for gpu in gpus)",
-                "self.out, self.into = map(current, gpus)",
-            )
-        ],
-        cell="gain",
-    ),
 ]
