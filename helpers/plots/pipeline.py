@@ -31,7 +31,7 @@ def split_sizes(
     axes.set_xscale("log")
     axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=8)
     axes.minorticks_off()
-    axes.set_ylim(0, None)
+    axes.set_ylim(0, 1.08 * max(*predicted_s.values(), *published_s.values()))
     axes.set_xlabel("split size (images in a piece)")
     axes.set_ylabel("3 batches (s)")
     axes.legend(
