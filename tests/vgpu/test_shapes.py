@@ -7,6 +7,7 @@ import pytest
 import torch
 import torchvision
 from torch import nn
+from torch.nn import functional as F
 
 from helpers import vgpu
 
@@ -180,6 +181,18 @@ def test_a_transformer():
         with vgpu.record() as timeline:
             layer(embedded).sum().backward()
         assert timeline.flop > 6 * 32 * (4 * 64 * 64)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_fused_attention_gives_numbers_beside_its_tensors(causal):
+    def sizes(context):
+        with context:
+            q = torch.randn(2, 4, 16, 8, device="vgpu:0", dtype=torch.float16, requires_grad=True)
+            output = F.scaled_dot_product_attention(q, q, q, is_causal=causal)
+            output.sum().backward()
+            return output.shape, output.dtype, q.grad.shape
+
+    assert sizes(vgpu.shapes_only()) == sizes(nullcontext())
 
 
 def test_it_needs_virtual_gpus():

@@ -50,8 +50,9 @@ def test_a_layer_costs_what_one_gpu_records(monkeypatch):
     assert least_s < cost.forward_s < 10 * least_s
     assert 1.5 * cost.forward_s < cost.backward_s < 3 * cost.forward_s
     assert cost.output_bytes == 8 * TOKENS * WIDTH * 2 < cost.activation_bytes
-    # Twice the micro-batch keeps twice the bytes.
-    assert layer_cost("H100", 16).activation_bytes == 2 * cost.activation_bytes
+    # Twice the micro-batch keeps twice the bytes, but for the state of a random generator.
+    twice = layer_cost("H100", 16).activation_bytes
+    assert twice == pytest.approx(2 * cost.activation_bytes, rel=1e-5)
 
 
 def test_virtual_time_and_memory_on_gpus_by_name():
