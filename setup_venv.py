@@ -6,6 +6,7 @@ that it is too old.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -17,6 +18,11 @@ import sys
 import tempfile
 import time
 import urllib.parse
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 ROOT = os.path.dirname(os.path.realpath(__file__))
 VENV = os.path.join(ROOT, ".venv")
@@ -73,15 +79,36 @@ def main():
             require_python(sys.version_info[:3])
             install(sys.executable, sys.prefix, options.cpu)
             return
-        found = problem(VENV, wanted_stamp(), sys.version_info[:2] if options.this_python else None)
-        if found:
-            make(found, options.cpu)
-        if options.extra:
-            add(options.extra)
+        with alone():
+            python = sys.version_info[:2] if options.this_python else None
+            found = problem(VENV, wanted_stamp(), python)
+            if found:
+                make(found, options.cpu)
+            if options.extra:
+                add(options.extra)
     except (SetupError, OSError) as error:
         sys.exit("setup: %s" % error)
     except KeyboardInterrupt:
         sys.exit("setup: stopped; run the same again to go on.")
+
+
+@contextlib.contextmanager
+def alone():
+    """Wait until no other set-up of this folder is under way, and keep others waiting.
+
+    The lock is on this file: it needs no place of its own and ends with the process. Where Python
+    has no such lock (Windows), nobody waits.
+    """
+    with open(os.path.realpath(__file__), "rb") as own:
+        if fcntl is not None:
+            try:
+                fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print("setup: another set-up of this folder is under way; waiting.", flush=True)
+                fcntl.flock(own, fcntl.LOCK_EX)
+            except OSError:
+                print("setup: this file system has no locks; run one set-up at a time.")
+        yield
 
 
 def require_python(version):

@@ -179,3 +179,22 @@ def test_a_folder_that_takes_no_files_gets_one_sentence(tmp_path):
         tmp_path.chmod(0o500)
         with pytest.raises(setup_venv.SetupError, match=r"cannot be written to \(Permission"):
             setup_venv.require_writable(str(tmp_path))
+
+
+def test_a_second_set_up_waits_for_the_first(tmp_path):
+    pytest.importorskip("fcntl", reason="this system has no lock of this kind")
+    script = (
+        "import setup_venv, sys\nwith setup_venv.alone():\n    print('in', flush=True)\n    {}\n"
+    )
+    first = subprocess.Popen(
+        [sys.executable, "-c", script.format("sys.stdin.readline()")],
+        cwd=setup_venv.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert first.stdout.readline() == "in\n"
+    second = subprocess.Popen(
+        [sys.executable, "-c", script.format("pass")],
+        cwd=setup_venv.ROOT, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert "another set-up of this folder is under way" in second.stdout.readline()
+    first.communicate("go on\n", timeout=30)
+    assert second.communicate(timeout=30)[0] == "in\n"
