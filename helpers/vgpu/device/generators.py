@@ -54,7 +54,10 @@ class DeviceGenerator(_PlainGenerator):
 
     def get_state(self) -> torch.Tensor:
         """A byte tensor on the CPU: all that is needed to go on from here, in any process."""
-        tail = torch.tensor([_signed(self.initial_seed()), self._offset, self._offset])
+        # Whatever the default device is.
+        tail = torch.tensor(
+            [_signed(self.initial_seed()), self._offset, self._offset], device="cpu"
+        )
         return torch.cat([super().get_state(), tail.view(torch.uint8)])
 
     def set_state(self, state: torch.Tensor) -> "DeviceGenerator":
@@ -74,7 +77,7 @@ def offset_in(state: torch.Tensor) -> torch.Tensor:
 
 def set_offset_in(state: torch.Tensor, offset: int) -> None:
     """Change the offset in a generator's state."""
-    state[-16:] = torch.tensor([offset, -1]).view(torch.uint8)
+    state[-16:] = torch.tensor([offset, -1], device="cpu").view(torch.uint8)
 
 
 def _mixed(seed: int, offset: int) -> int:

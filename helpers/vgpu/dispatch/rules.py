@@ -24,8 +24,10 @@ class Rule:
         "conjugates",
         "convolves",
         "draws",
+        "func",
         "makes_on_device",
         "name",
+        "plain",
         "reshapes",
         "special",
         "with_generator",
@@ -34,6 +36,7 @@ class Rule:
 
     def __init__(self, func: Any, special: Handler | None) -> None:
         schema = func._schema
+        self.func = func
         self.name = schema.name.partition("::")[2]
         # A composite operator arrives whole where autograd is not asked: in inference mode.
         self.composite = special is None and is_composite(func)
@@ -62,6 +65,8 @@ class Rule:
         # Kernels of several operators may conjugate lazily between them; elementwise ones do not.
         self.conjugates = torch.Tag.pointwise not in func.tags
         self.convolves = self.name in ("convolution", "convolution_backward") and not writes_out
+        # Nothing of the above: called on the values as it is.
+        self.plain = not (self.draws or self.writes_lists or self.convolves or self.conjugates)
         self.makes_on_device = any(argument.name == "device" for argument in schema.arguments)
 
 
@@ -116,7 +121,8 @@ def _with_generator(func: Any) -> Any:
     return None
 
 
-_rules: dict[Any, Rule] = {}
+# By id: hashing an operator is slow. A rule keeps its operator, and so the id, alive.
+_rules: dict[int, Rule] = {}
 _handlers: dict[str, Handler] = {}
 
 
@@ -128,7 +134,7 @@ def use_handlers(handlers: dict[str, Handler]) -> None:
 
 def rule_for(func: Any) -> Rule:
     """The rule of an operator; made at its first call."""
-    rule = _rules.get(func)
+    rule = _rules.get(id(func))
     if rule is None:
-        rule = _rules[func] = Rule(func, _handlers.get(func._schema.name))
+        rule = _rules[id(func)] = Rule(func, _handlers.get(func._schema.name))
     return rule

@@ -37,6 +37,7 @@ _NEGATIVE = torch._C.DispatchKey.Negative  # type: ignore[attr-defined]
 _IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView  # type: ignore[attr-defined]
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
+_in_inference_mode = torch.is_inference_mode_enabled
 _new = naming_devices(torch.Tensor.new)
 set_cpp_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
@@ -201,13 +202,15 @@ def wrap(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> VirtualTensor
     Raises torch.OutOfMemoryError where the storage does not fit.
     """
     inference = values.is_inference()
-    if inference is not torch.is_inference_mode_enabled():
+    if inference is not _in_inference_mode():
         # A view of a tensor that was made outside of inference mode is one from outside as well.
         with torch.inference_mode(inference):
             return wrap(values, gpu, operation)
     layout = values.layout
     if layout is torch.strided:
-        count_bytes(values, gpu, operation)
+        storage: Any = values.untyped_storage()  # count_bytes, for most of what comes here
+        if not hasattr(storage, "_vgpu_block"):
+            storage._vgpu_block = gpu.memory.allocate(storage.nbytes(), operation)
         tensor = _make_wrapper(
             VirtualTensor,
             values.size(),
@@ -298,12 +301,15 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
     rule = rule_for(func)
     if rule.special is not None:
         return rule.special(func, args, kwargs)
-    return compute(func, args, kwargs)
+    return _compute(rule, func, args, kwargs)
 
 
 def compute(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``run``, for an operator without a handler of its own, or from inside its handler."""
-    rule = rule_for(func)
+    """``run``, from inside the operator's own handler."""
+    return _compute(rule_for(func), func, args, kwargs)
+
+
+def _compute(rule: Rule, func: Any, args: tuple, kwargs: dict) -> Any:
     inner_args, gpu, mixed = unwrap(args, None, False)
     inner_kwargs = kwargs
     if kwargs:
@@ -317,7 +323,9 @@ def compute(func: Any, args: tuple, kwargs: dict) -> Any:
         if gpu is not None:
             _require_room(inner_args, inner_kwargs, gpu)
     try:
-        if rule.draws and gpu is not None:
+        if rule.plain:
+            result = func(*inner_args, **inner_kwargs)
+        elif rule.draws and gpu is not None:
             result = generators.draw(rule, func, inner_args, inner_kwargs, gpu)
         elif rule.writes_lists:
             result = counting_versions(func, args, inner_args, inner_kwargs, rule.writes_lists)
@@ -337,6 +345,8 @@ def compute(func: Any, args: tuple, kwargs: dict) -> Any:
         raise
     if rule.aliases is not None:
         return _return_arguments(rule, result, args, kwargs, gpu)
+    if gpu is not None and type(result) is torch.Tensor:
+        return wrap(result, gpu, rule.name)
     return wrap_result(result, gpu, rule.name)
 
 

@@ -115,3 +115,12 @@ def test_the_state_of_all_generators_is_kept_and_seeded_at_random():
     torch.vgpu.seed_all()
     assert not torch.equal(torch.rand(3, device="vgpu:1"), first)
     torch.vgpu.seed()
+
+
+def test_a_state_lies_on_the_cpu_whatever_the_default_device_is():
+    with torch.device("vgpu:1"):
+        state = torch.vgpu.get_rng_state(1)
+        first = torch.rand(3)
+        torch.vgpu.set_rng_state(state, 1)
+        assert torch.equal(torch.rand(3), first)
+    assert state.device.type == "cpu"

@@ -181,6 +181,8 @@ def in_place(p: Draft, r: Random) -> None:
     # What is computed in inference mode can be changed outside of it through .data, on the CPU only.
     x = p.any(lambda t: dense(t) and not t.is_inference())
     line = r.choice(IN_PLACE).format(x=x)
+    if "requires_grad_" in line and p.value(x)._is_view():
+        raise StopIteration  # its views would have no history on the CPU, and raise on use here
     p.add(f"with torch.no_grad(): {line}" if r.random() < 0.3 else line)
 
 
@@ -255,7 +257,7 @@ def flat_gradient(p: Draft, r: Random) -> None:
 
 
 def copying(p: Draft, r: Random) -> None:
-    x = p.any()
+    x = p.any(lambda t: not t.is_conj())  # of a lazy conjugate copy.copy makes a copy
     y = p.beside(x)
     name = p.name()
     made = r.choice(

@@ -243,7 +243,7 @@ def _ask(tensor: torch.Tensor, aspect: str) -> Any:
     """An attribute; the kind of the error where autograd refuses the tensor."""
     try:
         return getattr(tensor, aspect)
-    except RuntimeError as error:
+    except (IndexError, RuntimeError) as error:
         return type(error)
 
 
