@@ -2,7 +2,7 @@
 
     python -m teaching.book build/book
 
-Sphinx with MyST-NB makes it. Nothing is downloaded, neither while it is made nor by its pages.
+Sphinx with MyST-NB makes it. Nothing is downloaded, either to build it or to read it.
 """
 
 import argparse
@@ -46,8 +46,8 @@ CONFIGURATION = {
 def build(target: Path, cache: Path) -> None:
     """Make the site in a folder, which must be new or a site of an earlier call.
 
-    Raises RuntimeError where Sphinx warns or a link leads nowhere, FileExistsError where the folder
-    holds something else.
+    Raises RuntimeError if Sphinx warns or a link leads nowhere, FileExistsError if the folder holds
+    something else.
     """
     from sphinx.application import Sphinx
 
@@ -151,7 +151,7 @@ def claims_page(ledger: list[claims.Claim]) -> str:
 
 
 def _slug(heading: str) -> str:
-    """A heading's anchor as MyST makes it, after GitHub; the build warns where it is not there."""
+    """A heading's anchor as MyST makes it, after GitHub; the build warns if it is missing."""
     return re.sub(r"[^\w-]", "", heading.lower().replace("`", "").replace(" ", "-"))
 
 

@@ -3,8 +3,18 @@
 import sys
 from typing import Any
 
+from IPython.core.compilerop import CachingCompiler
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
+
+
+class _Compiler(CachingCompiler):
+    """Knows code by the name that ``Shell.run`` was given, as tracebacks then show it."""
+
+    name = "cell"
+
+    def get_code_name(self, *_: object) -> str:
+        return f"<{self.name}>"
 
 
 class Shell(InteractiveShell):
@@ -12,10 +22,12 @@ class Shell(InteractiveShell):
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         config = Config({"HistoryManager": {"enabled": False}})
-        super().__init__(user_ns=namespace, config=config)
+        super().__init__(user_ns=namespace, config=config, compiler_class=_Compiler)
 
-    def run(self, source: str) -> None:
+    def run(self, source: str, name: str) -> None:
         """Run one cell; raises what it raises, SystemExit and KeyboardInterrupt included."""
+        assert isinstance(self.compile, _Compiler)
+        self.compile.name = name
         self.run_cell(source, silent=True).raise_error()
 
     def run_line_magic(self, magic_name: str, line: str, _stack_depth: int = 1) -> Any:

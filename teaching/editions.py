@@ -50,7 +50,7 @@ NOTES = {
 def edition(notebook: dict[str, Any], kind: str) -> dict[str, Any]:
     """A lesson's notebook (nbformat 4 as a dictionary) in one of ``EDITIONS``; a new dictionary.
 
-    In the student's, a solution is replaced by a word that the teacher has it; in the solved one,
+    In the student's, a solution is replaced by a note that the teacher has it; in the solved one,
     an exercise's cell holds the solution. Cells keep their ids and tags.
     """
     made = json.loads(json.dumps(notebook))
@@ -75,7 +75,7 @@ def _solution(notebook: dict[str, Any], exercise_id: str) -> str:
 def write(kind: str, target: Path) -> int:
     """Write an edition into a new folder, or into a zip file where ``target`` ends in .zip.
 
-    Returns the number of exercises in it. Raises FileExistsError where the target exists, so that
+    Returns the number of exercises in it. Raises FileExistsError if the target exists, so that
     nobody's answers are overwritten.
     """
     if target.exists():

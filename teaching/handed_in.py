@@ -71,7 +71,7 @@ def _learner(folder: Path) -> Learner:
 
 
 def _changed_s(path: Path) -> float | None:
-    """When a file was changed; None for what is no file: a pipe, a link that leads nowhere."""
+    """When a file was changed; None for what is not a file: a pipe, a link that leads nowhere."""
     try:
         found = path.stat()
     except OSError:
@@ -83,8 +83,8 @@ def answers(notebook: Path, lesson: Path) -> dict[str, list[str]]:
     """The code cells that a learner's copy of a lesson holds for each exercise of ``lesson``.
 
     An answer is every code cell between an exercise's statement and its check, found by tag, or by
-    id where a tool has dropped the tags. An exercise whose cells are gone is left out. Raises
-    ValueError for a file that is no notebook.
+    id if a tool has dropped the tags. An exercise whose cells are gone is left out. Raises
+    ValueError for a file that is not a notebook.
     """
     try:
         if notebook.stat().st_size > LARGEST_BYTES:

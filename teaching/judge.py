@@ -7,7 +7,7 @@ each verdict goes out as a line of JSON, and a line before each exercise says th
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ LONGEST_MESSAGE = 2000
 
 
 class NotPrepared(Exception):
-    """The lesson's own cells failed, here and now; it is nothing that the answer did."""
+    """The lesson's own cells failed, through no fault of the answer."""
 
 
 def prepared(path: Path, exercise_id: str) -> Shell:
@@ -33,7 +33,7 @@ def prepared(path: Path, exercise_id: str) -> Shell:
     shell = Shell({"__name__": "__main__"})
     for cell in (*lessons.tagged(path, "setup"), *lessons.tagged(path, f"given-{exercise_id}")):
         try:
-            shell.run(cell.source)
+            shell.run(cell.source, cell.id)
         except BaseException as error:
             raise NotPrepared(f"the lesson's cell {cell.id} failed: {said(error)}") from error
     return shell
@@ -50,9 +50,9 @@ def outcome_of(path: Path, exercise_id: str, answer: str | Sequence[str]) -> Out
 
 def _outcome(path: Path, exercise_id: str, answer: str | Sequence[str], shell: Shell) -> Outcome:
     failed: BaseException | None = None
-    for cell in [answer] if isinstance(answer, str) else answer:
+    for cell, name in _named(exercise_id, [answer] if isinstance(answer, str) else answer):
         try:
-            shell.run(cell)
+            shell.run(cell, name)
         except BaseException as error:
             # In a notebook the cell below can still be run, and so can the check.
             failed = failed or error
@@ -64,6 +64,12 @@ def _outcome(path: Path, exercise_id: str, answer: str | Sequence[str], shell: S
     if failed and outcome.status != "right":
         raise failed
     return outcome
+
+
+def _named(exercise_id: str, answer: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each cell of an answer with a name for tracebacks."""
+    for number, cell in enumerate(answer, start=1):
+        yield cell, f"exercise {exercise_id}" + (f", cell {number}" if len(answer) > 1 else "")
 
 
 def said(error: BaseException) -> str:
@@ -87,9 +93,9 @@ class _Judge:
         """Run an answer that an earlier process has judged, for the names that it makes."""
         shell = self._shell(exercise_id)
         before = set(shell.user_ns)
-        for cell in answer:
+        for cell, name in _named(exercise_id, answer):
             try:
-                shell.run(cell)
+                shell.run(cell, name)
             except BaseException:
                 continue  # its verdict has been given
         self._keep(shell, before)

@@ -20,7 +20,7 @@ def run(path: Path, cache: Path) -> nbformat.NotebookNode:
     """A lesson, executed top to bottom in a fresh kernel; kept in ``cache`` until it changes.
 
     A widget is replaced by what it showed at first, and a sentence that it is live only. Raises
-    nbclient.exceptions.CellExecutionError where a cell fails.
+    nbclient.exceptions.CellExecutionError if a cell fails.
     """
     kept = cache / f"{path.stem}-{_digest(path)}.ipynb"
     if not kept.exists():

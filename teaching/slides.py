@@ -44,7 +44,7 @@ def split_at_headings(notebook: nbformat.NotebookNode) -> None:
 def slide_types(notebook: nbformat.NotebookNode) -> list[str]:
     """For each cell: "slide", "subslide" (below the slide before), "-" (goes on), or "skip".
 
-    Prose and the code after it stay together, on a new subslide where they would not fit. What
+    Prose and the code after it stay together, on a new subslide if they would not fit. What
     follows a "Predict:" waits on a slide of its own, so that a room can guess first.
     """
     types: list[str] = []

@@ -8,12 +8,12 @@ class LaunchError(RuntimeError):
 class RankRaised(LaunchError):
     """A rank raised an exception, left through ``sys.exit``, or returned what cannot be sent.
 
-    ``__cause__`` is the rank's own exception where that can be pickled.
+    ``__cause__`` is the rank's own exception if that can be pickled.
     """
 
 
 class RankDied(LaunchError):
-    """The process of a rank ended without a word: by a signal or with an exit code."""
+    """A rank's process ended without an exception: by a signal or with an exit code."""
 
 
 class RanksHung(LaunchError):

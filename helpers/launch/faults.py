@@ -15,7 +15,7 @@ from helpers.launch.rank import Failure, Result, crash_path
 from helpers.launch.team import Member
 from helpers.units import format_bytes, format_seconds
 
-# What gloo and NCCL say on a rank whose peer has gone: the peer is the news, not this rank.
+# What gloo and NCCL say on a rank that has lost its peer: the fault to report is the peer's.
 _LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Connection refused"
 )
@@ -38,7 +38,7 @@ def fault(members: Sequence[Member], scratch: Path) -> LaunchError:
     at_fault = sorted(filter(failed, members), key=lambda m: (is_consequence(m), _when(m)))
     if at_fault[0].died:
         return _died(at_fault[0], len(members), scratch)
-    # Where several ranks met the same, chance decided which was first: the lowest tells it.
+    # If several ranks raised the same, which one was first is chance: report the lowest.
     same = [m for m in at_fault if _summary(m) == _summary(at_fault[0])]
     first = min(same, key=lambda m: m.rank)
     others = [m for m in at_fault if m is not first]
@@ -49,7 +49,7 @@ def fault(members: Sequence[Member], scratch: Path) -> LaunchError:
 def hang(
     members: Sequence[Member], snapshots: Sequence[Snapshot | None], time_s: float, certain: bool
 ) -> RanksHung:
-    """The error for ranks that did not return; ``certain`` where they never would have."""
+    """The error for ranks that did not return; ``certain`` if they never would have."""
     late = [m.rank for m in members if not isinstance(m.outcome, Result)]
     never = " and never would have" if certain else ""
     return RanksHung(
@@ -81,7 +81,7 @@ def _when(member: Member) -> int:
 
 def _raised(member: Member, failure: Failure, others: list[Member], world: int) -> RankRaised:
     rank = f"rank {member.rank} of {world}"
-    told = {
+    text = {
         "raised": f"{rank} raised {failure.summary}",
         "exited": f"{rank} left through sys.exit before it returned: {failure.summary}",
         "unreadable": f"{rank} could not rebuild the function that was sent: {failure.summary}",
@@ -100,7 +100,7 @@ def _raised(member: Member, failure: Failure, others: list[Member], world: int) 
     if len(others) + 1 < world:
         notes.append("The other ranks were stopped.")
     trace = "" if failure.kind == "unpicklable" else _with_cells(failure.traceback)
-    error = RankRaised("\n\n".join(filter(None, [told, trace, "\n".join(notes)])))
+    error = RankRaised("\n\n".join(filter(None, [text, trace, "\n".join(notes)])))
     error.__cause__ = _exception(failure)
     return error
 
@@ -111,7 +111,7 @@ def _exception(failure: Failure) -> BaseException | None:
     try:
         return pickle.loads(failure.exception)
     except Exception:
-        # It could be rebuilt in the rank and cannot be here; its text has been told.
+        # It can be rebuilt in the rank but not here; its text is in the message.
         return None
 
 
@@ -133,20 +133,20 @@ def _died(member: Member, world: int, scratch: Path) -> RankDied:
     code = member.exit_code
     rank = f"rank {member.rank} of {world}"
     if code is not None and code < 0:
-        told = f"{rank} was ended by the signal {_signal_name(-code)}."
+        text = f"{rank} was ended by the signal {_signal_name(-code)}."
     else:
-        told = f"{rank} ended with exit code {code} before it returned (os._exit, or C code)."
+        text = f"{rank} ended with exit code {code} before it returned (os._exit, or C code)."
     if code == -getattr(signal, "SIGKILL", 9):
-        told += (
+        text += (
             f" The system does this when memory runs out: {world} ranks hold {world} copies of "
             f"everything they use, and {_free_memory()} free now. Try fewer ranks or less data."
         )
     elif code in (-getattr(signal, "SIGSEGV", 11), -getattr(signal, "SIGBUS", 7)):
-        told += " C code read or wrote memory that is not its own; /dev/shm may also be full."
+        text += " C code read or wrote memory that is not its own; /dev/shm may also be full."
     place = _crash_place(crash_path(scratch, member.rank))
     if place:
-        told += f"\nIt was at {place}."
-    return RankDied(told + "\nThe other ranks were stopped." if world > 1 else told)
+        text += f"\nIt was at {place}."
+    return RankDied(text + "\nThe other ranks were stopped." if world > 1 else text)
 
 
 def _signal_name(number: int) -> str:

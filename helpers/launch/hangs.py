@@ -23,8 +23,8 @@ def is_deadlock(snapshots: Sequence[Snapshot | None], within_s: float = float("i
     """Whether no rank can ever go on: each waits for one that has returned or waits in turn.
 
     Only collectives count, since the flight recorder knows for them who has come. The answer is
-    certain where no rank has moved on while the snapshots were taken. A rank whose collective
-    gives up ``within_s`` seconds goes on then, with an error that is its own to tell.
+    certain if no rank has moved on while the snapshots were taken. A rank whose collective times
+    out within ``within_s`` seconds is no part of a deadlock: it will raise an error of its own.
     """
     if any(s and s.unfinished and _gives_up(s) < within_s for s in snapshots):
         return False
@@ -47,9 +47,9 @@ def is_deadlock(snapshots: Sequence[Snapshot | None], within_s: float = float("i
 
 
 def _gives_up(snapshot: Snapshot) -> float:
-    """Seconds after which the wait of a rank ends by itself, counted from its beginning."""
+    """Seconds, counted from its beginning, after which a rank's wait times out."""
     if snapshot.place and re.search(r"\.wait\([^)]", snapshot.place.text):
-        return 0.0  # work.wait(timeout): how long, it alone knows
+        return 0.0  # work.wait(timeout): only the rank knows for how long
     group = snapshot.unfinished[0].group.partition("/")[0]
     return snapshot.limits_s.get(group, float("inf"))
 
@@ -83,7 +83,7 @@ def _describe(snapshot: Snapshot | None, label: Callable[[str], str]) -> str:
         return "has returned from the function"
     here = at(snapshot.place, label)
     if not snapshot.waits:
-        told = f"is in {snapshot.call}, {here}" if snapshot.call else f"is at {here}"
+        text = f"is in {snapshot.call}, {here}" if snapshot.call else f"is at {here}"
     elif snapshot.call == "backward":
         name = snapshot.unfinished[0].name
         return (
@@ -91,11 +91,11 @@ def _describe(snapshot: Snapshot | None, label: Callable[[str], str]) -> str:
             f"{here}"
         )
     else:
-        told = f"waits in {snapshot.call or 'wait()'}, {here}"
+        text = f"waits in {snapshot.call or 'wait()'}, {here}"
     begun = [c for c in snapshot.unfinished[:1] if c.place != snapshot.place]
     if begun:
-        told += f"; unfinished: the {begun[0].name} begun at {at(begun[0].place, label)}"
-    return told
+        text += f"; unfinished: the {begun[0].name} begun at {at(begun[0].place, label)}"
+    return text
 
 
 def _who_misses(snapshots: Sequence[Snapshot | None]) -> list[str]:
@@ -112,7 +112,7 @@ def _who_misses(snapshots: Sequence[Snapshot | None]) -> list[str]:
         silent = [rank for rank, s in enumerate(snapshots) if s is None]
         absent = f"{ranks_text(missing)} never came" if missing else "no rank is missing"
         if silent:
-            absent += f", of {ranks_text(silent)} nothing is known"
+            absent += f"; nothing is known about {ranks_text(silent)}"
         where = f"collective {number} of {_group_name(first.group)}"
         if not _is_mismatch(records.values()):
             lines.append(f"{first.name}, {where}: {ranks_text(records)} came, {absent}.")

@@ -28,16 +28,16 @@ from helpers.launch.team import Member, Team
 __all__ = ["LaunchError", "RankDied", "RankRaised", "RanksHung", "report", "run"]
 
 RANKS_PER_CORE = 16
-"""More processes than this on a core only wait for each other, and fill the memory."""
+"""With more processes on a core they mostly wait for one another and fill the memory."""
 
 START_LIMIT_S = 180.0
-"""For all ranks to have a process group; the first run of a kernel imports torch for them."""
+"""For all ranks to join the process group; a kernel's first run imports torch for them."""
 
 FIRST_LOOK_S = 0.5
-"""When the ranks are first looked at for a deadlock; then each time after twice as long."""
+"""When the ranks are first checked for a deadlock; the time between checks doubles."""
 
 SHORT_LIMIT_S = 300.0
-"""A group that gives up sooner than this, and before the run does, is left to say so itself."""
+"""A group that times out sooner than this, and before the run does, raises an error of its own."""
 
 
 def run(
@@ -54,7 +54,7 @@ def run(
 
     The function may come from a cell, with whatever it refers to; it travels by value, as do its
     arguments and results. Every rank finds the default process group ready (gloo on CPUs; gloo
-    and NCCL where each rank has a GPU of its own), the environment variables that torchrun sets,
+    and NCCL if each rank has a GPU of its own), the environment variables that torchrun sets,
     and its share of the machine's cores as threads.
 
     With ``gpu``, a preset or a GPUSpec, each rank has a GPU: a real one where the machine has enough
@@ -63,9 +63,9 @@ def run(
     ``torch.device(torch.accelerator.current_accelerator().type, rank)``; its collectives run over
     NCCL, or virtually over gloo.
 
-    ``output="live"`` shows what the ranks print at once, in the order of time; ``"by rank"`` when
-    all have ended, rank by rank. ``on_report(rank, content)`` is called here for each
-    ``launch.report(content)`` of a rank. ``timeout_s`` limits the whole run; None waits for ever.
+    ``output="live"`` shows what the ranks print as they print it, in order of time; ``"by rank"``
+    shows it once all have ended, one rank after another. ``on_report(rank, content)`` is called here for each
+    ``launch.report(content)`` of a rank. ``timeout_s`` limits the whole run; None sets no limit.
 
     Raises RankRaised, RankDied or RanksHung (all of them LaunchError) when a rank does not return;
     TypeError or ValueError for arguments that cannot work. No process outlives the call; outside
@@ -86,7 +86,7 @@ def run(
             print(f"Stopped. Where the ranks were:\n{where}")
             raise KeyboardInterrupt from None
         except LaunchError as error:
-            # The traceback below this line tells of the launcher, not of the lesson.
+            # Further frames are the launcher's own; a learner has no use for them.
             raise error.with_traceback(None) from error.__cause__
         results = [_unpack(m, team.scratch) for m in team.members]
         team.release(time_s=10)
@@ -122,14 +122,14 @@ def _check_call(function: Callable[..., Any], nprocs: int, args: tuple[Any, ...]
     try:
         found = signature(function)
     except ValueError:
-        return  # some that are written in C do not tell
+        return  # some functions written in C have no signature
     try:
         found.bind(0, nprocs, *args)
     except TypeError as error:
         name = getattr(function, "__name__", repr(function))
         wanted = ", ".join(["rank", "world_size", *(f"argument {i + 1}" for i in range(len(args)))])
         raise TypeError(
-            f"launch.run calls {name}({wanted}), and {name}{found} cannot be called so: {error}."
+            f"launch.run calls {name}({wanted}), and {name}{found} cannot be called like that: {error}."
         ) from None
 
 
@@ -170,7 +170,7 @@ def _jobs(world_size: int, gpus: tuple[vgpu.GPUSpec, int] | None) -> list[Job]:
     defaults = dict(places.RECORDER)
     if loopback := machine.loopback():
         defaults["GLOO_SOCKET_IFNAME"] = loopback  # all ranks are on this machine
-    # A cell's source stands in linecache only, and has no time of change there.
+    # The source of a cell is only in linecache, in entries without a modification time.
     sources = {n: e for n, e in linecache.cache.items() if len(e) == 4 and e[1] is None}
     return [
         Job(
@@ -200,7 +200,7 @@ def _free_port() -> int:
 
 
 def _follow(team: Team, limit_s: float | None, arrived: Callable[[Member], bool]) -> None:
-    """Listen until every rank has arrived; raise what went wrong, or where they are too late."""
+    """Listen until every rank has arrived; raise the fault, or RanksHung when time is up."""
     began_s = time.monotonic()
     deadline_s = float("inf") if limit_s is None else began_s + limit_s
     look_s = began_s + FIRST_LOOK_S
@@ -220,19 +220,19 @@ def _follow(team: Team, limit_s: float | None, arrived: Callable[[Member], bool]
         if certain or now_s >= deadline_s:
             time_s = min(round(now_s - began_s, 1), deadline_s - began_s)
             raise faults.hang(team.members, where, time_s, certain)
-        # Looking costs the ranks a little, and the longer they work, the less a look is urgent.
+        # A check costs the ranks a little, and the longer they have run, the less urgent it is.
         look_s = now_s + (now_s - began_s)
 
 
 def _settle(team: Team) -> None:
-    """Hear what else goes wrong: the first that we hear of need not be the first that happened."""
+    """Listen for other failures: the first one reported need not be the first that happened."""
     began_s = time.monotonic()
     until_s = began_s + 0.2
     while time.monotonic() < until_s:
         team.listen(until_s)
         failed = filter(faults.failed, team.members)
         if all(map(faults.is_consequence, failed)):
-            # Some rank was lost to others, and its own end is still to be noticed.
+            # They have lost a rank whose own end has yet to be noticed.
             until_s = min(time.monotonic() + 0.2, began_s + 5)
 
 

@@ -10,7 +10,7 @@ from helpers import vgpu
 
 
 def cores() -> int:
-    """Cores that this process may use, which a scheduler or a container can make fewer."""
+    """Cores that this process may use; a scheduler or a container can limit them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -45,10 +45,10 @@ def backend(device_type: str) -> str:
 
 
 def loopback() -> str | None:
-    """The network interface on which this machine talks to itself; None where it has no name.
+    """The network interface on which this machine talks to itself; None if it has no name.
 
-    Ranks of one machine take it (GLOO_SOCKET_IFNAME); else gloo looks up the machine's own name,
-    which some machines do not know.
+    Ranks of one machine use it (GLOO_SOCKET_IFNAME). Otherwise gloo looks up the machine's own
+    name, which fails on some machines.
     """
     named = socket.if_nameindex() if hasattr(socket, "if_nameindex") else []
     return next((name for _, name in named if name in ("lo", "lo0")), None)

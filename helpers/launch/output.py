@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 MAX_OUTPUT_CHARACTERS = 1_000_000
-"""What one rank may print in one run; the rest is counted and dropped, or a cell would choke."""
+"""What one rank may print in one run; the rest is counted and dropped, to keep the cell usable."""
 
 _MARK = re.compile(rb"\0(\d+)([oe])\0")
 _LONGEST_MARK = 32
@@ -46,7 +46,7 @@ class _StampedWriter(io.RawIOBase):
 
 
 def redirect(output: Connection) -> None:
-    """In a rank: send all that it prints to ``output``, what C and C++ code prints included."""
+    """In a rank: send all that it prints to ``output``, including what C and C++ code prints."""
     if os.name == "nt":
         send: Callable[[bytes], None] = output.send_bytes
     else:
@@ -155,10 +155,10 @@ class Output:
         self._events.append(_Event(stamp_ns, rank, action=action))
 
     def show(self, before_ns: int) -> bool:
-        """Give out what happened before a point in time; True where something is left for later.
+        """Print what happened before a point in time; True if something is left for later.
 
-        What is younger than the last look at the pipes has to wait for the next look: something
-        older may still be on its way from another rank.
+        What is newer than the last look at the pipes waits for the next look: something older may
+        still be on its way from another rank.
         """
         now: list[_Event] = []
         later: list[_Event] = []
@@ -170,7 +170,7 @@ class Output:
         return any(event.action or not self._by_rank for event in later)
 
     def finish(self, *, act: bool) -> None:
-        """Give out all that is left, unfinished lines included; actions only with ``act``."""
+        """Print all that is left, unfinished lines included; run actions only with ``act``."""
         for reader in self._readers:
             for stamp_ns, stream, text in reader.last():
                 self._events.append(_Event(stamp_ns, reader.rank, stream, text))

@@ -1,6 +1,6 @@
 """Where a rank is, looked up from inside it while its main thread is held up.
 
-Two sources agree on it. The Python stack of the rank's main thread says where it is now. PyTorch's
+It takes two sources. The Python stack of the rank's main thread says where it is now. PyTorch's
 flight recorder says which collectives it has started and not finished, those that run beside the
 program (``async_op=True``) or below it (DistributedDataParallel in ``backward``) included.
 """
@@ -108,7 +108,7 @@ def look(thread: int, stage: str) -> Snapshot:
 def own_place(frames: Iterable[tuple[str, int]]) -> Place | None:
     """The innermost frame that is neither Python's nor a library's.
 
-    This package counts as a library, an exercise's check for one, unless it is all that runs.
+    This package counts as a library (an exercise's check, for example) unless nothing else runs.
     """
     found = [frame for frame in frames if not is_library(frame[0])]
     learners = [frame for frame in found if is_learners(frame[0])]
@@ -157,7 +157,7 @@ def _peer(name: str, arguments: dict[str, Any]) -> str:
 
 
 def _recorded() -> list[Collective]:
-    """What the flight recorder has, oldest first; nothing where torch has none for gloo."""
+    """What the flight recorder has, oldest first; nothing if this torch has none for gloo."""
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
         dump: Callable[[], bytes] | None = getattr(torch._C._distributed_c10d, name, None)

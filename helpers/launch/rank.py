@@ -30,7 +30,7 @@ from helpers.launch.output import redirect
 from helpers.launch.payload import dump, dumps
 
 SOCKETS_FOLDER = "LAUNCH_SOCKETS_FOLDER"
-"""The environment variable that tells a forkserver which folder to remove at its end."""
+"""The environment variable that names the folder a forkserver removes when it ends."""
 
 
 def _end_forkserver(folder: str) -> None:
@@ -45,7 +45,7 @@ if SOCKETS_FOLDER in os.environ:
 
 @dataclass
 class Job:
-    """All that a rank is told when it starts."""
+    """All that a rank has to know when it starts."""
 
     rank: int
     world_size: int
@@ -87,7 +87,7 @@ class Failure:
     """The last line of a traceback: type and message."""
     traceback: str
     exception: bytes | None
-    """The exception pickled, where that is possible."""
+    """The pickled exception, if it can be pickled."""
 
 
 def function_path(scratch: Path) -> Path:
@@ -124,7 +124,7 @@ class _Rank:
             self._control.send(message)
 
     def next_order(self) -> Any:
-        """What the parent says next. Where it is gone, this process ends."""
+        """The parent's next order. If the parent is gone, this process ends."""
         try:
             return self._control.recv()
         except (EOFError, OSError):
@@ -141,7 +141,7 @@ class _Rank:
 
     def _follow_parent(self) -> NoReturn:
         # Children of a forkserver outlive the notebook's kernel. A killed kernel cleans nothing
-        # up, so the ranks take the folder, their own children and themselves along.
+        # up, so the ranks remove the folder and end their own children and themselves.
         for _ in range(3):
             shutil.rmtree(self.scratch, ignore_errors=True)
             if not self.scratch.exists():
@@ -207,7 +207,7 @@ def _prepare(job: Job) -> None:
     if job.gpus is not None:
         spec, memory_bytes = job.gpus
         vgpu.enable(job.world_size, spec, memory_bytes)
-    # A DataLoader in a rank starts its workers as it does anywhere else, not as we started this.
+    # A DataLoader in a rank starts its workers in the usual way, not as this process was started.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     # A forked process repeats the random numbers of its forkserver; a fresh one would not.
     random.seed()
@@ -243,7 +243,7 @@ def _join_group(job: Job, scratch: Path) -> None:
         store=dist.FileStore(str(scratch / "store"), job.world_size),
         rank=job.rank,
         world_size=job.world_size,
-        # The parent's own limit comes first: it knows more about a hang than this one.
+        # The parent's limit comes first: the parent knows more about a hang than the group does.
         timeout=timedelta(days=1),
     )
 
@@ -251,7 +251,7 @@ def _join_group(job: Job, scratch: Path) -> None:
 def _failure(kind: str, error: BaseException) -> Failure:
     stamp_ns = time.monotonic_ns()
     _leave_out_own_frames(error)
-    told = traceback.TracebackException.from_exception(error)
+    trace = traceback.TracebackException.from_exception(error)
     try:
         content = dumps(error.with_traceback(None))
         pickle.loads(content)
@@ -261,8 +261,8 @@ def _failure(kind: str, error: BaseException) -> Failure:
     return Failure(
         stamp_ns,
         kind,
-        summary="".join(told.format_exception_only()).strip(),
-        traceback="".join(told.format()).rstrip(),
+        summary="".join(trace.format_exception_only()).strip(),
+        traceback="".join(trace.format()).rstrip(),
         exception=content,
     )
 

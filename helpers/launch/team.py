@@ -38,7 +38,7 @@ PRELOAD = ("torch", "torch._dynamo", "helpers.launch.rank")
 """What the forkserver imports once, for all ranks. Every optimizer imports torch._dynamo."""
 
 END_LIMIT_S = 10.0
-"""For a rank and what it has started to be gone once they are told to end."""
+"""How long a rank, and all that it has started, may take to end."""
 
 _PIPE_BYTES = 1 << 16
 _starting = threading.Lock()
@@ -58,7 +58,7 @@ class Member:
     ended_ns: int | None = None
     """When its process was seen to have ended."""
     exit_code: int | None = None
-    """As multiprocessing has it: minus the number of the signal, where one ended the process."""
+    """As in multiprocessing: the negative number of the signal if one ended the process."""
 
     @property
     def died(self) -> bool:
@@ -113,8 +113,8 @@ class Team:
         ready = wait([*sources, *sentinels], timeout_s)
         now_ns = time.monotonic_ns()
         for member in alive:
-            # All that an ended process has written is in its pipes; a living one may write for
-            # ever, and the others want to be heard.
+            # What an ended process has written is all in its pipe. A living one may go on writing,
+            # and the others need their turn.
             ended = member.process.sentinel in ready
             self._read_output(member, everything=ended)
             self._read_control(member)
@@ -165,7 +165,7 @@ class Team:
         self.members.append(Member(job.rank, process, control, output))
 
     def _send(self, member: Member, message: object) -> None:
-        # A rank that has died cannot be told anything; its sentinel reports the death.
+        # A dead rank receives nothing; its sentinel reports the death.
         with suppress(OSError):
             member.control.send(message)
 
@@ -225,14 +225,14 @@ class Team:
 
 
 def _context() -> Any:
-    """The way to start processes: from a forkserver that has torch ready, where there is one."""
+    """How to start processes: from a forkserver that has imported torch, if the system has one."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     with _main_module_hidden():
-        # multiprocessing keeps its sockets in a folder that only a parent which ends in an
-        # orderly way removes; the forkserver is told, and outlives the parent by a moment.
+        # A parent that is killed does not remove the folder of multiprocessing's sockets. The
+        # forkserver, which outlives it by a moment, learns its name here and does.
         os.environ[SOCKETS_FOLDER] = multiprocessing.util.get_temp_dir()
         try:
             multiprocessing.forkserver.ensure_running()

@@ -25,7 +25,7 @@ from helpers.train.meeting import fresh_store
 from helpers.train.training import DTYPES, Settings, Training
 
 JOIN_LIMIT = timedelta(minutes=5)
-"""For all ranks to come; a busy machine takes its time to import torch."""
+"""For all ranks to join; importing torch takes a while on a busy machine."""
 
 EXAMPLES = """\
 examples:
@@ -42,13 +42,13 @@ examples:
     torchrun --nnodes 2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d \\
       --rdzv-endpoint HOST0:29500 --rdzv-id digits -m helpers.train --checkpoints DIR/run
 
-The same command once more goes on where the last checkpoint is. On as many ranks with as many
-threads the result is the same, bit for bit, as that of a run that was never stopped.
+Give the same command again to continue from the last checkpoint. On as many ranks with as many
+threads, the result is bit for bit that of a run that was never stopped.
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """Every rank reads the same command line; only rank 0 talks about it."""
+    """Every rank reads the same command line; only rank 0 prints anything about it."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if os.environ.get("RANK", "0") == "0":
@@ -56,30 +56,30 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
+    result = Parser(
         prog="python -m helpers.train",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     default = Settings()
-    what = made.add_argument_group("what is trained")
-    where = made.add_argument_group("where, and how it is kept")
+    what = result.add_argument_group("what is trained")
+    where = result.add_argument_group("where, and how it is kept")
 
-    def number(name: str, kind: Any, told: str) -> None:
+    def number(name: str, kind: Any, text: str) -> None:
         shown = getattr(default, name)
         option = f"--{name.replace('_', '-')}"
         metavar = "N" if isinstance(shown, int) else "X"
-        told = f"{told} (default: {shown})"
-        what.add_argument(option, type=kind, default=shown, metavar=metavar, help=told)
+        text = f"{text} (default: {shown})"
+        what.add_argument(option, type=kind, default=shown, metavar=metavar, help=text)
 
-    number("epochs", _count, "times that every sample is seen")
+    number("epochs", _count, "passes over the training samples")
     number("batch_size", _count, "samples a step, on all ranks together")
-    number("learning_rate", _positive, "at the first step; it falls to zero in a straight line")
+    number("learning_rate", _positive, "at the first step; it decreases linearly to zero")
     number("momentum", _fraction, "of SGD")
-    number("dropout", _fraction, "share of activations that are dropped, by each rank its own")
+    number("dropout", _fraction, "share of activations that are dropped; each rank draws its own")
     number("width", _count, "channels of the first layer")
-    number("seed", _whole, "of the first parameters and of the order of the samples")
+    number("seed", _whole, "for the initial parameters and the order of the samples")
     what.add_argument(
         "--precision",
         choices=DTYPES,
@@ -116,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
         help="a fire drill: kill that rank before that step, unless this run was restarted or "
         "resumed",
     )
-    return made
+    return result
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _check(options: argparse.Namespace, training: Training) -> None:
     if options.save_every and not options.checkpoints:
-        raise ValueError("--save-every says how often to write into --checkpoints FOLDER: give it")
+        raise ValueError("--save-every needs --checkpoints FOLDER, the folder to write into")
     if options.lose and options.lose[0] >= training.ranks:
         last = training.ranks - 1
         raise ValueError(f"--lose names rank {options.lose[0]}, and the ranks are 0 to {last}")
@@ -157,7 +157,7 @@ def _run(training: Training, options: argparse.Namespace) -> None:
         initial=training.step,
         desc=_ranks(training),
         unit="step",
-        # None: only where somebody looks, and not into a file.
+        # None: on a terminal only, not in a file.
         disable=None if training.rank == 0 else True,
     ) as bar:
         for images, labels in training.batches():
@@ -169,8 +169,8 @@ def _run(training: Training, options: argparse.Namespace) -> None:
             bar.update()
             epoch, left = divmod(training.step, training.steps_per_epoch)
             if left == 0:
-                told = f"epoch {epoch} of {training.settings.epochs}: {_right(training)}"
-                _say(training, told)
+                line = f"epoch {epoch} of {training.settings.epochs}: {_right(training)}"
+                _say(training, line)
             last = training.step == training.steps
             if training.folder and (last or training.step % save_every == 0):
                 training.save()
@@ -178,7 +178,7 @@ def _run(training: Training, options: argparse.Namespace) -> None:
 
 
 def _is_first(training: Training) -> bool:
-    """Whether nothing has been lost yet: a drill that came again would never end."""
+    """Whether this is the first start: a drill that came again each time would never end."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return restarts == "0" and training.resumed_from is None
 

@@ -44,7 +44,7 @@ class Found:
 
     path: Path
     made_with: dict[str, Any]
-    """What ``save`` was told about how it was made."""
+    """How it was made, as ``save`` was given it."""
     passed_over: tuple[str, ...]
     """Newer checkpoints that are damaged: which, and what is wrong with each."""
 
@@ -107,7 +107,7 @@ def save(folder: Path, step: int, state: dict[str, Any], made_with: dict[str, An
 def load(checkpoint: Path, state: dict[str, Any]) -> None:
     """Fill ``state`` with what the checkpoint has under its keys; tensors are filled in place.
 
-    Raises CheckpointError where a key is missing or a size differs.
+    Raises CheckpointError if a key is missing or a size differs.
     """
     try:
         dcp.load(state, checkpoint_id=checkpoint)
@@ -206,7 +206,7 @@ def _expect(unfinished: Path, written: set[str], files: dict[str, Any]) -> None:
 
 def _rename(unfinished: Path, whole: Path) -> None:
     if whole.exists():
-        shutil.rmtree(whole)  # this run began before it: it was damaged
+        shutil.rmtree(whole)  # newer than what this run resumed from: damaged
     os.replace(unfinished, whole)
     if os.name == "posix":
         # The new name is on the disk before an older checkpoint goes.

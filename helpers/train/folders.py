@@ -28,7 +28,7 @@ LOST_HOST_S = 120.0
 """How long a network disk may keep what a lost host has locked; NFS takes 90 s."""
 
 UNFINISHED = "unfinished"
-"""Where a checkpoint is written before it gets its name; what is there at the start is a rest."""
+"""Where a checkpoint is written before it gets its name; what is there at the start is left over."""
 
 _LOCK = ".lock"
 _TAKEN = (errno.EACCES, errno.EAGAIN)
@@ -53,7 +53,7 @@ class Hold:
             finalize(self, file.close)  # which gives the lock back
 
 
-# A second Training in one process is no second run.
+# Two Trainings in one process are not two runs.
 _held: WeakValueDictionary[Path, Hold] = WeakValueDictionary()
 
 
@@ -127,7 +127,7 @@ def _hold(folder: Path) -> Hold:
 
 
 def _locked(folder: Path) -> IO[str] | None:
-    """The folder's lock file, locked; None where the system or the disk has no locks."""
+    """The folder's lock file, locked; None if the system or the disk has no locks."""
     if os.name != "posix":
         return None
     file = (folder / _LOCK).open("a+", encoding="utf-8")
@@ -143,7 +143,7 @@ def _locked(folder: Path) -> IO[str] | None:
         else:
             break
         holder = _holder(file)
-        # The system of this host gives back at once what a process of its own had locked.
+        # On this host a lock ends with the process that holds it.
         if holder.get("host") == socket.gethostname() or time.monotonic() > until_s:
             file.close()
             raise CheckpointError(
@@ -190,5 +190,5 @@ def _try_out(folder: Path) -> None:
 
         on_rank_0(f"read {folder}", look)
     finally:
-        with suppress(OSError):  # where it could not be written, it has been said
+        with suppress(OSError):  # a file that could not be written has been reported
             name(dist.get_rank()).unlink(missing_ok=True)

@@ -3,8 +3,8 @@
 A process group is made through a store, in which every rank looks up the others' addresses. Since
 PyTorch 2.5 torchrun's agent keeps one such store for the whole job, restarts included. A restarted
 rank can then find the address of a peer that is dead, and both wait for half an hour
-(https://github.com/pytorch/pytorch/issues/135712 has the story). Counting restarts is no cure: a
-host that has just come back counts from zero.
+(https://github.com/pytorch/pytorch/issues/135712 has the story). Counting restarts does not help:
+a host that has just come back counts from zero.
 """
 
 import json
@@ -18,9 +18,9 @@ import torch.distributed as dist
 def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """The store of MASTER_ADDR and MASTER_PORT, seen through a prefix of this round alone.
 
-    Every rank says hello with a token that nobody had before. Rank 0 announces the prefix together
+    Every rank says hello with a fresh token. Rank 0 announces the prefix together
     with the tokens that it has heard, again and again until all have answered: an announcement
-    with one's own token cannot be an old one. Raises TimeoutError where a rank does not come.
+    with one's own token cannot be an old one. Raises TimeoutError if a rank does not come.
     """
     store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
     token = uuid.uuid4().hex

@@ -1,7 +1,8 @@
-"""One training of the digits with DDP, as one of its ranks has it: data, model, how far it is.
+"""One training of the digits with DDP as one of its ranks sees it: data, model and progress.
 
 Whatever the number of ranks, every step sees the same samples, so the parameters equal those of
-one process to rounding. Resumed on as many ranks, they are the same bits as if nothing had been.
+one process up to rounding. Resumed on as many ranks, they are those of an undisturbed run bit for
+bit.
 """
 
 import os
@@ -30,13 +31,13 @@ DTYPES = {"single": torch.float32, "double": torch.float64}
 
 @dataclass(frozen=True)
 class Settings:
-    """All that the parameters at the end depend on, but for rounding."""
+    """All that the final parameters depend on, up to rounding."""
 
     epochs: int = 8
     batch_size: int = 32
     """Samples a step, on all ranks together; each rank takes an equal part of them."""
     learning_rate: float = 0.07
-    """At the first step; it falls to zero in a straight line."""
+    """At the first step; it decreases linearly to zero."""
     momentum: float = 0.9
     dropout: float = 0.0
     width: int = 16
@@ -47,7 +48,7 @@ class Settings:
 class ResumableSampler(DistributedSampler):
     """A DistributedSampler that can begin in the middle of an epoch, after ``skip`` samples.
 
-    The order of an epoch follows from its number and the seed, so that is all there is to keep.
+    The order of an epoch follows from its number and the seed, so nothing else has to be saved.
     """
 
     skip = 0
@@ -60,7 +61,7 @@ class ResumableSampler(DistributedSampler):
 
 
 class Training:
-    """One training as one rank has it; the default process group is there already.
+    """One training as one rank sees it; the default process group exists already.
 
     Raises ValueError if the ranks cannot share a batch equally; CheckpointError if ``folder`` cannot
     be written or is in use by another run, or holds a checkpoint that does not fit.
@@ -75,7 +76,7 @@ class Training:
             lower = settings.batch_size // self.ranks * self.ranks
             even = " or ".join(str(n) for n in (lower, lower + self.ranks) if n)
             raise ValueError(
-                f"a batch of {settings.batch_size} cannot be dealt out evenly to {self.ranks} "
+                f"a batch of {settings.batch_size} cannot be split evenly among {self.ranks} "
                 f"ranks; use --batch-size {even}"
             )
         self._hold = folders.claim(folder) if folder else None
@@ -87,7 +88,7 @@ class Training:
             settings.batch_size // self.ranks,
             sampler=self.sampler,
             drop_last=True,
-            # A loader draws a number for its workers; the state of dropout must not feel it.
+            # A loader draws a seed for its workers; that must not move the random state of dropout.
             generator=torch.Generator(),
         )
         self.steps_per_epoch = len(data) // settings.batch_size

@@ -1,4 +1,4 @@
-"""Every fault of a rank is survived, told with its place, and leaves nothing behind."""
+"""Every fault of a rank is survived, reported with its place, and leaves nothing behind."""
 
 import os
 import signal
@@ -20,11 +20,11 @@ class Fault:
     name: str
     body: str
     error: type[launch.LaunchError]
-    told: list[str]
-    """What has to stand in the message."""
+    phrases: list[str]
+    """What the message must contain."""
     nprocs: int = 2
     timeout_s: float = 60.0
-    untold: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
 
 
 TABLE = [
@@ -45,7 +45,7 @@ TABLE = [
         launch.RankRaised,
         ["rank 0 of 3 raised ZeroDivisionError", "The same happened on ranks 1 and 2."],
         nprocs=3,
-        untold=["were stopped"],
+        absent=["were stopped"],
     ),
     Fault(
         "an exception that does not survive pickling",
@@ -89,7 +89,7 @@ except ZeroDivisionError as error:
         launch.RankDied,
         ["rank 1 of 3 was ended by the signal SIGKILL", "memory runs out", "3 copies", "free now"],
         nprocs=3,
-        untold=["closed by peer"],
+        absent=["closed by peer"],
     ),
     Fault(
         "a crash in C code",
@@ -122,7 +122,7 @@ except ZeroDivisionError as error:
         launch.RanksHung,
         ["rank 1 is at <cell", "line 3: while True: pass", "rank 1 never came"],
         timeout_s=1.0,
-        untold=["never would have"],
+        absent=["never would have"],
     ),
     Fault(
         "different collectives",
@@ -158,7 +158,7 @@ group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=3))
 if rank: dist.all_reduce(torch.ones(1), group=group)""",
         launch.RankRaised,
         ["rank 1 of 2 raised", "imed out", "line 3, in main\n    if rank: dist.all_reduce("],
-        untold=["never would have"],
+        absent=["never would have"],
     ),
     Fault(
         "a wait with a time limit",
@@ -168,7 +168,7 @@ if rank:
     work.wait(datetime.timedelta(seconds=3))""",
         launch.RankRaised,
         ["rank 1 of 2 raised", "imed out", "line 4, in main"],
-        untold=["never would have"],
+        absent=["never would have"],
     ),
     Fault(
         "a hang inside the package",
@@ -212,7 +212,7 @@ for _ in range(2 + rank):
         "a rank that is stopped",
         "if rank: os.kill(os.getpid(), signal.SIGSTOP)\ndist.barrier()",
         launch.RanksHung,
-        ["rank 1 did not answer", "of rank 1 nothing is known"],
+        ["rank 1 did not answer", "nothing is known about rank 1"],
         timeout_s=1.0,
     ),
 ]
@@ -236,9 +236,9 @@ def test_fault(fault):
     with pytest.raises(fault.error) as caught:
         launch.run(function, fault.nprocs, timeout_s=fault.timeout_s)
     message = str(caught.value)
-    for phrase in fault.told:
+    for phrase in fault.phrases:
         assert phrase in message
-    for phrase in fault.untold:
+    for phrase in fault.absent:
         assert phrase not in message
     assert left_behind() == []
 

@@ -91,7 +91,7 @@ def test_the_guard_ends_as_what_it_guards(ending):
     assert done.returncode == plain.returncode != 0
 
 
-def test_the_guard_ends_everything_when_it_is_told_to():
+def test_the_guard_ends_everything_on_request():
     code = """
 import os, subprocess, sys, time
 from helpers.launch import guard

@@ -1,4 +1,4 @@
-"""Which hangs are certain, and who is told to be missing: worked out from where ranks are."""
+"""Which hangs are certain, and who is reported missing, from where the ranks are."""
 
 import math
 

@@ -42,7 +42,7 @@ def test_a_torch_that_was_built_from_source_is_a_library():
     assert is_library(torch.__file__)
 
 
-def test_a_wrong_answer_is_told_at_the_learners_line_although_a_package_raised():
+def test_a_wrong_answer_is_reported_at_the_learners_line_although_a_package_raised():
     """The error came from a compiled package's own folder, which the checks once forgot."""
     names = {}
     source = "def pick(numbers):\n    raise LookupError('no such row')\n"

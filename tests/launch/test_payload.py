@@ -16,14 +16,14 @@ THINGS = [
 
 
 @pytest.mark.virtual_gpus(2)
-@pytest.mark.parametrize(("told", "make"), THINGS)
-def test_what_is_on_a_virtual_gpu_says_how_to_send_it(told, make):
+@pytest.mark.parametrize(("what", "make"), THINGS)
+def test_what_is_on_a_virtual_gpu_says_how_to_send_it(what, make):
     names = cell("def main(rank, world_size, *args): return thing", thing=make())
     with pytest.raises(TypeError) as refused:
         launch.run(names["main"], 2)
     message = str(refused.value)
     assert "cannot send main to other processes, because of the variable 'thing'" in message
-    assert f"{told} cannot leave its process" in message
+    assert f"{what} cannot leave its process" in message
     assert "Send CPU tensors (tensor.cpu(), module.cpu())" in message
     with pytest.raises(TypeError, match="because of argument 1 after the number of ranks"):
         launch.run(print, 2, make())

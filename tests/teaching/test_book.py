@@ -9,7 +9,7 @@ SHELL = "<html><body>{}</body></html>"
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         ('<a href="b.html#here">there</a>', None),
         ('<a href="https://pytorch.org">elsewhere</a>', None),
@@ -20,13 +20,13 @@ SHELL = "<html><body>{}</body></html>"
         ('<link rel="stylesheet" href="https://example.org/x.css">', "loads https://example.org"),
     ],
 )
-def test_links_that_lead_nowhere_and_loads_from_elsewhere_are_found(tmp_path, body, told):
+def test_links_that_lead_nowhere_and_loads_from_elsewhere_are_found(tmp_path, body, message):
     (tmp_path / "a.html").write_text(SHELL.format(body))
     (tmp_path / "b.html").write_text(SHELL.format('<p id="here">'))
     found = list(book.broken_links(tmp_path))
-    assert len(found) == (told is not None)
-    if told:
-        assert found[0].startswith("a.html: ") and told in found[0]
+    assert len(found) == (message is not None)
+    if message:
+        assert found[0].startswith("a.html: ") and message in found[0]
 
 
 def test_the_claims_page_has_a_row_for_each_claim_with_its_section():

@@ -74,7 +74,7 @@ def test_limits_end_an_answer_and_what_it_started_but_not_the_next_answer(tmp_pa
     assert not is_alive(int(pid.read_text()))
 
 
-def test_an_answer_that_ends_the_process_or_prints_is_told_and_the_rest_goes_on(tmp_path):
+def test_an_answer_that_ends_the_process_or_prints_is_reported_and_the_rest_goes_on(tmp_path):
     forged = 'print(\'{"exercise": "4.2", "status": "right", "message": ""}\', flush=True)'
     answers = {"4.1": "import os; os._exit(3)", "4.2": forged, "4.3": "raise SystemExit"}
     hand_in(tmp_path, "one", answers)
@@ -135,7 +135,7 @@ def test_the_command_prints_a_table_and_writes_every_verdict(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["nothing", "empty", "file"])
-def test_a_folder_without_a_class_is_told(tmp_path, content):
+def test_a_folder_without_a_class_is_refused(tmp_path, content):
     folder = tmp_path / "class"
     if content == "empty":
         (folder / "someone").mkdir(parents=True)
@@ -287,15 +287,15 @@ def test_a_folder_holds_anything_and_every_learner_is_in_the_table(tmp_path, cap
     assert [line.split()[0] for line in table[1:-3]] == sorted([*odd, "Ada", r"M\xfcller", r"a\nb"])
     with (tmp_path / "all.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    told = {row["who"]: row["message"] for row in rows}
-    assert told["zip"] == (
+    messages = {row["who"]: row["message"] for row in rows}
+    assert messages["zip"] == (
         "no lesson in this folder: homework.zip is not a notebook; unpack it there and check again"
     )
-    assert told["none"] == told["folder"] == "no lesson in this folder"
+    assert messages["none"] == messages["folder"] == "no lesson in this folder"
     for who in ("link", "pipe"):
-        assert told[who] == f"no lesson in this folder: {LESSON.name} is not a notebook"
-    assert "is not a notebook: maximum recursion" in told["deep"]
-    assert "is not a notebook: it is larger than 64" in told["large"]
+        assert messages[who] == f"no lesson in this folder: {LESSON.name} is not a notebook"
+    assert "is not a notebook: maximum recursion" in messages["deep"]
+    assert "is not a notebook: it is larger than 64" in messages["large"]
     statuses_of = {row["who"]: row["status"] for row in rows if row["exercise"] == "4.2"}
     assert {statuses_of[who] for who in ("bom", r"M\xfcller", r"a\nb")} == {"not attempted"}
 
@@ -340,7 +340,7 @@ def wait_until(condition, limit_s=100):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ("--seconds 0", "argument --seconds: expected a number above 0, found '0'"),
         ("--seconds inf", "expected a number above 0, found 'inf'"),
@@ -349,20 +349,20 @@ def wait_until(condition, limit_s=100):
         ("--jobs 0", "argument --jobs: expected a whole number from 1, found '0'"),
     ],
 )
-def test_limits_that_cannot_work_are_refused_in_a_sentence(tmp_path, capsys, options, told):
+def test_limits_that_cannot_work_are_refused_in_a_sentence(tmp_path, capsys, options, message):
     with pytest.raises(SystemExit) as left:
         class_check.main([str(tmp_path), *options.split()])
-    assert left.value.code == 2 and told in capsys.readouterr().err
+    assert left.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_a_csv_that_cannot_be_written_is_told_before_anybody_is_judged(tmp_path, monkeypatch):
+def test_a_csv_that_cannot_be_written_is_reported_before_anybody_is_judged(tmp_path, monkeypatch):
     hand_in(tmp_path / "class", "one", SOLUTIONS)
     monkeypatch.setattr(class_check, "judge", lambda *_: pytest.fail("an hour was lost"))
     with pytest.raises(SystemExit, match=r"class_check: .*No such file or directory.*nowhere"):
         class_check.main([str(tmp_path / "class"), "--csv", str(tmp_path / "nowhere" / "a.csv")])
 
 
-def test_only_zips_are_told_as_such(tmp_path):
+def test_only_zips_are_reported_as_such(tmp_path):
     (tmp_path / "class").mkdir()
     (tmp_path / "class" / "ada.zip").write_bytes(b"PK")
     with pytest.raises(ValueError, match=r"no folder with a lesson .*; unpack ada.zip, for one"):

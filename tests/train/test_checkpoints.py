@@ -73,8 +73,8 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(alone, tmp_path,
     resumed = Training(SHORT, tmp_path, cpu=True)
     assert resumed.step == 3 and resumed.resumed_from == tmp_path / "step-00000003"
     assert (next(resumed.model.parameters()) == 3).all()
-    [told] = resumed.passed_over
-    assert told.startswith(f"{tmp_path / 'step-00000005'} is damaged: ") and name in told
+    [message] = resumed.passed_over
+    assert message.startswith(f"{tmp_path / 'step-00000005'} is damaged: ") and name in message
     # The next one takes its place, and the good one before it stays.
     resumed.step = 4
     resumed.save()
@@ -126,9 +126,9 @@ def test_two_ranks_notice_what_a_disk_did_to_either_part_and_end_at_the_same_bit
     expected = [parameters for parameters, _, _ in launch.run(trained, 2)]
     launch.run(trained, 2, tmp_path, (9, 19), 22)
     flip(tmp_path / "step-00000019" / "__1_0.distcp")
-    for rank, (found, resumed_from, told) in enumerate(launch.run(trained, 2, tmp_path)):
+    for rank, (found, resumed_from, damaged) in enumerate(launch.run(trained, 2, tmp_path)):
         assert resumed_from == tmp_path / "step-00000009"
-        assert len(told) == 1 and "__1_0.distcp" in told[0]
+        assert len(damaged) == 1 and "__1_0.distcp" in damaged[0]
         torch.testing.assert_close(found, expected[rank], rtol=0, atol=0)
 
 
@@ -185,7 +185,7 @@ def cut_off(*_, **__):
     raise KeyboardInterrupt
 
 
-def test_hosts_that_do_not_share_the_folder_are_told_before_they_train(tmp_path):
+def test_hosts_that_do_not_share_the_folder_are_refused_before_they_train(tmp_path):
     def begin(rank, world_size):
         Training(SHORT, tmp_path / str(rank), cpu=True)
 
@@ -239,7 +239,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", disk], check=True)
 
 
-def test_a_full_disk_is_told_with_its_room_and_the_last_checkpoint_stays(alone, small_disk):
+def test_a_full_disk_is_reported_with_its_room_and_the_last_checkpoint_stays(alone, small_disk):
     training = Training(SHORT, small_disk, cpu=True)
     training.save()
     used = shutil.disk_usage(small_disk).used

@@ -202,7 +202,7 @@ def test_the_help_names_every_setting_and_shows_commands_that_parse(capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ("--epochs 0", "argument --epochs: expected a whole number from 1, found '0'"),
         ("--epochs two", "expected a whole number from 1, found 'two'"),
@@ -214,24 +214,24 @@ def test_the_help_names_every_setting_and_shows_commands_that_parse(capsys):
         ("--epoches 3", "unrecognized arguments: --epoches"),
         (f"--checkpoints {__file__}", "is a file"),
         ("--batch-size 1438", "a batch of 1438 is larger than the 1437 samples"),
-        ("--save-every 5", "--save-every says how often to write into --checkpoints FOLDER"),
+        ("--save-every 5", "--save-every needs --checkpoints FOLDER"),
         ("--lose 1:5", "--lose names rank 1, and the ranks are 0 to 0"),
     ],
 )
-def test_what_cannot_work_is_refused_in_a_sentence(options, told, capsys, monkeypatch):
+def test_what_cannot_work_is_refused_in_a_sentence(options, message, capsys, monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     with pytest.raises(SystemExit) as left:
         command_line.main([*options.split(), "--cpu"])
     assert left.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
         command_line.parser().parse_args(["--epochs", "0"])
     assert capsys.readouterr().err == "", "each rank said it"
 
 
-def test_a_batch_that_cannot_be_dealt_out_names_those_that_can():
-    message = "a batch of 32 cannot be dealt out evenly to 3 ranks; use --batch-size 30 or 33"
+def test_a_batch_that_cannot_be_split_names_those_that_can():
+    message = "a batch of 32 cannot be split evenly among 3 ranks; use --batch-size 30 or 33"
     with pytest.raises(launch.RankRaised, match=message):
         launch.run(trained, 3, Settings())
 
