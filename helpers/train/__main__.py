@@ -91,8 +91,8 @@ def parser() -> argparse.ArgumentParser:
         "--checkpoints",
         type=_folder,
         metavar="FOLDER",
-        help="resume from the last checkpoint there, and write new ones; all hosts must share it "
-        "(default: none are written)",
+        help="resume from the last checkpoint there, and write new ones, of which two are kept; all "
+        "hosts must share it (default: none are written)",
     )
     where.add_argument(
         "--save-every",

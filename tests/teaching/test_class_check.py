@@ -14,6 +14,9 @@ import pytest
 from teaching import class_check, lessons
 
 (LESSON,) = (path for path in lessons.NOTEBOOKS if lessons.number(path) == "04")
+# A process for each lesson, which imports torch; a busy machine takes its time.
+pytestmark = pytest.mark.timeout(600)
+
 LIMITS = class_check.Limits(time_s=20, memory_bytes=3 * 2**30)
 
 
