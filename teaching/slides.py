@@ -58,6 +58,8 @@ def slide_types(notebook: nbformat.NotebookNode) -> list[str]:
             kind = chosen
         elif any(tag.split("-")[0] in LEFT_OUT for tag in cell.metadata.get("tags", ())):
             kind = "skip"
+        elif words and "<summary>" in cell.source:
+            kind = "skip"  # a folded answer is for those who study alone
         elif words and cell.source.startswith(("# ", "## ")):
             kind = "slide"
         elif predict or (block if words else lines) > room:

@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from helpers.train.folders import (
+    FULL_DISK,
     UNFINISHED,
     CheckpointError,
     explained,
@@ -86,7 +87,8 @@ def save(folder: Path, step: int, state: dict[str, Any], made_with: dict[str, An
     except CheckpointException as error:
         room = free_text(folder)
         on_rank_0(f"clear {unfinished}", lambda: _clear(unfinished))
-        raise CheckpointError(f"cannot write {whole}: {_first(error)} ({room})") from error
+        said = f"cannot write {whole}: {_first(error)} ({room})"
+        raise CheckpointError(said if FULL_DISK in said else f"{said}. {FULL_DISK}") from error
     own = f"__{dist.get_rank()}_*"  # as torch names the files that this rank has written
     parts = on_all_ranks(f"read {unfinished}", lambda: _described(unfinished.glob(own)))
     files = {name: seen for part in parts for name, seen in part.items()}

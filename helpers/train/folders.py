@@ -33,9 +33,12 @@ UNFINISHED = "unfinished"
 _LOCK = ".lock"
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+FULL_DISK = "Make room, then give the same command again: checkpoints that were whole stay."
+"""What to do; torch's own writer reports a full disk without an errno."""
+
 _ADVICE = {
     errno.EACCES: "Make it writable, or name another folder with --checkpoints.",
-    errno.ENOSPC: "Make room, then give the same command again: checkpoints that were whole stay.",
+    errno.ENOSPC: FULL_DISK,
 }
 _ADVICE |= dict.fromkeys((errno.EPERM, errno.EROFS, errno.ENOTDIR), _ADVICE[errno.EACCES])
 _ADVICE |= {errno.ENOENT: _ADVICE[errno.EACCES], errno.EDQUOT: _ADVICE[errno.ENOSPC]}

@@ -330,6 +330,7 @@ def test_the_parent_joins_no_group():
     [(0, True, 1, "cpu"), (2, True, 2, "cuda"), (2, True, 3, "cpu"), (2, False, 2, "cpu")],
 )
 def test_what_ranks_compute_on_is_decided_in_one_place(monkeypatch, gpus, nccl, ranks, expected):
+    vgpu.disable()  # what a test before this one may have left enabled
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
     chosen = []
