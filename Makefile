@@ -50,7 +50,7 @@ lab: venv
 	@"$(BIN)/python" open_lab.py $(ARGS)
 
 test: venv
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 	$(BIN)/pytest --nbmake --nbmake-timeout=$(CELL_SECONDS) --timeout=$(LESSON_SECONDS) \
 	  --durations=0 --durations-min=0.5 notebooks
 
