@@ -9,6 +9,7 @@ import tempfile
 import pytest
 import yaml
 from broken_claims import all_broken
+from rights import without_file_handles
 
 from helpers import vgpu
 from teaching import lessons
@@ -26,6 +27,19 @@ def _virtual_gpus(request):
         return
     with vgpu.enable(*marker.args, **marker.kwargs):
         yield
+
+
+# These start ranks, agents and kernels, each with files of its own.
+_MANY_FILES = ("launch", "train", "claims", "teaching", "schedules", "vgpu/distributed")
+
+
+def pytest_collection_modifyitems(items):
+    reason = without_file_handles()
+    if not reason:
+        return
+    for item in items:
+        if any(f"tests/{folder}/" in item.path.as_posix() for folder in _MANY_FILES):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -4,6 +4,30 @@ import multiprocessing
 
 import pytest
 
+try:
+    import resource
+except ImportError:  # Windows has no such limit
+    resource = None
+
+ENOUGH_HANDLES = 512
+"""Ranks, torchrun's agents and browsers' servers open some dozens each, pytest-xdist more."""
+
+
+def without_file_handles() -> str:
+    """Why processes cannot be started in number here, or "" if they can.
+
+    Raises the soft limit first, as far as it may go.
+    """
+    if resource is None:
+        return ""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = ENOUGH_HANDLES if hard == resource.RLIM_INFINITY else min(ENOUGH_HANDLES, hard)
+    if 0 <= soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if 0 <= most < ENOUGH_HANDLES:
+        return f"it opens more files at once than the {most} allowed here (ulimit -n)"
+    return ""
+
 
 def without_shared_memory() -> str:
     """Why processes cannot share memory on this machine, or "" if they can."""
