@@ -97,7 +97,7 @@ class Schedule:
         return frozenset(action for row in self.rows for action in row)
 
     def text(self, action: Action) -> str:
-        """An action as ``from_text`` takes it, without its stage where a device has only one."""
+        """An action as ``from_text`` takes it, without its stage if each device has only one."""
         return str(action) if self.chunks > 1 else f"{action.kind}{action.micro_batch}"
 
     def __str__(self) -> str:

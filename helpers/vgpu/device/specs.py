@@ -28,6 +28,11 @@ class GPUSpec:
     host_link: Link = LINKS["PCIe 3"]
     tf32_flop_per_s: float | None = None  # dense float32 on tensor cores; None before the A100
 
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether tensor cores take bfloat16 (CUDA programming guide: compute capability 8.0)."""
+        return self.compute_capability >= (8, 0)
+
 
 # The rates of tensor cores are for dense matrices: datasheets since the A100 also print twice as
 # much, for matrices with two zeros in each four entries. H100's and H200's print only that: 989.

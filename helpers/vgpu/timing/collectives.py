@@ -60,7 +60,9 @@ def _send(size_bytes: float, count: int, way: Way) -> float:
 
 
 _RINGS = "Patarasuk and Yuan, 2009, Bandwidth optimal all-reduce algorithms"
-_CHAINS = "Chan, Heimlich, Purkayastha and van de Geijn, 2007, Collective communication, pipelined"
+_CHAINS = (
+    "Chan et al., 2007, Collective communication: theory, practice, and experience (pipelined)"
+)
 _POINT_TO_POINT = "NCCL user guide, point-to-point communication: grouped sends and receives"
 
 COLLECTIVES: dict[str, Collective] = {

@@ -24,9 +24,10 @@ from helpers.vgpu.timing import collectives
 from helpers.vgpu.timing.collectives import Way
 from helpers.vgpu.timing.traits import Args, Kwargs, Operator, tensors_in
 
-# What an operation computes with. The last two are float32 on the GPU's matrix units if torch
-# allows TF32 there; then they read torch's setting each time, since it may change.
-FLOAT32, FLOAT16, PRODUCT, CONVOLUTION = "float32", "float16", "product", "convolution"
+# What an operation computes with: the float32 units; tensor cores, in two formats of 16 bits; and
+# float32 that goes to tensor cores if torch allows TF32 for it, which may change at any time.
+FLOAT32, FLOAT16, BFLOAT16 = "float32", "float16", "bfloat16"
+PRODUCT, CONVOLUTION = "product", "convolution"
 _TF32_SWITCH = {PRODUCT: "matmul", CONVOLUTION: "conv"}  # in torch.backends.cuda and .cudnn
 _float32_precision = torch._C._get_fp32_precision_getter
 
@@ -53,8 +54,8 @@ class Work(NamedTuple):
 class CostModel:
     """How long things take on one model of GPU.
 
-    The three shares say how much of a datasheet's peak is reached. None is measured here; where a
-    lesson fits one to a published time, it says which, and the others stay assumed:
+    The three shares say how much of a datasheet's peak is reached. None is measured here. If a
+    lesson fits one to a published time, it says which; the others stay assumed:
 
     - ``arithmetic_share``: large matrix products reach 0.87 (A100) and 0.80 (H100) of their peak in
       bfloat16 (stas00/ml-engineering), convolutions of a real network less; 0.5 is assumed.
@@ -67,8 +68,8 @@ class CostModel:
     The times of the host are orders of magnitude, not a datasheet's: a call from Python costs
     PyTorch some 10 µs, a call from the autograd engine, in C++, half of that, a kernel some 2 µs
     to start and to drain. ``locked_share`` is the part of a Python call under the interpreter's
-    lock, which PyTorch releases inside each operator: half is assumed. Threads of one process, as
-    DataParallel's, queue for that part only.
+    lock, which PyTorch releases inside each operator: half is assumed. Threads of one process, such
+    as DataParallel's, queue for that part only.
     """
 
     spec: GPUSpec
@@ -90,20 +91,22 @@ class CostModel:
 
     def kernel_time_s(self, work: Work) -> float:
         """Seconds of one operation on the GPU, from its first to its last instruction."""
-        spec = self.spec
-        peak = spec.fp32_flop_per_s
-        if work.arithmetic == FLOAT16:
-            peak = spec.tensor_flop_per_s
-        elif spec.tf32_flop_per_s is not None and work.allows_tf32:
-            peak = spec.tf32_flop_per_s
-        arithmetic_s = work.flop / (peak * self.arithmetic_share)
-        memory_s = work.size_bytes / (spec.memory_bandwidth_bytes_per_s * self.memory_share)
+        arithmetic_s = work.flop / (self._peak_flop_per_s(work) * self.arithmetic_share)
+        memory_s = work.size_bytes / (self.spec.memory_bandwidth_bytes_per_s * self.memory_share)
         return max(arithmetic_s, memory_s) + self.kernel_s
+
+    def _peak_flop_per_s(self, work: Work) -> float:
+        spec = self.spec
+        if work.arithmetic == FLOAT16 or (work.arithmetic == BFLOAT16 and spec.has_bfloat16):
+            return spec.tensor_flop_per_s
+        if spec.tf32_flop_per_s is not None and work.allows_tf32:
+            return spec.tf32_flop_per_s
+        return spec.fp32_flop_per_s
 
     def launch_s(self, threads: int) -> float:
         """Seconds between two calls of one thread, of ``threads`` that share an interpreter.
 
-        They compute one behind the other what is under the lock, and the rest side by side.
+        They take turns for what is under the lock, and do the rest side by side.
         """
         return self.python_launch_s * max(1.0, threads * self.locked_share)
 
@@ -154,8 +157,10 @@ def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Work:
 def _arithmetic_of(func: Operator, touched: list[torch.Tensor]) -> str:
     """What an operation that the FLOP counter knows computes with: a product or a convolution."""
     types = {tensor.dtype for tensor in touched}
-    if not types.isdisjoint((torch.float16, torch.bfloat16)):
+    if torch.float16 in types:
         return FLOAT16
+    if torch.bfloat16 in types:
+        return BFLOAT16
     if types != {torch.float32}:
         return FLOAT32
     return CONVOLUTION if "convolution" in func._schema.name else PRODUCT

@@ -129,7 +129,7 @@ class HostTime:
         self.number = number
         self.now_s = now_s
         self.launch_s = launch_s
-        # What its next operation belongs to; set by whoever knows.
+        # What its next operation belongs to; the recording sets it.
         self.module = ""
         self.backward = False
 
@@ -141,8 +141,8 @@ class _OfThread(threading.local):
 class Hosts:
     """The threads of the host in one recording.
 
-    Besides the thread that records: those that DataParallel starts, and those of the autograd
-    engine, one per GPU. The engine's launch from C++, where no interpreter lock separates them.
+    There are the thread that records, those that DataParallel starts, and the autograd engine's,
+    one for each GPU. The engine launches from C++, without the interpreter's lock.
     """
 
     def __init__(self, model: CostModel) -> None:
@@ -151,7 +151,7 @@ class Hosts:
         self._model = model
         self._of_thread = _OfThread()
         self._of_thread.host = self.main
-        self._parent = self.main  # where threads that are new start
+        self._parent = self.main  # new threads start at its time
         self._forked_launch_s = self.main.launch_s
         self._forked: list[HostTime] = []
 

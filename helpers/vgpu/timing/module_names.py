@@ -1,6 +1,7 @@
-"""Which module is running: names for what a recording sees.
+"""Which module asks for an operation, in forward and in backward.
 
-A name is the path below the outermost module that was called: ``layer1.0.conv1``.
+A name is the path below the outermost module that was called: ``layer1.0.conv1``. In backward it is
+that of the module whose forward made the node of autograd's graph.
 """
 
 import threading
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -54,3 +56,55 @@ def _enter(module: nn.Module, inputs: Any) -> None:
 def _leave(module: nn.Module, inputs: Any, output: Any) -> None:
     if _stack.names:
         _stack.names.pop()
+
+
+_next_node_number = torch._C._autograd._get_sequence_nr
+
+
+class Nodes:
+    """The nodes of autograd's graphs in one recording: which module and which stream made them.
+
+    Each thread numbers its own, so those of DataParallel's threads are kept apart.
+    """
+
+    def __init__(self) -> None:
+        # Operation and module, by number.
+        self._of_main: dict[int, tuple[str, str]] = {}
+        self._of_forks: dict[int, tuple[str, str]] = {}
+        # The index of a GPU and the number of a stream of its own, for nodes not on the default.
+        self._streams: dict[int, tuple[int, int]] = {}
+
+    def note(self, operation: str, gpu: int, stream: int, forked: bool) -> None:
+        """Remember the node that was made last: torch makes it before the operation's kernel."""
+        if not torch.is_grad_enabled():
+            return
+        number = _next_node_number() - 1
+        nodes = self._of_forks if forked else self._of_main
+        if number not in nodes:
+            nodes[number] = (operation, current())
+            if stream:
+                self._streams[number] = (gpu, stream)
+
+    def running(self, gpu: int) -> tuple[str, int]:
+        """The module of the node that runs, and the stream on which it runs on ``gpu``.
+
+        The engine makes the stream of the node's forward current; on other GPUs the default ones
+        stay so.
+        """
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return "", 0
+        number = node._sequence_nr()
+        index, stream = self._streams.get(number, (gpu, 0))
+        return self._module_of(node, number), stream if index == gpu else 0
+
+    def _module_of(self, node: torch.autograd.graph.Node, number: int) -> str:
+        noted = self._of_main.get(number)
+        if not self._of_forks:
+            return noted[1] if noted else ""
+        # Another thread may have used the same number: the name must fit as well.
+        name = node.name().lower()
+        for candidate in (noted, self._of_forks.get(number)):
+            if candidate and name.startswith(candidate[0].replace("_", "")):
+                return candidate[1]
+        return ""

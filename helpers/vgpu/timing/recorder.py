@@ -1,4 +1,4 @@
-"""``record()`` and ``spend()``: virtual time for whoever wants to know it."""
+"""``record()`` and ``spend()``: how a program asks for virtual time."""
 
 import functools
 import gc

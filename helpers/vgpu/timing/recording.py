@@ -1,8 +1,8 @@
 """One recording of virtual time, and which one is under way.
 
-A recording is told of every operation that runs on a virtual GPU, with values (``run``) or as
-shapes only (``operation``, ``copied``), and finds out who asked for it: which stream, which thread
-of the host, which module, in which pass. The clock then says when it happens.
+A recording sees every operation that runs on a virtual GPU, with values (``run``) or as shapes
+only (``operation``, ``copied``), and finds out what asked for it: which stream, which thread of the
+host, which module, in which pass. The clock then says when it happens.
 
 Left out: operations on the CPU take no virtual time (``spend`` adds some).
 """
@@ -18,13 +18,12 @@ from helpers.vgpu.dispatch import handlers, tensor
 from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.timing import module_names, signatures
 from helpers.vgpu.timing.clock import Clock
-from helpers.vgpu.timing.costs import FLOAT16, FLOAT32, CostModel, Work, work_of
+from helpers.vgpu.timing.costs import CONVOLUTION, PRODUCT, CostModel, Work, work_of
 from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime, in_backward
+from helpers.vgpu.timing.module_names import Nodes
 from helpers.vgpu.timing.races import Accesses, poisoned, replaced
 from helpers.vgpu.timing.trace import Timeline
 from helpers.vgpu.timing.traits import Args, Kwargs, Operator, Traits, traits_of
-
-_next_node_number = torch._C._autograd._get_sequence_nr
 
 under_way: "Recording | None" = None
 
@@ -68,12 +67,7 @@ class Recording:
         self.clock = Clock(costs, current_stream)
         self._accesses = Accesses(self.clock, timeline)
         self._current_stream = current_stream
-        # Operation and module by a node's number. Each thread counts for itself, so those of
-        # DataParallel's threads are kept apart.
-        self._nodes: dict[int, tuple[str, str]] = {}
-        self._nodes_of_forks: dict[int, tuple[str, str]] = {}
-        # The GPU and the number of the stream, for nodes that were made on another than the default.
-        self._stream_of_node: dict[int, tuple[int, int]] = {}
+        self._nodes = Nodes()
         self._seconds: dict[Work, float] = {}
         self._work: dict[tuple[Any, ...], Work] = {}
 
@@ -179,8 +173,10 @@ class Recording:
         return self.clock.allocation(name, stream, host.backward)
 
     def record_stream(self, used: VirtualTensor, stream: torch.Stream) -> None:
-        """``used.record_stream(stream)``."""
-        self._accesses.record_stream(used, self.clock.stream(used._gpu, stream.stream_id))
+        """``used.record_stream(stream)``; nothing to do for a shape on the host."""
+        if gpu_of(used) is not None:
+            time = self.clock.stream(used._gpu, stream.stream_id)
+            self._accesses.record_stream(used, time)
 
     def check_source(self, source: torch.Tensor) -> list[VirtualTensor]:
         """Before a copy: ``source`` in a list if it is not written yet; a race is noted."""
@@ -246,18 +242,12 @@ class Recording:
         clock = self.clock
         if not in_backward():
             host = clock.host()
+            number = self._current_stream(gpu.index)
             if note:
-                self._note_node(name, gpu, host)
+                self._nodes.note(name, gpu.index, number, host is not clock.hosts.main)
             host.module, host.backward = module_names.current(), False
-            return clock.stream(gpu, self._current_stream(gpu.index)), host
-        number, module = 0, ""
-        node = torch._C._current_autograd_node()
-        if node is not None:
-            position = node._sequence_nr()
-            # The engine makes one stream current; on other GPUs the default ones stay so.
-            index, forward_number = self._stream_of_node.get(position, (gpu.index, 0))
-            number = forward_number if index == gpu.index else 0
-            module = self._module_of(node, position)
+            return clock.stream(gpu, number), host
+        module, number = self._nodes.running(gpu.index)
         engine = clock.hosts.engine(gpu.index)
         engine.module, engine.backward = module, True
         stream = clock.stream(gpu, number)
@@ -266,31 +256,8 @@ class Recording:
         return stream, engine
 
     def _note_node(self, name: str, gpu: VirtualGPU, host: HostTime) -> None:
-        """Remember the module and stream of the autograd node that was made last.
-
-        torch makes an operation's node before it computes the operation.
-        """
-        if not torch.is_grad_enabled():
-            return
-        position = _next_node_number() - 1
-        nodes = self._nodes if host is self.clock.hosts.main else self._nodes_of_forks
-        if position not in nodes:
-            nodes[position] = (name, module_names.current())
-            number = self._current_stream(gpu.index)
-            if number:
-                self._stream_of_node[position] = (gpu.index, number)
-
-    def _module_of(self, node: Any, position: int) -> str:
-        """The module whose forward made a node."""
-        noted = self._nodes.get(position)
-        if not self._nodes_of_forks:
-            return noted[1] if noted else ""
-        # Another thread may have used the same number: the name must fit as well.
-        name = node.name().lower()
-        for candidate in (noted, self._nodes_of_forks.get(position)):
-            if candidate and name.startswith(candidate[0].replace("_", "")):
-                return candidate[1]
-        return ""
+        number = self._current_stream(gpu.index)
+        self._nodes.note(name, gpu.index, number, forked=host is not self.clock.hosts.main)
 
     def end(self) -> tuple[float, float]:
         """Seconds until the host had ended, and until everything had."""
@@ -302,7 +269,7 @@ class Recording:
         duration_s = self._seconds.get(work)
         if duration_s is None:
             duration_s = self.clock.model.kernel_time_s(work)
-            if work.arithmetic in (FLOAT32, FLOAT16):  # the others depend on torch's settings
+            if work.arithmetic not in (PRODUCT, CONVOLUTION):  # they depend on torch's settings
                 self._seconds[work] = duration_s
         return self.clock.kernel(name, stream, host, work, duration_s)
 

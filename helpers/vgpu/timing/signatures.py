@@ -45,7 +45,7 @@ def interned(tensor: torch.Tensor) -> torch.Tensor:
 def signature(func: Operator, args: Args, kwargs: Kwargs) -> tuple[object, ...]:
     """What decides the results' shapes and the work of a call; hashable."""
     parts: list[object] = [id(func)]
-    # A fractional number decides a size only where a tensor is made from nothing (arange).
+    # A fractional number decides a size only if a tensor is made from nothing (arange).
     from_nothing = not args or not isinstance(args[0], torch.Tensor | list)
     _append(parts, args, from_nothing)
     for name, value in kwargs.items():

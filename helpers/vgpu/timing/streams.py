@@ -1,8 +1,8 @@
 """Streams and events of virtual GPUs.
 
-An operation has ended when its call returns, so waiting never takes real time here. What is kept is
-the bookkeeping: which stream is current on which device in which thread, and when an event was
-recorded: by the host's clock, or in virtual time while ``record()`` is under way.
+An operation has ended when its call returns, so waiting never takes real time here. Only the books
+are kept: which stream is current on which device in which thread, and when an event was recorded,
+by the host's clock or, in a recording, in virtual time.
 """
 
 import itertools

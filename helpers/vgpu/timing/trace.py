@@ -37,7 +37,7 @@ class TraceEvent(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The module, or the operation where no module asked for it."""
+        """The module, or the operation if no module asked for it."""
         return (self.module or self.name) + (" (backward)" if self.backward else "")
 
 

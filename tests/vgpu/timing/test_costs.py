@@ -65,6 +65,14 @@ def test_half_precision_uses_tensor_cores():
     assert work_of(ATEN.add.Tensor, (a, a), {}, a).arithmetic == "float32"  # nothing to multiply
 
 
+@pytest.mark.parametrize(("gpu", "tflops"), [("V100", 15.7), ("A100", 312), ("H100", 989)])
+def test_bfloat16_uses_tensor_cores_from_the_a100_on(gpu, tflops):
+    a = torch.ones(8, 8, dtype=torch.bfloat16)
+    assert work_of(ATEN.mm.default, (a, a), {}, a).arithmetic == "bfloat16"
+    costs = vgpu.CostModel(vgpu.PRESETS[gpu], arithmetic_share=1.0, kernel_s=0.0)
+    assert costs.kernel_time_s(Work(10**12, 0, "bfloat16")) == pytest.approx(1 / tflops)
+
+
 @pytest.fixture
 def settings():
     """torch's settings of TF32, put back after the test."""
