@@ -37,4 +37,8 @@ def _expect_share(
 ) -> None:
     with for_input(f"a batch of {batch_size} on {gpu_count} GPUs"):
         share = answer(batch_size, gpu_count)
+        if share is None:
+            hint = (
+                "None is what a function without a return gives: hand the number back with return."
+            )
         expect_equal(share, math.ceil(batch_size / gpu_count), hint=hint)

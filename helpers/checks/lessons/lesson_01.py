@@ -21,7 +21,7 @@ from helpers.checks.describing import describe
 Sample = namedtuple("Sample", "image label")
 
 
-@exercise("1.1", "a batch to its device")
+@exercise("1.1", "A batch to its device")
 def check_to_device(to_device: Callable[[Any, torch.device], Any]) -> dict[str, Any]:
     near, far = devices.lab(2)
     made = asked = 0
@@ -79,6 +79,12 @@ def _compare(yours: Any, given: Any, device: torch.device, place: str) -> None:
     if isinstance(given, torch.Tensor):
         _compare_tensor(yours, given, device, place)
     elif isinstance(given, (list, tuple, dict)):
+        if yours is given and any(tensor.device != device for tensor in _tensors(given)):
+            raise Wrong(
+                yours=f"{place}: the {type(given).__name__} that was handed in, as it was",
+                expected=f"a new {type(given).__name__}, with its tensors on {device}",
+                hint=f"A {type(given).__name__} has no .to(): go through its entries.",
+            )
         if type(yours) is not type(given):
             raise Wrong(
                 yours=f"{place} is a {type(yours).__name__}",
@@ -109,7 +115,9 @@ def _compare_tensor(yours: Any, given: torch.Tensor, device: torch.device, place
         raise Wrong(
             yours=f"{place}: {where}",
             expected=f"{place}: a tensor on {device}",
-            hint=".to() returns the moved tensor; keep what it returns.",
+            hint=".to() returns the moved tensor; keep what it returns."
+            if yours is given
+            else "Every tensor goes to the device that your function was given.",
         )
     if given.device == device and yours is not given:
         raise Wrong(
@@ -158,7 +166,7 @@ def _sketch(batch: Any) -> str:
     return repr(batch)
 
 
-@exercise("1.2", "a script with four device faults", callable_answer=False)
+@exercise("1.2", "A script with four device faults", callable_answer=False)
 def check_repaired(answer: Any) -> dict[str, Any]:
     net_type, run = _two_callables(answer)
     near, far = devices.lab(2)
@@ -232,7 +240,7 @@ def _expect_model_on(model: nn.Module, device: torch.device, given: str) -> None
     )
 
 
-@exercise("1.3", "the card behind an ordinal")
+@exercise("1.3", "The card behind an ordinal")
 def check_physical(physical: Callable[[str | None, int, int], int | None]) -> dict[str, Any]:
     asked = 0
     for _ in range(6):

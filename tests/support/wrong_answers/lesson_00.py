@@ -7,6 +7,7 @@ WRONG = {
         ("def largest_share(b, n):\n    return b / n", "rounded up"),
         ("def largest_share(b, n):\n    return b // n + 1", "divides evenly"),
         ("def largest_share(b, n):\n    return float(-(-b // n))", "whole number"),
+        ("def largest_share(b, n):\n    print(-(-b // n))", "without a return"),
         ("def largest_share(b, n):\n    return b // m", "name 'm' is not defined"),
     ],
 }

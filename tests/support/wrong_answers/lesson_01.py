@@ -10,6 +10,11 @@ WRONG = {
             "    return batch\n",
             "keep what it returns",
         ),
+        # Always to the first GPU.
+        (
+            "def to_device(batch, device):\n    return batch.to(devices.lab(2)[0])\n",
+            "the device that your function was given",
+        ),
         # A copy where none is needed.
         (
             "def to_device(batch, device):\n"
@@ -46,7 +51,7 @@ WRONG = {
             "    if isinstance(batch, (list, tuple)):\n"
             "        return type(batch)(to_device(part, device) for part in batch)\n"
             "    return batch\n",
-            "keep what it returns",
+            "A dict has no .to()",
         ),
         # The dict that was handed in is written into.
         (
