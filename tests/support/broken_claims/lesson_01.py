@@ -1,15 +1,40 @@
-"""Lesson 01: what a gradient keeps, what ``.cuda()`` asks for, when the variable is read."""
+"""Lesson 01: where a tensor is, what moves it, what an error compares, when the variable is read."""
 
 from broken_claims import Broken
 
 BROKEN = [
     Broken(
+        "A01",
+        "device= is ignored",
+        edits=[("on_gpu = torch.zeros(2, device=gpus[1])", "on_gpu = torch.zeros(2)")],
+    ),
+    Broken(
+        "A02",
+        "a bare type is the first GPU, whichever is current",
+        edits=[("with api.device(1):\n    inside =", "with api.device(0):\n    inside =")],
+    ),
+    Broken(
         "A03",
         "a bare type spreads over both GPUs",
         edits=[
             (
-                "grown_mib = [size / 2**20 for size in growth(lambda: torch.ones(2**21, device=kind))]",
-                "grown_mib = [4, 4]",
+                "growth(lambda: torch.ones(2**21, device=kind))]\nguess",
+                "growth(lambda: [torch.ones(2**20, device=gpu) for gpu in gpus])]\nguess",
+            )
+        ],
+    ),
+    Broken(
+        "A04",
+        "the CPU has the ordinal 0",
+        before="patch('torch.Tensor.get_device', lambda self: self.device.index or 0)",
+    ),
+    Broken(
+        "A05",
+        "the tensor is made in main memory and copied",
+        edits=[
+            (
+                "made_there:\n    torch.zeros(3, device=gpus[1])",
+                "made_there:\n    torch.zeros(3).to(gpus[1])",
             )
         ],
     ),
@@ -25,10 +50,65 @@ BROKEN = [
         edits=[("y = x.to(gpus[1])\nx += 10", "y = x\nx += 10")],
     ),
     Broken(
+        "A07",
+        "to() copies to the same device too",
+        edits=[("again = y.to(gpus[1])", "again = y.to(gpus[1], copy=True)")],
+    ),
+    Broken(
+        "A08",
+        "cuda() makes a second module",
+        edits=[
+            (
+                "by_cuda = in_place(lambda model: getattr(model, kind)(1))",
+                "by_cuda = in_place(lambda model: getattr(nn.Linear(4, 2), kind)(1))",
+            )
+        ],
+    ),
+    Broken(
         "A09",
         "one of the two calls copies twice",
         edits=[("lambda: getattr(image, kind)(0),", "lambda: getattr(image.clone(), kind)(0),")],
         cell="to-or-cuda",
+    ),
+    Broken(
+        "A10",
+        "the space is skipped",
+        edits=[('torch.device(f"{kind}: 0")', 'torch.device(f"{kind}: 0".replace(" ", ""))')],
+    ),
+    Broken(
+        "A11",
+        "every ordinal exists",
+        edits=[("missing = torch.device(kind, 99)", "missing = torch.device(kind, 99 % 2)")],
+    ),
+    Broken(
+        "A12",
+        "the second operand is moved behind one's back",
+        edits=[("*map(str, gpus)):\n    a + b", "*map(str, gpus)):\n    a + b.to(a.device)")],
+        cell="two-gpus",
+    ),
+    Broken(
+        "A12",
+        "a single number may cross whatever its dimensions",
+        edits=[("    a * torch.ones(1)", "    a * torch.ones(1).squeeze()")],
+        cell="scalar-asserted",
+    ),
+    Broken(
+        "A13",
+        "the machine has two cards",
+        edits=[
+            ('_raw_device_count_nvml", lambda: 4):\n', '_raw_device_count_nvml", lambda: 2):\n')
+        ],
+        cell="five-asserted",
+    ),
+    Broken(
+        "A14",
+        "the shell takes the line with spaces",
+        edits=[
+            (
+                '    "CUDA_VISIBLE_DEVICES = 2,3 python show.py",',
+                '    "CUDA_VISIBLE_DEVICES=2,3 python show.py",',
+            )
+        ],
     ),
     Broken(
         "A15",
@@ -39,5 +119,52 @@ BROKEN = [
         "A15",
         "CUDA has started from the first",
         edits=[("for started in (False, True):", "for started in (True, True):")],
+    ),
+    Broken(
+        "A16",
+        "the block leaves its device current",
+        edits=[
+            (
+                "    with api.device(1):\n        raise",
+                "    api.set_device(1)\n    if True:\n        raise",
+            )
+        ],
+    ),
+    Broken(
+        "A17",
+        "the line of today does not find the GPU",
+        before="patch('torch.accelerator.current_accelerator', lambda **_: None)",
+    ),
+    Broken(
+        "A18",
+        "the old call changes nothing",
+        edits=[
+            (
+                "set_default_tensor_type(torch.DoubleTensor)",
+                "set_default_tensor_type(torch.FloatTensor)",
+            )
+        ],
+        cell="default-type",
+    ),
+    Broken(
+        "A18",
+        "a shuffling loader draws on the default device",
+        edits=[
+            (
+                "        list(DataLoader(range(4), batch_size=None, shuffle=True))",
+                "        list(DataLoader(range(4), batch_size=None, shuffle=True, generator=torch.Generator(gpus[0])))",
+            )
+        ],
+        cell="loader-trap",
+    ),
+    Broken(
+        "A19",
+        "type=bool reads the word",
+        edits=[
+            (
+                'add_argument("--cuda", type=bool,',
+                'add_argument("--cuda", type=lambda word: word == "True",',
+            )
+        ],
     ),
 ]
