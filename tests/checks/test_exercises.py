@@ -59,3 +59,9 @@ def test_typical_wrong_answers_fail_with_their_hint(path, exercise_id):
 
 def test_lessons_and_checks_name_the_same_exercises():
     assert [item.id for item in exercises()] == [exercise_id for _, exercise_id in EXERCISES]
+
+
+def test_a_verdict_has_the_title_of_its_exercise():
+    for item, (path, exercise_id) in zip(exercises(), EXERCISES, strict=True):
+        (text,) = lessons.tagged(path, f"exercise-{exercise_id}")
+        assert f"### Exercise {exercise_id} · {item.title}\n" in text.source

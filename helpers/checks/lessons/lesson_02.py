@@ -18,7 +18,7 @@ from helpers.units import format_bytes
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-@exercise("2.1", "the silent wrong gradient")
+@exercise("2.1", "Find the silent wrong gradient")
 def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
     size, classes, batch = (int(torch.randint(3, 9, ())) for _ in range(3))
     weight = torch.randn(size, classes, dtype=torch.float64) * 0.3
@@ -107,7 +107,7 @@ def _value_and_gradient(
     return loss.detach(), torch.autograd.grad(loss, weight)[0]
 
 
-@exercise("2.2", "a running mean that holds no graph")
+@exercise("2.2", "A meter for a running mean")
 def running_mean(answer: Callable[[], Any]) -> dict[str, Any]:
     weight = torch.randn(50, requires_grad=True)
     counts = (torch.randperm(40)[:4] + 1).tolist()
@@ -184,7 +184,7 @@ def _expect_mean(yours: Any, expected: float, counts: list[int]) -> None:
     )
 
 
-@exercise("2.3", "an old script, modernised")
+@exercise("2.3", "Modernise a second old script")
 def fit_today(answer: Callable[..., tuple[float, float]]) -> dict[str, Any]:
     size, classes = (int(torch.randint(3, 8, ())) for _ in range(2))
     batches, held_out = _random_batches(size, classes), _random_batches(size, classes)
@@ -326,10 +326,16 @@ def _expect_modes(seen: list[tuple[bool, bool]], trained: int, held_out: int) ->
             expected=f"{trained + held_out}, one a batch",
             hint="Go once over the batches, then once over the held-out ones.",
         )
-    if any(mode != (True, True) for mode in seen[:trained]):
+    if not all(training for training, _ in seen[:trained]):
         raise Wrong(
-            yours="training without a graph, or not in training mode",
-            expected="model.train(), and a graph to go back through",
+            yours="the model was not in training mode for the batches",
+            expected="model.train()",
+            hint="The check hands the model over in eval(): switch it, as the old script does.",
+        )
+    if not all(recorded for _, recorded in seen[:trained]):
+        raise Wrong(
+            yours="no graph was recorded for the batches",
+            expected="a graph for backward() to go through",
             hint="Leave the training loop outside no_grad.",
         )
     if any(recorded for _, recorded in seen[trained:]):

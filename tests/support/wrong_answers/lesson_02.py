@@ -127,7 +127,7 @@ WRONG = {
         ("fit_today = fit_2017", "0-dim"),
         (_fit(evaluate="model.eval()\n    if True:"), "no_grad"),
         (_fit(evaluate="with torch.no_grad():"), "does not replace model.eval()"),
-        (_fit().replace("model.train()", "pass"), "not in training mode"),
+        (_fit().replace("model.train()", "pass"), "switch it, as the old script does"),
         (_fit(add="loss"), "two Python numbers"),
         (_fit(loss="loss = F.cross_entropy(model(images), labels)"), "a sum over the batch"),
         (
