@@ -7,7 +7,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from helpers.plots.style import COLOURS, figure, show, title
+from helpers.plots.style import COLOURS, figure, headline, show, title
 
 _BOX: Any = {"boxstyle": "round,pad=0.02,rounding_size=0.06", "linewidth": 1.2}
 
@@ -22,8 +22,8 @@ def memories(
     copies: pairs of names, from and to. Two names of one tensor share a box.
     """
     devices = [torch.device("cpu"), *gpus]
-    made, axes = figure(width=7.5, height=2.2)
-    axes.set(xlim=(0, 3 * len(devices)), ylim=(0.3, 3.1))
+    made, axes = figure(width=7.5, height=2.3)
+    axes.set(xlim=(0, 3 * len(devices)), ylim=(0.1, 3.1))
     axes.set_axis_off()
     for column, device in enumerate(devices):
         name = "main memory (cpu)" if device.type == "cpu" else f"memory of {device}"
@@ -39,10 +39,8 @@ def memories(
     where = {name: place for place, names in places.items() for name in names}
     for source, target in copies:
         (x, y), (end, level) = where[source], where[target]
-        side = 0.95 if end > x else -0.95
-        _arrow(axes, (x + side, y), (end - side, level), COLOURS["vermilion"])
-        axes.text((x + end) / 2, (y + level) / 2 + 0.14, ".to", ha="center", color="#B04000")
-    title(axes, "A copy is another tensor", "devices as PyTorch says them")
+        _copy(axes, (x, y), (end, level))
+    title(axes, "A copy is another tensor", "devices as PyTorch names them")
     sentences = [f"{' and '.join(names)} in {_memory(x)}" for (x, _), names in places.items()]
     arrows = "".join(f"; an arrow from {a} to {b}" for a, b in copies)
     show(made, f"The memories of the machine as boxes: {'; '.join(sentences)}{arrows}.")
@@ -66,7 +64,7 @@ def relabelled(seen: Mapping[str, Sequence[int]], cards: int) -> None:
             _arrow(axes, (ordinal, 0.3), (card, 0.9), "#444444")
         if not chosen:
             axes.text((cards - 1) / 2, 0, "no GPU is seen", ha="center", va="center")
-    made.suptitle("Each visible card gets the ordinal of its place in the list", fontsize=11)
+    headline(made, "Each visible card gets the ordinal of its place in the list", "read by PyTorch")
     lists = (
         f'"{value}": '
         + (", ".join(f"cuda:{n} is card {c}" for n, c in enumerate(chosen)) or "none")
@@ -89,6 +87,22 @@ def _in_memories(
             filled[column] += 1
         places.setdefault(known[id(tensor)], []).append(name)
     return places
+
+
+def _copy(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
+    """An arrow from one box to another; past a memory between them it goes underneath."""
+    (x, y), (goal, level) = start, end
+    side = 0.95 if goal > x else -0.95
+    text: Any = {"ha": "center", "color": "#B04000"}
+    if abs(goal - x) <= 3:
+        _arrow(axes, (x + side, y), (goal - side, level), COLOURS["vermilion"])
+        axes.text((x + goal) / 2, (y + level) / 2 + 0.14, ".to", **text)
+        return
+    below = 0.45
+    line: Any = {"color": COLOURS["vermilion"], "linewidth": 1.2, "zorder": 2}
+    axes.plot([x, x, goal], [y - 0.27, below, below], **line)
+    _arrow(axes, (goal, below), (goal, level - 0.25), COLOURS["vermilion"])
+    axes.text((x + goal) / 2, below - 0.25, ".to", **text)
 
 
 def _memory(x: float) -> str:
