@@ -13,12 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from helpers import vgpu
+from helpers.vgpu.device.memory import rounded
 
 OTHER = "activations and other"
 ACTIVATIONS, TEMPORARY = "activations", "temporary"
-
-# The smallest block of CUDA's caching allocator, and of the virtual GPUs.
-_ROUNDING_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -267,4 +265,4 @@ def _place(tensor: torch.Tensor) -> int:
 
 def _size_bytes(tensor: torch.Tensor) -> int:
     """The bytes of a tensor's storage as an allocator counts them."""
-    return -(-tensor.untyped_storage().nbytes() // _ROUNDING_BYTES) * _ROUNDING_BYTES
+    return rounded(tensor.untyped_storage().nbytes())

@@ -17,7 +17,13 @@ from typing import Any
 import torch
 
 # CUDACachingAllocator.cpp, kMinBlockSize: every request is rounded up to a multiple of it.
-ROUNDING_BYTES = 512
+_ROUNDING_BYTES = 512
+
+
+def rounded(request_bytes: int) -> int:
+    """The bytes that the allocator hands out for a request."""
+    return -(-request_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
+
 
 # A finalizer may run between any two instructions, also in a thread that holds the lock.
 _lock = threading.RLock()
@@ -78,7 +84,7 @@ class DeviceMemory:
 
     def require(self, request_bytes: int) -> int:
         """The rounded size of a request; OutOfMemoryError where it does not fit."""
-        size_bytes = -(-request_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
+        size_bytes = rounded(request_bytes)
         if self.allocated_bytes + size_bytes > self.capacity_bytes:
             raise torch.OutOfMemoryError(self._out_of_memory(size_bytes))
         return size_bytes
@@ -161,7 +167,7 @@ class Block:
     def resize(self, request_bytes: int, operation: str) -> None:
         """The storage grew or shrank in place; OutOfMemoryError where the growth does not fit."""
         with _lock:
-            size_bytes = -(-request_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
+            size_bytes = rounded(request_bytes)
             if size_bytes > self.size_bytes:
                 self.memory.require(size_bytes - self.size_bytes)
             self.memory.change(size_bytes - self.size_bytes, operation)
