@@ -21,7 +21,8 @@ from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.device.links import Link, get_link
 from helpers.vgpu.device.specs import GPUSpec, get_spec
-from helpers.vgpu.dispatch import kernels, refusals, sync_batch_norm
+from helpers.vgpu.dispatch import kernels, refusals
+from helpers.vgpu.dispatch.gpu_only import sync_batch_norm
 from helpers.vgpu.distributed import ddp, groups, wrappers
 from helpers.vgpu.torch_api import (
     accelerator,
@@ -59,7 +60,7 @@ _settings: _Settings | None = None
 _named = False
 
 
-class Lab(contextlib.AbstractContextManager):
+class Lab(contextlib.AbstractContextManager["Lab"]):
     """The virtual GPUs that one ``enable`` switched on; a context manager that disables them."""
 
     def __init__(self, before: _Settings | None) -> None:

@@ -33,7 +33,6 @@ ORDER = [
     "helpers.vgpu.timing",
     "helpers.vgpu.torch_api",
     "helpers.vgpu.distributed",
-    "helpers.vgpu.shape_results",
     "helpers.vgpu.shapes",
     "helpers.vgpu.iterations",
     "helpers.vgpu.backend",

@@ -5,7 +5,6 @@ one device draws does not depend on the others or on the order in which threads 
 """
 
 import weakref
-from typing import Any
 
 import torch
 
@@ -31,7 +30,7 @@ class DeviceGenerator(_PlainGenerator):
     seed that both make up.
     """
 
-    _gpu: Any
+    _gpu: gpus.VirtualGPU
     _cdata: int
     _offset = 0
     _seed: int | None = None
@@ -93,7 +92,7 @@ def _signed(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-def make_generator(device: Any = None) -> torch.Generator:
+def make_generator(device: torch.device | str | int | None = None) -> torch.Generator:
     """What ``torch.Generator(device)`` makes while virtual GPUs are enabled."""
     gpu = None if device is None else gpus.resolve(torch.device(device))
     if gpu is None:
@@ -108,11 +107,11 @@ def _generator_of(gpu: gpus.VirtualGPU) -> DeviceGenerator:
     return generator
 
 
-def generator_for(gpu: Any, given: Any) -> torch.Generator:
+def generator_for(gpu: gpus.VirtualGPU, given: torch.Generator | None) -> torch.Generator:
     """The generator for an operation on ``gpu``: the given one, or the device's own."""
     if given is None:
         return default_generator(gpu)
-    if given._cdata not in _owners:
+    if given._cdata not in _owners:  # type: ignore[attr-defined]
         raise RuntimeError(
             f"Expected a '{gpus.DEVICE_TYPE}' device type for generator "
             f"but found '{given.device.type}'"
@@ -124,11 +123,3 @@ def default_generator(gpu: gpus.VirtualGPU) -> torch.Generator:
     if gpu.generator is None:
         gpu.generator = _generator_of(gpu)
     return gpu.generator
-
-
-def draw(rule: Any, func: Any, args: list, kwargs: dict, gpu: gpus.VirtualGPU) -> Any:
-    """Run an operation that draws random numbers, from the generator of ``gpu``."""
-    if rule.with_generator is None:  # what draws in fact has a handler of its own
-        return func(*args, **kwargs)
-    given = kwargs.get("generator")
-    return rule.with_generator(*args, **{**kwargs, "generator": generator_for(gpu, given)})

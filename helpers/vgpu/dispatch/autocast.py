@@ -4,10 +4,12 @@ The lists are those of ``aten/src/ATen/autocast_mode.h``. Left out: torch's cach
 which saves time and changes no value.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from helpers.vgpu.dispatch.operators import Operator, overloads
 
 _KEY = "AutocastPrivateUse1"
 
@@ -128,23 +130,24 @@ def register(library: torch.library.Library) -> None:
         (FLOAT32, lambda values: torch.float32),
         (PROMOTE, _widest_dtype),
     ):
-        for func in _overloads(names):
+        for func in _writing_nothing(names):
             library.impl(func, _casting(func, choose), _KEY)
     library.impl(torch.ops.aten.binary_cross_entropy.default, _refuse, _KEY)
 
 
-def _overloads(names: list[str]) -> list[Any]:
+def _writing_nothing(names: list[str]) -> list[Operator]:
     """Each overload of each operator but those that write to ``out=``."""
-    packets = [getattr(torch.ops.aten, name) for name in names]
-    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     return [
         func
-        for func in overloads
+        for name in names
+        for func in overloads(getattr(torch.ops.aten, name))
         if not any(argument.is_out for argument in func._schema.arguments)
     ]
 
 
-def _casting(func: Any, choose: Callable[[list], torch.dtype]) -> Callable:
+def _casting(
+    func: Operator, choose: Callable[[Sequence[object]], torch.dtype]
+) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEYSET):
             values = [*args, *kwargs.values()]
@@ -157,14 +160,14 @@ def _casting(func: Any, choose: Callable[[list], torch.dtype]) -> Callable:
     return kernel
 
 
-_KEYSET = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore
+_KEYSET = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 
 
-def _autocast_dtype(values: list) -> torch.dtype:
+def _autocast_dtype(values: Sequence[object]) -> torch.dtype:
     return torch.get_autocast_dtype("vgpu")
 
 
-def _widest_dtype(values: list) -> torch.dtype:
+def _widest_dtype(values: Sequence[object]) -> torch.dtype:
     """float32 where any operand has it, else the autocast type."""
     if any(isinstance(v, torch.Tensor) and v.dtype == torch.float32 for v in values):
         return torch.float32
@@ -181,7 +184,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _refuse(*args: Any, **kwargs: Any) -> Any:
+def _refuse(*args: object, **kwargs: object) -> None:
     raise RuntimeError(
         "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
         "Use binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss instead."

@@ -3,19 +3,22 @@
 import functools
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from helpers.vgpu.device import gpus
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # C++ writes lazy:0 for a device, 'lazy' or device=lazy for its type.
 _CPP_NAME = re.compile(rf"\b{gpus.CPP_DEVICE_TYPE}(?=:\d|'|,)")
 
 
-def naming_devices(function: Callable) -> Callable:
+def naming_devices(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, whose errors name ``vgpu:k`` where C++ wrote ``lazy:k``."""
 
     @functools.wraps(function)
-    def renamed(*args: Any, **kwargs: Any) -> Any:
+    def renamed(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except (RuntimeError, BufferError, TypeError) as error:

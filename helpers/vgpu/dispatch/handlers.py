@@ -1,4 +1,4 @@
-"""The operators that cross devices or reach below a tensor, each with its own handler."""
+"""Operators that cross devices or reach below a tensor, each with a handler of its own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +7,11 @@ import torch
 
 from helpers.vgpu.device import gpus
 from helpers.vgpu.device.generators import default_generator
+from helpers.vgpu.dispatch.operations import counting_versions, unwrap, wrap_result
+from helpers.vgpu.dispatch.operators import Args, Handler, Kwargs, Operator
 from helpers.vgpu.dispatch.refusals import refuse_tangents
-from helpers.vgpu.dispatch.rules import Handler
 from helpers.vgpu.dispatch.same_device import check_for
-from helpers.vgpu.dispatch.tensor import VirtualTensor, counting_versions, unwrap, wrap, wrap_result
+from helpers.vgpu.dispatch.tensor import VirtualTensor, wrap
 
 HANDLERS: dict[str, Handler] = {}
 
@@ -31,7 +32,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @special("aten::_to_copy")
-def to_copy(func: Any, args: tuple, kwargs: dict) -> Any:
+def to_copy(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """``Tensor.to`` where something changes: the only way from one device to another."""
     (source,) = args
     refuse_tangents(args)
@@ -46,7 +47,7 @@ def to_copy(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 @special("aten::copy_")
-def copy_(func: Any, args: tuple, kwargs: dict) -> Any:
+def copy_(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     target, source, *rest = args
     refuse_tangents(args)
     if not _are_same_values(target, source):
@@ -57,8 +58,8 @@ def copy_(func: Any, args: tuple, kwargs: dict) -> Any:
 def _are_same_values(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether a copy would only write each value to where it is read.
 
-    torch's C++ (matmul with ``out=``) spares the copy where it sees that two tensors share storage,
-    which it cannot see of virtual ones; the CPU refuses to copy between them.
+    torch's C++ (matmul with ``out=``) skips such a copy if the two tensors share their storage. It
+    cannot see the storage of virtual ones, and the CPU refuses to copy a tensor onto itself.
     """
     if type(target) is not VirtualTensor or type(source) is not VirtualTensor:
         return False
@@ -77,30 +78,30 @@ def _are_same_values(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 @special("aten::_foreach_copy_")
-def foreach_copy_(func: Any, args: tuple, kwargs: dict) -> Any:
+def foreach_copy_(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     refuse_tangents(args)
     inner_args, _, _ = unwrap(args, None, False)
     counting_versions(func, args, inner_args, kwargs, (0,))
 
 
 @special("aten::record_stream")
-def record_stream(func: Any, args: tuple, kwargs: dict) -> Any:
+def record_stream(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """Nothing to do: a block is never reused while an operation still needs it."""
 
 
 @special("aten::is_pinned")
-def is_pinned(func: Any, args: tuple, kwargs: dict) -> Any:
+def is_pinned(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return False
 
 
 @special("aten::_pin_memory", "aten::pin_memory")
-def pin_memory(func: Any, args: tuple, kwargs: dict) -> Any:
+def pin_memory(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     raise RuntimeError(f"cannot pin '{args[0].type()}' only dense CPU tensors can be pinned")
 
 
 @special("aten::_pack_padded_sequence")
-def pack_padded_sequence(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The second result, the batch size of each time step, is for the host."""
+def pack_padded_sequence(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """The second result, the batch size of each time step, stays on the host."""
     sequence, lengths, batch_first = args
     if lengths.device.type != "cpu":
         raise RuntimeError(
@@ -112,7 +113,7 @@ def pack_padded_sequence(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 @special("aten::native_dropout")
-def native_dropout(func: Any, args: tuple, kwargs: dict) -> Any:
+def native_dropout(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """The operator takes no generator: its mask is drawn from the device's here."""
     if kwargs:
         raise NotImplementedError("native_dropout with out= is not supported on virtual GPUs")
@@ -128,8 +129,8 @@ def native_dropout(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 @special("aten::_sparse_mm_reduce_impl")
-def sparse_mm_reduce(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Its kernel keeps what backward reads only if an operand requires a gradient."""
+def sparse_mm_reduce(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """Its kernel keeps what the backward pass reads only if an operand requires a gradient."""
     (matrix, other), gpu, mixed = unwrap(args[:2], None, False)
     if mixed:
         check_for(func)(func, args, kwargs)
@@ -139,16 +140,16 @@ def sparse_mm_reduce(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 @special("prim::layout")
-def layout(func: Any, args: tuple, kwargs: dict) -> Any:
+def layout(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return args[0]._inner.layout
 
 
-def pin_cpu_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+def pin_cpu_memory(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
     """``Tensor.pin_memory`` of a CPU tensor: a copy that says it is pinned; no page is locked."""
     pinned = torch.empty_like(tensor).copy_(tensor)
     pinned.untyped_storage()._vgpu_pinned = True  # type: ignore[attr-defined]
     return pinned
 
 
-def is_cpu_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
+def is_cpu_pinned(tensor: torch.Tensor, device: object = None) -> bool:
     return hasattr(tensor.untyped_storage(), "_vgpu_pinned")

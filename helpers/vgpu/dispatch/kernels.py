@@ -1,23 +1,24 @@
-"""What torch's C++ dispatcher calls for virtual GPUs where no virtual tensor's Python is asked.
+"""What torch's C++ dispatcher calls for virtual GPUs where it asks no virtual tensor's Python.
 
 An operator that needs a treatment of its own is not registered here: it gets a handler
 (handlers.py) or a refusal (refusals.py).
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
-from helpers.vgpu.dispatch import attention, autocast, handlers, refusals, rules
-from helpers.vgpu.dispatch.tensor import dispatch
+from helpers.vgpu.dispatch import autocast, handlers, refusals, rules
+from helpers.vgpu.dispatch.gpu_only import attention
+from helpers.vgpu.dispatch.operations import dispatch
+from helpers.vgpu.dispatch.operators import Operator, overloads
 
 rules.use_handlers({**attention.HANDLERS, **handlers.HANDLERS, **refusals.HANDLERS})
 
-# Of calls that have no tensor yet: for "vgpu:k", and for "vgpu", the current device (gpus.py).
+# The keys of calls that have no tensor yet: of "vgpu:k", and of "vgpu", the current device (gpus.py).
 _FACTORY_KEYS = ("PrivateUse1", gpus.CURRENT_DEVICE_TYPE.upper())
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -57,14 +58,14 @@ def register_once() -> tuple[torch.library.Library, ...]:
     return fallbacks, kernels
 
 
-def _computing_operators() -> list[Callable]:
+def _computing_operators() -> list[Operator]:
     """The operators of ``aten`` that compute on the CPU by themselves, but for ``out=``."""
-    found = []
+    found: list[Operator] = []
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)
         if not isinstance(packet, torch._ops.OpOverloadPacket):
             continue
-        for func in (getattr(packet, overload) for overload in packet.overloads()):
+        for func in overloads(packet):
             full_name = func.name()
             if not torch._C._dispatch_has_kernel(full_name):
                 continue
@@ -78,5 +79,5 @@ def _computing_operators() -> list[Callable]:
     return found
 
 
-def _call(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _call(func: Operator, *args: Any, **kwargs: Any) -> Any:
     return dispatch(func, args, kwargs)

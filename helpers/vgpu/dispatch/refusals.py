@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._functorch import eager_transforms
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
+from helpers.vgpu.dispatch.operators import Handler
 
 _NESTED = (
     "nested tensors are not supported on virtual GPUs: pad the parts to one size "
@@ -42,14 +43,14 @@ _REFUSED = {
 }
 
 
-def _refusing(message: str) -> Callable:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
+def _refusing(message: str) -> Callable[..., NoReturn]:
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(message)
 
     return refuse
 
 
-HANDLERS: dict[str, Callable] = {name: _refusing(text) for name, text in _REFUSED.items()}
+HANDLERS: dict[str, Handler] = {name: _refusing(text) for name, text in _REFUSED.items()}
 # For the dispatch keys of such tensors, as a move of one from the CPU finds them.
 FALLBACKS = {
     "NestedTensorPrivateUse1": _refusing(_NESTED),
@@ -68,7 +69,7 @@ def install(changes: Changes) -> None:
     changes.set(torch.UntypedStorage, gpus.DEVICE_TYPE, storage_to_gpu)
 
 
-def is_virtual_device(device: Any) -> bool:
+def is_virtual_device(device: object) -> bool:
     """Whether a torch.device, or the text of one, means a virtual GPU."""
     if isinstance(device, str):
         device = torch.device(device)
@@ -76,9 +77,9 @@ def is_virtual_device(device: Any) -> bool:
     return isinstance(device, torch.device) and device.type in names
 
 
-def nested_tensor(plain: Callable) -> Callable:
+def nested_tensor(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(plain)
-    def nested_tensor(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    def nested_tensor(*args: Any, device: object = None, **kwargs: Any) -> torch.Tensor:
         if is_virtual_device(device):
             raise NotImplementedError(_NESTED)
         return plain(*args, device=device, **kwargs)
@@ -86,7 +87,7 @@ def nested_tensor(plain: Callable) -> Callable:
     return nested_tensor
 
 
-def broadcast(plain: Callable) -> Callable:
+def broadcast(plain: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.nn.parallel.comm.broadcast``, which is C++ for CUDA alone."""
 
     @functools.wraps(plain)
@@ -101,12 +102,12 @@ def broadcast(plain: Callable) -> Callable:
     return broadcast
 
 
-def script_module_to(plain: Callable) -> Callable:
+def script_module_to(plain: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
     """``ScriptModule.to``: C++ would keep the parameters where they are."""
 
     @functools.wraps(plain)
-    def to(module: Any, *args: Any, **kwargs: Any) -> Any:
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]  # type: ignore[attr-defined]
+    def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
         if is_virtual_device(device):
             raise NotImplementedError(
                 f"a ScriptModule cannot move to {device}: move the module that it was made of, and "
@@ -126,7 +127,9 @@ def storage_to_gpu(storage: torch.UntypedStorage, device: Any = None) -> torch.U
     return storage
 
 
-def make_wrapper_subclass(plain: Callable) -> staticmethod:
+def make_wrapper_subclass(
+    plain: Callable[..., torch.Tensor],
+) -> "staticmethod[..., torch.Tensor]":
     """``torch.Tensor._make_wrapper_subclass``, but no nested tensor around virtual ones.
 
     A jagged tensor is a Python class around its values; autograd would look for a queue of its
@@ -143,10 +146,14 @@ def make_wrapper_subclass(plain: Callable) -> staticmethod:
     return staticmethod(_make_wrapper_subclass)
 
 
-def new_untyped_storage(plain: Callable) -> Callable:
+def new_untyped_storage(
+    plain: Callable[..., torch.UntypedStorage],
+) -> Callable[..., torch.UntypedStorage]:
     """``torch.UntypedStorage.__new__``; C++ finds no allocator for a virtual GPU and crashes."""
 
-    def __new__(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+    def __new__(
+        cls: type, *args: Any, device: object = None, **kwargs: Any
+    ) -> torch.UntypedStorage:
         if is_virtual_device(device):
             raise NotImplementedError(_STORAGE)
         if device is not None:
@@ -156,7 +163,7 @@ def new_untyped_storage(plain: Callable) -> Callable:
     return __new__
 
 
-def make_dual(plain: Callable) -> Callable:
+def make_dual(plain: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.autograd.forward_ad.make_dual``, which C++ cannot do for virtual tensors."""
 
     @functools.wraps(plain)
@@ -169,7 +176,7 @@ def make_dual(plain: Callable) -> Callable:
 
 
 def subclass_refused(cls: type) -> NotImplementedError:
-    """The error for a tensor of a class of the user's, or of a lazy module, on a virtual GPU."""
+    """The error for a tensor of a user's own class, or of a lazy module, on a virtual GPU."""
     if issubclass(cls, UninitializedTensorMixin):
         return NotImplementedError(LAZY_MODULE)
     return NotImplementedError(
@@ -184,15 +191,15 @@ LAZY_MODULE = (
     "with a batch on the CPU and move it then, or make it with its input size, as nn.Linear(in, out)"
 )
 
-_excluding = torch._C._SetExcludeDispatchKeyGuard  # type: ignore[attr-defined]
-_AUTOGRAD = torch._C.DispatchKey.AutogradCPU  # type: ignore[attr-defined]
-_IN_PLACE = torch._C.DispatchKey.ADInplaceOrView  # type: ignore[attr-defined]
+_excluding = torch._C._SetExcludeDispatchKeyGuard
+_AUTOGRAD = torch._C.DispatchKey.AutogradCPU
+_IN_PLACE = torch._C.DispatchKey.ADInplaceOrView
 
 
-def refuse_tangents(values: Iterable) -> None:
+def refuse_tangents(values: Iterable[object]) -> None:
     """Raise where a CPU tensor brings a tangent to a virtual GPU: C++ would crash on the next use.
 
-    In torch.func.jvp the tangents cannot be seen from here, so nothing crosses there.
+    The tangents of torch.func.jvp cannot be seen from here, so in it nothing may cross.
     """
     level = forward_ad._current_level
     if level < 0:
@@ -205,16 +212,16 @@ def refuse_tangents(values: Iterable) -> None:
         elif isinstance(value, torch.Tensor) and value.device.type == "cpu":
             # Below autograd, where this runs, C++ would not look for a tangent.
             with _excluding(_AUTOGRAD, False), _excluding(_IN_PLACE, False):
-                _, tangent = torch._VF._unpack_dual(value, level=level)  # type: ignore[attr-defined]
+                _, tangent = torch._VF._unpack_dual(value, level=level)
             if tangent is not None:
                 raise NotImplementedError(_FORWARD_MODE)
 
 
-def refusing_virtual(plain: Callable) -> Callable:
-    """``torch.compile``, which would warn at length and then run what is virtual uncompiled."""
+def refusing_virtual(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile``, which would warn at length and then run virtual tensors uncompiled."""
 
     @functools.wraps(plain)
-    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def compile(model: object = None, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(model, "__self__", model)  # Module.compile hands over a bound method
         if isinstance(owner, torch.nn.Module):
             for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
@@ -227,7 +234,7 @@ def refusing_virtual(plain: Callable) -> Callable:
     return compile
 
 
-def _on_real_tensors(compiled: Callable) -> Callable:
+def _on_real_tensors(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled function that refuses virtual tensors when it is called."""
 
     @functools.wraps(compiled)

@@ -1,17 +1,15 @@
 """What the dispatch must know about an operator, read once from its schema."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from helpers.vgpu.dispatch.operators import Args, Handler, Kwargs, Operator, overloads
 from helpers.vgpu.dispatch.same_device import check_for
 
-# In-place operators that may change the size, the strides or the storage of their argument,
-# beside those that carry torch's own tag for it and those that write to ``out=``.
+# In-place operators that may change the size, the strides or the storage of their argument, besides
+# those that carry torch's own tag for it and those that write to ``out=``.
 _RESIZING = {"resize_", "resize_as_", "set_", "resize", "swap_tensors", "addbmm_"}
-
-Handler = Callable[[Any, tuple, dict], Any]
 
 
 class Rule:
@@ -34,7 +32,7 @@ class Rule:
         "writes_lists",
     )
 
-    def __init__(self, func: Any, special: Handler | None) -> None:
+    def __init__(self, func: Operator, special: Handler | None) -> None:
         schema = func._schema
         self.func = func
         self.name = schema.name.partition("::")[2]
@@ -49,28 +47,26 @@ class Rule:
         writes_out = any(argument.is_out for argument in schema.arguments)
         resizes = self.name in _RESIZING or torch.Tag.inplace_view in func.tags
         self.reshapes = writes_out or resizes
-        # Lists of tensors that it changes; where it does, the CPU's kernels count a new version.
-        self.writes_lists = (
-            ()
-            if not self.name.startswith("_foreach_")
-            else tuple(
-                position
-                for position, argument in enumerate(schema.arguments)
-                if argument.alias_info is not None and argument.alias_info.is_write
-            )
+        # The lists of tensors that it changes, whose versions the CPU's kernels would count.
+        self.writes_lists = tuple(
+            position
+            for position, argument in enumerate(schema.arguments)
+            if self.name.startswith("_foreach_")
+            and argument.alias_info is not None
+            and argument.alias_info.is_write
         )
         # The same operator with a generator among its arguments, if it draws random numbers.
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
         self.with_generator = _with_generator(func) if self.draws else None
-        # Kernels of several operators may conjugate lazily between them; elementwise ones do not.
+        # A kernel that consists of several operators may conjugate lazily between them.
         self.conjugates = torch.Tag.pointwise not in func.tags
         self.convolves = self.name in ("convolution", "convolution_backward") and not writes_out
-        # Nothing of the above: called on the values as it is.
+        # None of the above: called on the values as it is.
         self.plain = not (self.draws or self.writes_lists or self.convolves or self.conjugates)
         self.makes_on_device = any(argument.name == "device" for argument in schema.arguments)
 
 
-def is_composite(func: Any) -> bool:
+def is_composite(func: Operator) -> bool:
     """Whether C++ makes the operator of others, for every device alike.
 
     Constructors of sparse tensors ask for a device that C++ has an allocator for.
@@ -79,11 +75,11 @@ def is_composite(func: Any) -> bool:
     return composite and not func._schema.name.startswith(("aten::_sparse_", "aten::sparse_"))
 
 
-def decompose(func: Any, args: tuple, kwargs: dict) -> Any:
+def decompose(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """Run a composite operator as the operators that it consists of.
 
-    In inference mode a view of a tensor from outside shares its version, and outside of it a tensor
-    from inside may not be changed. C++ sees to both, for the operator itself or for its parts.
+    In inference mode, a view of a tensor from outside shares its version counter; outside, a tensor
+    made in inference mode must not be changed. C++ enforces both, for the operator or its parts.
     """
     inference = torch.is_inference_mode_enabled() or any(
         isinstance(value, torch.Tensor) and value.is_inference() for value in args
@@ -96,8 +92,8 @@ def decompose(func: Any, args: tuple, kwargs: dict) -> Any:
 
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_excluding = torch._C._SetExcludeDispatchKeyGuard  # type: ignore[attr-defined]
-_IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView  # type: ignore[attr-defined]
+_excluding = torch._C._SetExcludeDispatchKeyGuard
+_IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
 
 
 def _written_argument(schema: Any, result: Any) -> tuple[int, str] | None:
@@ -110,12 +106,10 @@ def _written_argument(schema: Any, result: Any) -> tuple[int, str] | None:
     return None
 
 
-def _with_generator(func: Any) -> Any:
+def _with_generator(func: Operator) -> Operator | None:
     """The overload of ``func`` that takes a generator beside the same arguments, or None."""
     wanted = {argument.name for argument in func._schema.arguments} | {"generator"}
-    packet = func._overloadpacket
-    overloads = [func, *(getattr(packet, name) for name in packet.overloads())]
-    for overload in overloads:
+    for overload in (func, *overloads(func._overloadpacket)):
         if {argument.name for argument in overload._schema.arguments} == wanted:
             return overload
     return None
@@ -132,7 +126,7 @@ def use_handlers(handlers: dict[str, Handler]) -> None:
     _rules.clear()
 
 
-def rule_for(func: Any) -> Rule:
+def rule_for(func: Operator) -> Rule:
     """The rule of an operator; made at its first call."""
     rule = _rules.get(id(func))
     if rule is None:

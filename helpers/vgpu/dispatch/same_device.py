@@ -1,19 +1,20 @@
 """Which operands may lie on different devices, and CUDA's words for those that may not.
 
-Only calls that mix devices come here. In CUDA three kinds of code check: TensorIterator for
+Only calls that mix devices are checked. On CUDA, three kinds of code do it: TensorIterator for
 elementwise operators, generated code in front of most others, and indexing itself.
 """
 
 from collections.abc import Callable, Iterator
 from importlib import resources
-from typing import Any
 
 import torch
 
-Check = Callable[[Any, tuple, dict], None]
+from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
+
+Check = Callable[[Operator, Args, Kwargs], None]
 
 
-def check_for(func: Any) -> Check:
+def check_for(func: Operator) -> Check:
     """The check for the operands of ``func``."""
     if func._schema.name in _INDEXING:
         return _check_indexing
@@ -28,13 +29,13 @@ _INDEXING = {
     f"aten::{name}"
     for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
 }
-# TensorIterator's, but without torch's tag for it.
+# Run by TensorIterator, but without torch's tag for it.
 _ELEMENTWISE = {
     f"aten::{name}" for name in ("where", "lerp", "lerp_", "fill", "fill_", "masked_fill", "isin")
 } | {"aten::masked_fill_"}
 
 
-def _check_elementwise(func: Any, args: tuple, kwargs: dict) -> None:
+def _check_elementwise(func: Operator, args: Args, kwargs: Kwargs) -> None:
     """CPU scalars mix with anything, but a result cannot be written to one.
 
     The common device is that of the first operand which is not on the CPU.
@@ -50,7 +51,7 @@ def _check_elementwise(func: Any, args: tuple, kwargs: dict) -> None:
             )
 
 
-def _check_generated(func: Any, args: tuple, kwargs: dict) -> None:
+def _check_generated(func: Operator, args: Args, kwargs: Kwargs) -> None:
     common = None
     for name, tensor in _named_tensors(func, args, kwargs):
         if name in _ALWAYS_ON_CPU and tensor.device.type == "cpu":
@@ -65,7 +66,7 @@ def _check_generated(func: Any, args: tuple, kwargs: dict) -> None:
             )
 
 
-def _check_convolution(func: Any, args: tuple, kwargs: dict) -> None:
+def _check_convolution(func: Operator, args: Args, kwargs: Kwargs) -> None:
     """Convolution compares types first, which tell the CPU from a GPU but not two GPUs."""
     tensor = args[0]
     for name, other in _named_tensors(func, args, kwargs):
@@ -78,7 +79,7 @@ def _check_convolution(func: Any, args: tuple, kwargs: dict) -> None:
     _check_generated(func, args, kwargs)
 
 
-def _check_indexing(func: Any, args: tuple, kwargs: dict) -> None:
+def _check_indexing(func: Operator, args: Args, kwargs: Kwargs) -> None:
     """Indices may lie on the CPU; a value may if it is a scalar."""
     tensor = args[0]
     for name, other in _named_tensors(func, args[1:], kwargs, skip=1):
@@ -107,7 +108,7 @@ _BELOW = {
 }
 
 
-def _names_in_cuda(func: Any, argument: str) -> tuple[str, str]:
+def _names_in_cuda(func: Operator, argument: str) -> tuple[str, str]:
     """The names that the generated check prints for an argument and for an operator.
 
     torchgen writes ``overload_name`` for plain kernels, ``name_overload`` for structured ones.
@@ -135,7 +136,7 @@ def _is_cpu_scalar(tensor: torch.Tensor) -> bool:
 
 
 def _named_tensors(
-    func: Any, args: tuple, kwargs: dict, skip: int = 0
+    func: Operator, args: Args, kwargs: Kwargs, skip: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor among the arguments with its parameter's name, but for the first ``skip``."""
     for position, argument in enumerate(func._schema.arguments[skip:]):

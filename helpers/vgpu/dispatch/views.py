@@ -16,10 +16,10 @@ import torch
 # Methods that change sizes and strides and leave the memory as it is.
 RESHAPING = ("as_strided_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_")
 
-_creation = torch._C._autograd.CreationMeta  # type: ignore[attr-defined]
+_creation = torch._C._autograd.CreationMeta
 
 
-def keeping_views(method: Callable) -> Callable:
+def keeping_views(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A method of ``RESHAPING``, which keeps every view what it is."""
 
     @functools.wraps(method)
@@ -33,7 +33,7 @@ def keeping_views(method: Callable) -> Callable:
             return method(self, *args, **kwargs)
         probe = method(self.data, *args, **kwargs)
         _take_by_strides(self, base, probe)
-        torch._C._increment_version([self])  # type: ignore[attr-defined]
+        torch._C._increment_version([self])
         return self
 
     return reshaped
@@ -43,14 +43,14 @@ def _views_of(base: Any) -> list[torch.Tensor]:
     """The views of a tensor that Python knows."""
     kind = type(base)
     storage = base._inner.untyped_storage()
-    if torch._C._storage_Use_Count(storage._cdata) <= _UNSHARED:  # type: ignore[attr-defined]
+    if torch._C._storage_Use_Count(storage._cdata) <= _UNSHARED:
         return []
     return [one for one in gc.get_objects() if type(one) is kind and one._base is base]
 
 
 def _follows(view: torch.Tensor, base: torch.Tensor) -> bool:
     """Whether autograd takes the history of a view from its base, by size and strides on the CPU."""
-    if torch._C._autograd._get_creation_meta(view) != _creation.DEFAULT:  # type: ignore
+    if torch._C._autograd._get_creation_meta(view) != _creation.DEFAULT:
         return False  # autograd refuses it after the change
     if view.dtype != base.dtype or view.is_conj() != base.is_conj():
         return False  # autograd replays it on the CPU, too
@@ -75,13 +75,14 @@ def _take_by_strides(view: Any, base: Any, like: Any) -> None:
             "tensor that shares its memory can change its shape in place on a virtual GPU: use the "
             "operation that returns a new view (t() for t_(), and so on)"
         )
-    torch._C._swap_tensor_impl(view, same)  # type: ignore[attr-defined]
+    torch._C._swap_tensor_impl(view, same)
     view._inner, same._inner = same._inner, view._inner
 
 
 def _use_count_of_one() -> int:
     storage = torch.empty(1, device="cpu").untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
 
 
 # How often a storage is in use that one tensor has, while Python looks at it.

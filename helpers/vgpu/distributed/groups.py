@@ -22,7 +22,8 @@ from torch.distributed import distributed_c10d
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.dispatch import rules
-from helpers.vgpu.dispatch.tensor import compute
+from helpers.vgpu.dispatch.operations import compute
+from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator, named_arguments
 
 BACKEND = "vccl"
 _CPU = torch.device("cpu")
@@ -49,7 +50,7 @@ def install(changes: Changes) -> None:
     changes.wrap(distributed_c10d, "_new_process_group_helper", _explaining_nccl)
 
 
-def _explaining_nccl(plain: Callable) -> Callable:
+def _explaining_nccl(plain: Callable[..., Any]) -> Callable[..., Any]:
     """What makes every group; where there is no CUDA, NCCL's own words would not say what to do."""
 
     @functools.wraps(plain)
@@ -99,7 +100,7 @@ tally = Tally()
 """By name, as in "all_reduce": how often, and the bytes of the tensors that this rank put in."""
 
 
-def _counted(func: Any, args: tuple, kwargs: dict) -> Any:
+def _counted(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     name = _plain_name(func._schema.name.partition("::")[2])
     tally.add(name, _bytes_put_in(func, args, kwargs))
     return compute(func, args, kwargs)
@@ -133,8 +134,8 @@ def _plain_name(operator: str) -> str:
 _INPUTS = ("input_tensors", "input_tensor", "input", "inputs", "input_list")
 
 
-def _bytes_put_in(func: Any, args: tuple, kwargs: dict) -> int:
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+def _bytes_put_in(func: Operator, args: Args, kwargs: Kwargs) -> int:
+    named = named_arguments(func, args, kwargs)
     values = [named[name] for name in _INPUTS if name in named] or list(named.values())
     return sum(_bytes_in(values))
 

@@ -20,9 +20,10 @@ from torch.utils.flop_counter import flop_registry
 
 from helpers.vgpu.device.links import Link
 from helpers.vgpu.device.specs import GPUSpec
+from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
 from helpers.vgpu.timing import collectives
 from helpers.vgpu.timing.collectives import Way
-from helpers.vgpu.timing.traits import Args, Kwargs, Operator, tensors_in
+from helpers.vgpu.timing.traits import tensors_in
 
 # What an operation computes with: the float32 units; tensor cores, in two formats of 16 bits; and
 # float32 that goes to tensor cores if torch allows TF32 for it, which may change at any time.

@@ -20,12 +20,12 @@ import torch
 
 from helpers.vgpu.device.memory import Block
 from helpers.vgpu.dispatch import tensor
+from helpers.vgpu.dispatch.operators import Args, Kwargs
 from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.timing import module_names
 from helpers.vgpu.timing.clock import Clock
 from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime, in_backward
 from helpers.vgpu.timing.trace import FreedInUse, Race, Timeline
-from helpers.vgpu.timing.traits import Args, Kwargs
 
 
 class Uses:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from helpers.vgpu.device.gpus import VirtualGPU
-from helpers.vgpu.dispatch import handlers, tensor
+from helpers.vgpu.dispatch import handlers, operations
+from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
 from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.timing import module_names, signatures
 from helpers.vgpu.timing.clock import Clock
@@ -23,7 +24,7 @@ from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime, in_backward
 from helpers.vgpu.timing.module_names import Nodes
 from helpers.vgpu.timing.races import Accesses, poisoned, replaced
 from helpers.vgpu.timing.trace import Timeline
-from helpers.vgpu.timing.traits import Args, Kwargs, Operator, Traits, traits_of
+from helpers.vgpu.timing.traits import Traits, traits_of
 
 under_way: "Recording | None" = None
 
@@ -54,7 +55,7 @@ def paused() -> Iterator[None]:
 def _put_under_way(recording: "Recording | None") -> None:
     global under_way
     under_way = recording
-    tensor.set_interceptor(None if recording is None else recording.run)
+    operations.set_interceptor(None if recording is None else recording.run)
 
 
 class Recording:
@@ -87,7 +88,7 @@ class Recording:
             late = self._accesses.check(traits.name, inputs, written, stream, host)
             if late:
                 args, kwargs = replaced(late, written, args, kwargs)
-        result = tensor.run(func, args, kwargs)
+        result = operations.run(func, args, kwargs)
         outputs = _virtual((result,))
         if not inputs:
             if not outputs:
@@ -116,7 +117,7 @@ class Recording:
             self._note_node(traits.name, inputs[0]._gpu, self.clock.host())
         if traits.records_stream:
             self.record_stream(*args)
-        result = tensor.run(func, args, kwargs)
+        result = operations.run(func, args, kwargs)
         if traits.allocates:
             for made in _virtual((result,)):
                 self._accesses.note_made(self._allocation(traits.name, made._gpu), [made])
@@ -141,7 +142,7 @@ class Recording:
             args = (poisoned(source), *args[1:])
         elif late:
             args = (into, poisoned(source), *args[2:])
-        result = tensor.run(func, args, kwargs)
+        result = operations.run(func, args, kwargs)
         waits = not (kwargs.get("non_blocking") or (into is not None and args[2:3] == (True,)))
         self.copied(source, result, into is not None, waits)
         return result

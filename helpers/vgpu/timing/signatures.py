@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
 from helpers.vgpu.dispatch.tensor import VirtualTensor
-from helpers.vgpu.timing.traits import Args, Kwargs, Operator
 
 _by_metadata: dict[tuple[object, ...], torch.Tensor] = {}
 # Kept for as long as the process lives, so that no id is ever given to another.

@@ -1,27 +1,11 @@
 """What virtual time must know about an operator, read once from its schema."""
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-
-
-class Operator(Protocol):
-    """One of torch's operators (``torch._ops.OpOverload``): what is asked of it here."""
-
-    tags: list[torch.Tag]
-
-    @property
-    def _schema(self) -> torch._C.FunctionSchema: ...
-
-    @property
-    def _overloadpacket(self) -> object: ...
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any: ...
-
+from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
 
 # Operators that launch nothing on a GPU, besides those whose results are views: they hand out or
 # release memory, or ask something about a tensor.

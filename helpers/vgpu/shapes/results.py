@@ -1,45 +1,33 @@
-"""What an operation gives back when its arguments are shapes: found once, by torch's own functions
-for meta tensors, which know the result's size, strides and type without computing it."""
+"""What an operation gives back when its arguments are shapes.
 
+Found once for each signature, by torch's own functions for meta tensors, which know the size,
+strides and type of a result without computing it.
+"""
+
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
+from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
 from helpers.vgpu.dispatch.rules import rule_for
 from helpers.vgpu.dispatch.tensor import VirtualTensor
+from helpers.vgpu.shapes.shape import Output
 from helpers.vgpu.timing import signatures
 from helpers.vgpu.timing.costs import Work, work_of
 from helpers.vgpu.timing.traits import tensors_in
 
 
-class Output(NamedTuple):
-    """One tensor that an operation makes, but for its device."""
-
-    meta: torch.Tensor  # the interned one
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    storage_bytes: int
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> "Output":
-        meta = signatures.interned(tensor)
-        offset = int(meta.storage_offset())
-        storage_bytes = meta.untyped_storage().nbytes()
-        return Output(meta, meta.size(), meta.stride(), offset, meta.dtype, storage_bytes)
-
-
 class Result(NamedTuple):
     """What calls of one signature give back."""
 
-    form: Any  # None for one tensor; else list or tuple
+    form: Callable[[Iterable[object]], object] | None  # None for one tensor; else list or tuple
     outputs: list[Output | int | None]  # numbers, and None, stand for themselves
     bases: list[int | None]  # the virtual input, by its number, whose memory an output shares
     work: Work
 
 
-def learn(func: Any, args: tuple, kwargs: dict) -> Result:
+def learn(func: Operator, args: Args, kwargs: Kwargs) -> Result:
     """Run the operation on meta tensors and keep what came.
 
     NotImplementedError from torch where it has no function for meta tensors.

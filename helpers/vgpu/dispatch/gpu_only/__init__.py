@@ -1,0 +1,1 @@
+"""Operators that torch has for GPUs only, computed on the CPU."""

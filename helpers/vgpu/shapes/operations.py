@@ -1,0 +1,250 @@
+"""What happens when torch computes with shapes: what comes out is looked up, not computed."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from helpers.vgpu.device import gpus
+from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator, argument
+from helpers.vgpu.dispatch.rules import decompose, rule_for
+from helpers.vgpu.dispatch.tensor import VirtualTensor
+from helpers.vgpu.shapes import shape
+from helpers.vgpu.shapes.results import Result, learn
+from helpers.vgpu.shapes.shape import HOST, Host, Output, Place, ShapeTensor, no_value
+from helpers.vgpu.timing import recording, signatures
+from helpers.vgpu.timing.lanes import Done
+from helpers.vgpu.timing.traits import Traits, tensors_in, traits_of
+
+# What shapes answer to questions that need no values.
+_ANSWERS = {
+    "_has_compatible_shallow_copy_type": True,
+    "is_pinned": False,
+    "record_stream": None,  # a block is never reused while an operation still needs it
+}
+
+
+class _Facts:
+    """What must be known about an operator, read at its first call."""
+
+    __slots__ = (
+        "aliases",
+        "check",
+        "composite",
+        "copies",
+        "func",
+        "indexes",
+        "makes",
+        "traits",
+        "values",
+    )
+
+    def __init__(self, func: Operator) -> None:
+        rule = rule_for(func)
+        self.func = func  # also keeps its id from another
+        self.traits = traits_of(func)
+        self.aliases = rule.aliases
+        self.check = rule.check
+        self.composite = rule.composite
+        self.makes = rule.makes_on_device
+        self.copies = self.traits.copies
+        self.indexes = func._schema.name == "aten::index"
+        self.values = self.traits.waits or self.traits.name in _ANSWERS
+
+
+# By id: hashing an operator is slow.
+_facts: dict[int, _Facts] = {}
+_results: dict[tuple[object, ...], Result] = {}
+
+
+def dispatch(
+    func: Operator,
+    args: Args,
+    kwargs: Kwargs,
+    mode: AbstractContextManager[object] | None = None,
+) -> Any:
+    """Run one operation on shapes: only look up what comes out.
+
+    mode: the block that the call came through, which C++ switches off meanwhile.
+    """
+    facts = _facts.get(id(func))
+    if facts is None:
+        facts = _facts[id(func)] = _Facts(func)
+    if facts.composite:
+        with mode or nullcontext():
+            return decompose(func, args, kwargs)
+    key: list[object] = [id(func)]
+    inputs: list[VirtualTensor] = []
+    _read(args, key, inputs, facts.makes)
+    device = None
+    for name, value in kwargs.items():
+        if name == "device":
+            device = value
+        elif name not in signatures.NO_MATTER:
+            key.append(name)
+            _read((value,), key, inputs, facts.makes)
+    gpu: Place | None = None
+    for value in inputs:
+        if value._gpu is not gpu:
+            gpu = value._gpu if gpu is None else _of_both(facts, gpu, value._gpu, args, kwargs)
+    if device is not None or gpu is None:
+        gpu = _target(device, gpu)
+        if gpu is None or (not inputs and _stays_real(facts, args, kwargs, gpu)):
+            return func(*args, **kwargs)
+    if facts.copies:
+        return _copy(facts, args, kwargs, key, gpu)
+    if facts.values and not (facts.indexes and _by_integers(args)):
+        if facts.traits.records_stream and recording.under_way is not None:
+            recording.under_way.record_stream(*args)
+        return _value(facts.traits, inputs)
+    traits = facts.traits
+    written: list[ShapeTensor] = []
+    if traits.writes:
+        for changed in traits.written(args, kwargs):
+            if type(changed) is not ShapeTensor:
+                raise _has_values(changed, traits)
+            written.append(changed)
+    result = _results.get(signature := tuple(key))
+    if result is None:
+        result = _results[signature] = learn(func, args, kwargs)
+    done, now = None, recording.under_way
+    if now is not None and not isinstance(gpu, Host):
+        done = now.operation(traits, gpu, inputs, written, result.work)
+    return _outputs(facts, args, kwargs, inputs, result, gpu, done)
+
+
+def _read(
+    values: Iterable[Any], key: list[object], inputs: list[VirtualTensor], with_floats: bool
+) -> None:
+    """Append the values' part of the signature (signatures.py), and the virtual tensors.
+
+    Here once more because reading the arguments is most of what a shape costs.
+    """
+    for value in values:
+        kind = type(value)
+        if kind is ShapeTensor:
+            inputs.append(value)
+            key.append(id(value._inner))
+        elif value is None:
+            key.append(None)
+        elif kind is list or kind is tuple:
+            if value and type(value[0]) is int:
+                key.append(tuple(value))
+            else:
+                key.append(len(value))
+                _read(value, key, inputs, True)
+        elif kind is float and not with_floats:
+            key.append(float)
+        elif isinstance(value, torch.Tensor):
+            if isinstance(value, VirtualTensor):
+                inputs.append(value)
+                value = value._inner
+            key.append(id(signatures.interned(value)))
+        else:
+            key.append(kind)
+            key.append(value)
+
+
+def _of_both(facts: _Facts, gpu: Place, other: Place, args: Args, kwargs: Kwargs) -> Place:
+    """The GPU of an operation on tensors of two devices; the error of CUDA where it has none."""
+    if not facts.copies:
+        facts.check(facts.func, args, kwargs)
+    return other if gpu is HOST else gpu
+
+
+def _target(device: torch.device | str | None, gpu: Place | None) -> Place | None:
+    """The GPU of the results; None for a device that is neither virtual nor the host."""
+    if device is None:
+        return gpu or HOST
+    found = gpus.resolve(torch.device(device))
+    if found is not None:
+        return found
+    return HOST if torch.device(device).type == "cpu" else None
+
+
+def _stays_real(facts: _Facts, args: Args, kwargs: Kwargs, target: Place) -> bool:
+    """Whether a call without virtual tensors is left alone: it computes with real values."""
+    if target is not HOST:
+        return False
+    from_values = next(tensors_in((args, tuple(kwargs.values()))), None) is not None
+    return from_values or not facts.makes
+
+
+def _by_integers(args: Args) -> bool:
+    """Whether indices are integers, so that their number is the results'; a mask is counted out."""
+    return all(index is None or index.dtype in (torch.int64, torch.int32) for index in args[1])
+
+
+def _outputs(
+    facts: _Facts,
+    args: Args,
+    kwargs: Kwargs,
+    inputs: Sequence[VirtualTensor],
+    result: Result,
+    gpu: Place,
+    done: Done | None,
+) -> Any:
+    """The tensors that a call gives back; in a recording ``done`` wrote them."""
+    aliases = facts.aliases
+    outputs: list[object] = []
+    for position, output in enumerate(result.outputs):
+        alias = aliases[position] if aliases is not None and position < len(aliases) else None
+        if not isinstance(output, Output):
+            outputs.append(output)
+        elif alias is not None:
+            changed = argument(alias, args, kwargs)
+            if changed._inner is not output.meta:
+                shape.become(changed, output, facts.traits.name)
+            outputs.append(changed)
+        else:
+            number = result.bases[position]
+            base = None if number is None or inputs[number]._gpu is not gpu else inputs[number]
+            made = shape.make(output, gpu, facts.traits.name, base)
+            if done is not None and made._block is not None:
+                made._block.made = done
+            outputs.append(made)
+    if result.form is None:
+        return outputs[0] if outputs else None
+    return result.form(outputs)
+
+
+def _copy(
+    facts: _Facts, args: Args, kwargs: Kwargs, key: Sequence[object], target: Place
+) -> ShapeTensor:
+    """``_to_copy`` and ``copy_``, across devices or on one."""
+    in_place = facts.traits.name == "copy_"
+    if in_place:
+        made, source = args[:2]
+        if type(made) is not ShapeTensor:
+            raise _has_values(made, facts.traits)
+    else:
+        source = args[0]
+        result = _results.get(signature := tuple(key))
+        if result is None:
+            plain = {name: v for name, v in kwargs.items() if name not in signatures.NO_MATTER}
+            result = _results[signature] = learn(facts.func, args, plain)
+        assert isinstance(result.outputs[0], Output)
+        made = shape.make(result.outputs[0], target, "copy")
+    if recording.under_way is not None:
+        waits = not (kwargs.get("non_blocking") or (in_place and args[2:3] == (True,)))
+        recording.under_way.check_source(source)
+        recording.under_way.copied(source, made, in_place, waits)
+    return made
+
+
+def _value(traits: Traits, inputs: Sequence[VirtualTensor]) -> object:
+    if traits.name in _ANSWERS:
+        return _ANSWERS[traits.name]
+    raise no_value(inputs[0], traits.name)
+
+
+def _has_values(changed: torch.Tensor, traits: Traits) -> RuntimeError:
+    return RuntimeError(
+        f"{traits.name} would change a tensor of size {list(changed.size())} on {changed.device} "
+        "that has values, and shapes_only() has none to put there: make the model, or move it to "
+        "its GPU, in the block too"
+    )
+
+
+shape.run_with(dispatch)

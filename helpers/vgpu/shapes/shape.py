@@ -1,0 +1,155 @@
+"""A tensor that is only a shape: it has a size, strides, a type, a device and counted bytes.
+
+What it has no values for raises a :class:`NoValueError`.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from numpy.typing import NDArray
+
+from helpers.vgpu.device.gpus import VirtualGPU
+from helpers.vgpu.device.memory import Block
+from helpers.vgpu.dispatch.operators import Args, Handler, Kwargs, Operator
+from helpers.vgpu.dispatch.tensor import VirtualTensor, block_of, set_cpp_data
+from helpers.vgpu.timing import signatures
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_KEYS_ON_GPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+_KEYS_ON_HOST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+class NoValueError(RuntimeError):
+    """A value was asked of a tensor that is only a shape."""
+
+
+class Host:
+    """Stands in for a GPU in a shape that lies on the host; its bytes are not counted."""
+
+    index = -1
+    device = cpp_device = torch.device("cpu")
+
+
+HOST = Host()
+Place = VirtualGPU | Host
+
+
+def _not_ready(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    raise AssertionError("helpers.vgpu.shapes.operations runs operations, and is not imported")
+
+
+# Runs each operation on shapes.
+runner: Handler = _not_ready
+
+
+def run_with(handler: Handler) -> None:
+    """Let ``handler`` run each operation on shapes."""
+    global runner
+    runner = handler
+
+
+class ShapeTensor(VirtualTensor):
+    """A tensor without values, on a virtual GPU or on the host."""
+
+    _gpu: Place  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Operator,
+        types: tuple[type, ...],
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> Any:
+        return runner(func, args, kwargs or {})
+
+    def numpy(self, *, force: bool = False) -> NDArray[Any]:
+        raise no_value(self, "numpy()")
+
+    def __array__(self, dtype: object = None) -> NDArray[Any]:
+        raise no_value(self, "numpy()")
+
+    def tolist(self) -> Any:
+        raise no_value(self, "tolist()")
+
+    def data_ptr(self) -> int:
+        raise no_value(self, "data_ptr()")
+
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
+        gradient = ", requires_grad=True" if self.requires_grad else ""
+        return f"shape({list(self.size())}, device='{self.device}', dtype={self.dtype}{gradient})"
+
+    def _copied(self, memo: dict[int, Any]) -> "ShapeTensor":
+        block = self._block
+        base: ShapeTensor | None = None if block is None else memo.get(id(block))
+        result = make(Output.of(self._inner), self._gpu, "deepcopy", base)
+        if block is not None:
+            memo.setdefault(id(block), result)
+        return result
+
+
+def is_shape(value: object) -> bool:
+    """Whether a tensor has no values."""
+    return isinstance(value, ShapeTensor)
+
+
+class Output(NamedTuple):
+    """One tensor that an operation makes, but for its device."""
+
+    meta: torch.Tensor  # the interned one
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    storage_bytes: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "Output":
+        meta = signatures.interned(tensor)
+        offset = int(meta.storage_offset())
+        storage_bytes = meta.untyped_storage().nbytes()
+        return Output(meta, meta.size(), meta.stride(), offset, meta.dtype, storage_bytes)
+
+
+def make(
+    output: Output, gpu: Place, operation: str, base: VirtualTensor | None = None
+) -> ShapeTensor:
+    """A shape on ``gpu``; a view of ``base`` counts no bytes of its own."""
+    meta, size, stride, offset, dtype, storage_bytes = output
+    made = _make_wrapper(
+        ShapeTensor,
+        size,
+        strides=stride,
+        storage_offset=offset,
+        dtype=dtype,
+        device=gpu.cpp_device,
+        _extra_dispatch_keys=_KEYS_ON_HOST if gpu is HOST else _KEYS_ON_GPU,
+    )
+    if dtype.is_complex and meta.is_conj():
+        torch._C._set_conj(made, True)
+    made._inner = meta
+    made._gpu = gpu
+    if isinstance(gpu, VirtualGPU):
+        made._block = (
+            gpu.memory.allocate(storage_bytes, operation) if base is None else block_of(base)
+        )
+    return made
+
+
+def become(argument: ShapeTensor, output: Output, operation: str) -> None:
+    """Give a shape that an operation changed in place its new size, strides and bytes."""
+    block: Block | None = argument._block
+    if block is not None:
+        block.resize(output.storage_bytes, operation)
+    set_cpp_data(argument, make(output, argument._gpu, operation, argument))
+    argument._inner = output.meta
+
+
+def no_value(asked: torch.Tensor, operation: str) -> NoValueError:
+    name = "item()" if operation == "_local_scalar_dense" else operation
+    return NoValueError(
+        f"{name} needs the values of a tensor of size {list(asked.size())} on {asked.device}, but "
+        "it is only a shape: it was made or moved in a vgpu.shapes_only() block, where nothing is "
+        "computed. Ask for sizes, bytes and virtual time there, or run without shapes_only() to "
+        "get values."
+    )
