@@ -29,7 +29,7 @@ class Changes(contextlib.ExitStack):
         """Replace an attribute by what ``make`` makes of torch's own."""
         self.set(owner, name, make(getattr(owner, name)))
 
-    def item(self, table: dict, key: Any, value: Any) -> None:
+    def item(self, table: dict[Any, Any], key: object, value: object) -> None:
         """Replace an entry of a dict, or add it."""
         before = table.get(key, _MISSING)
         table[key] = value

@@ -93,7 +93,7 @@ class _ForChild:
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return _arrive, (self._setting,)
 
 

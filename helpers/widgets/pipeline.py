@@ -6,6 +6,7 @@ layer of it is recorded as a shape on one GPU, and the schedule is played with t
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import ipywidgets
 import torch
@@ -100,7 +101,7 @@ def layer_cost(gpu: str, sequences: int) -> LayerCost:
     # Measured one layer at a time, so room for a whole network is no matter here.
     with vgpu.enable(1, gpu=gpu, memory_bytes=2**50) as lab, vgpu.shapes_only():
         (device,) = lab.devices
-        here = {"device": device, "dtype": torch.float16}
+        here: dict[str, Any] = {"device": device, "dtype": torch.float16}
         layer = nn.TransformerEncoderLayer(
             WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True, **here
         )

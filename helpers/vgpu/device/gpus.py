@@ -10,7 +10,7 @@ from helpers.vgpu.device.specs import GPUSpec
 
 DEVICE_TYPE = "vgpu"
 # The device that C++ sees. It needs a type whose index autograd keeps and for which torch ships no
-# kernel; Lazy is the only one (see tensor.py).
+# kernel; Lazy is the only one (dispatch/tensor.py).
 CPP_DEVICE_TYPE = "lazy"
 # Where "vgpu" names no index, C++ asks the device guard for the current device. A guard in Python
 # can only tell its type, and C++ makes index 0 of it. A type that no tensor has keeps "the current
@@ -19,7 +19,7 @@ CURRENT_DEVICE_TYPE = "ve"
 _OUR_TYPES = (DEVICE_TYPE, CPP_DEVICE_TYPE, CURRENT_DEVICE_TYPE)
 
 
-class DeviceGuard(torch._C._acc.DeviceGuard):  # type: ignore[name-defined]
+class DeviceGuard(torch._C._acc.DeviceGuard):
     """What C++ asks for the current device."""
 
     def type_(self) -> Any:

@@ -14,7 +14,7 @@ def install(changes: Changes) -> None:
     changes.wrap(DistributedDataParallel, "_ddp_init_helper", _without_times)
 
 
-def _without_times(plain: Callable) -> Callable:
+def _without_times(plain: Callable[..., Any]) -> Callable[..., Any]:
     """C++ times DDP's parts on the CPU and on CUDA only, and warns of any other device."""
 
     @functools.wraps(plain)

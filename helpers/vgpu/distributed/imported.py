@@ -52,7 +52,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 class _Loader(importlib.abc.Loader):
     """Another loader, with something to do afterwards."""
 
-    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
+    def __init__(self, loader: importlib.abc.Loader, then: Callable[[ModuleType], None]) -> None:
         self._loader = loader
         self._then = then
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import generators, gpus
 from helpers.vgpu.dispatch import rules
+from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
 from helpers.vgpu.dispatch.tensor import VirtualTensor, cpp_device
 from helpers.vgpu.distributed.imported import when_imported
 
@@ -33,7 +34,9 @@ def install(changes: Changes) -> None:
         when_imported("torch.distributed.tensor._random", _read_offset, changes)
 
 
-def _naming_device(plain: Callable, *, changes: Changes, seen: set[type]) -> Callable:
+def _naming_device(
+    plain: Callable[..., torch.Tensor], *, changes: Changes, seen: set[type]
+) -> Callable[..., torch.Tensor]:
     """``Tensor._make_wrapper_subclass``, for wrappers whose device is a virtual GPU."""
 
     @functools.wraps(plain)
@@ -50,11 +53,11 @@ def _naming_device(plain: Callable, *, changes: Changes, seen: set[type]) -> Cal
     return make
 
 
-_cpp_device_of = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+_cpp_device_of = torch._C.TensorBase.device.__get__
 
 
 def _device(tensor: torch.Tensor) -> torch.device:
-    device = _cpp_device_of(tensor)
+    device: torch.device = _cpp_device_of(tensor)
     if device.type == gpus.CPP_DEVICE_TYPE:
         return torch.device(gpus.DEVICE_TYPE, device.index)
     return device
@@ -82,11 +85,11 @@ def _show_device_of_dtensors(module: ModuleType, changes: Changes) -> None:
     _show_device(module.DTensor, changes)
 
 
-def _grouping_by_name(plain: Callable) -> Callable:
+def _grouping_by_name(plain: Callable[..., dict[Any, Any]]) -> Callable[..., dict[Any, Any]]:
     """What the ``foreach`` functions of torch ask; C++ sorts tensors by its own name of a device."""
 
     @functools.wraps(plain)
-    def grouped(*args: Any, **kwargs: Any) -> dict:
+    def grouped(*args: Any, **kwargs: Any) -> dict[Any, Any]:
         groups = plain(*args, **kwargs)
         return {(_named(device), dtype): group for (device, dtype), group in groups.items()}
 
@@ -102,7 +105,7 @@ def _named(device: torch.device | None) -> torch.device | None:
 # Functional collectives
 
 
-def _wrap_async(func: Any, args: tuple, kwargs: dict) -> Any:
+def _wrap_async(func: Operator, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """A result that waits for its collective when it is first used."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -121,11 +124,12 @@ def _read_offset(module: ModuleType, changes: Changes) -> None:
     torch reads the 16 bytes of CUDA's generator: a seed, then an offset.
     """
 
-    class PhiloxState(module._PhiloxState):  # type: ignore[name-defined, misc]
+    class PhiloxState(module._PhiloxState):  # type: ignore[name-defined]
         @property
         def offset(self) -> torch.Tensor:
             if len(self._state) == generators.PHILOX_BYTES:
-                return super().offset
+                offset: torch.Tensor = super().offset
+                return offset
             return generators.offset_in(self._state)
 
         @offset.setter

@@ -23,7 +23,7 @@ def install(changes: Changes) -> None:
     changes.wrap(F, "scaled_dot_product_attention", _fused)
 
 
-def _fused(plain: Callable) -> Callable:
+def _fused(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(plain)
     def scaled_dot_product_attention(
         query: torch.Tensor,

@@ -26,7 +26,8 @@ def data_across_devices(plain: Any) -> property:
     """The property ``Tensor.data``, of virtual tensors too."""
 
     def get(tensor: torch.Tensor) -> torch.Tensor:
-        return plain.__get__(tensor)
+        data: torch.Tensor = plain.__get__(tensor)
+        return data
 
     def set(tensor: torch.Tensor, source: torch.Tensor) -> None:
         if _of_other_kind(tensor, source):
@@ -44,7 +45,7 @@ def data_across_devices(plain: Any) -> property:
     return property(get, set)
 
 
-def has_compatible_type(plain: Callable) -> Callable:
+def has_compatible_type(plain: Callable[..., bool]) -> Callable[..., bool]:
     """Whether ``input.data = from_`` works; torch asks before it moves a module's parameters."""
 
     # The parameters are named as torch's own are: torch.compile compares the signatures.

@@ -25,13 +25,13 @@ def install(changes: Changes) -> None:
         changes.set(module, "parallel_apply", parallel_apply)
 
 
-def nccl_is_available(plain: Callable) -> Callable:
+def nccl_is_available(plain: Callable[..., bool]) -> Callable[..., bool]:
     """``torch.cuda.nccl.is_available``: never for virtual tensors.
 
     torch's own warns where it was built without NCCL.
     """
 
-    def is_available(tensors: Iterable) -> bool:
+    def is_available(tensors: Iterable[object]) -> bool:
         virtual = any(isinstance(tensor, VirtualTensor) for tensor in tensors)
         return not virtual and plain(tensors)
 

@@ -45,7 +45,7 @@ def install(changes: Changes) -> None:
         changes.wrap(owner, name, naming_devices)
 
 
-def as_tensor(plain: Callable) -> Callable:
+def as_tensor(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """``torch.as_tensor``; C++ would copy, because it compares its own name of the device."""
 
     @functools.wraps(plain)
@@ -57,7 +57,7 @@ def as_tensor(plain: Callable) -> Callable:
     return as_tensor
 
 
-def ctc_loss(plain: Callable) -> Callable:
+def ctc_loss(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """``torch.ctc_loss``; C++ reads lengths that lie on the CPU only for tensors of its own."""
 
     @functools.wraps(plain)
@@ -69,7 +69,9 @@ def ctc_loss(plain: Callable) -> Callable:
     return ctc_loss
 
 
-def resize_storage(plain: Callable) -> Callable:
+def resize_storage(
+    plain: Callable[..., torch.UntypedStorage],
+) -> Callable[..., torch.UntypedStorage]:
     """``UntypedStorage.resize_``, which the bytes of a virtual GPU follow."""
 
     @functools.wraps(plain)

@@ -17,7 +17,7 @@ from helpers.vgpu.device import gpus
 from helpers.vgpu.dispatch.tensor import VirtualTensor, wrap
 
 
-def reduce_tensor(tensor: VirtualTensor) -> tuple:
+def reduce_tensor(tensor: VirtualTensor) -> tuple[Any, ...]:
     """How to send a tensor: a function that makes it there, and its arguments."""
     if tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError(
@@ -36,7 +36,11 @@ def reduce_tensor(tensor: VirtualTensor) -> tuple:
 
 
 def _receive(
-    rebuild_storage: Callable, args: tuple, geometry: tuple, index: int, *rest: bool
+    rebuild_storage: Callable[..., torch.UntypedStorage],
+    args: tuple[Any, ...],
+    geometry: tuple[Any, ...],
+    index: int,
+    *rest: bool,
 ) -> torch.Tensor:
     dtype, *where = geometry
     gpu = gpus.by_index(index)

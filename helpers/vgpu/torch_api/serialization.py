@@ -29,13 +29,13 @@ def install(changes: Changes) -> None:
     changes.callback(torch.serialization._package_registry.remove, entry)
 
 
-def reduce(tensor: VirtualTensor) -> tuple:
+def reduce(tensor: VirtualTensor) -> tuple[Any, ...]:
     """What ``__reduce_ex__`` returns: torch's own function to rebuild, and its arguments."""
     warn_if_has_hooks(tensor)
     state = {k: v for k, v in vars(tensor).items() if k not in OWN_ATTRIBUTES}
     if isinstance(tensor, torch.nn.Parameter):
         function: Any = torch._utils._rebuild_parameter
-        args: tuple = (tensor.data, tensor.requires_grad, OrderedDict())
+        args: tuple[Any, ...] = (tensor.data, tensor.requires_grad, OrderedDict())
         if state:
             return torch._utils._rebuild_parameter_with_state, (*args, state)
     elif tensor.layout is torch.strided and tensor.dtype not in torch.storage._new_dtypes():
@@ -55,7 +55,7 @@ def reduce(tensor: VirtualTensor) -> tuple:
     return function, args
 
 
-copyreg.pickle(VirtualTensor, reduce)  # type: ignore[type-var]
+copyreg.pickle(VirtualTensor, reduce)
 
 
 def tag(storage: Any) -> str | None:
@@ -72,7 +72,7 @@ def restore(storage: Any, location: str) -> Any:
     return storage
 
 
-def wrapping(plain: Callable) -> Callable:
+def wrapping(plain: Callable[..., Any]) -> Callable[..., Any]:
     """``torch._utils._rebuild_tensor``, with tensors of marked storages put on their GPU.
 
     ``copy.copy`` comes here with the storage of a virtual tensor, whose block knows the GPU.

@@ -20,7 +20,7 @@ def install(changes: Changes) -> None:
         changes.wrap(torch, name, functools.partial(standing_for, make=make))
 
 
-def standing_for(plain: Any, make: Callable) -> Any:
+def standing_for(plain: Any, make: Callable[..., Any]) -> Any:
     """A class to put in the place of ``plain``.
 
     Calling it calls ``make``; ``isinstance`` and ``issubclass`` ask ``plain``; classes that a user
