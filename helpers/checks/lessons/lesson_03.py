@@ -1,6 +1,7 @@
 """Checks of lesson 03: an honest evaluation, a resume within an epoch, a loop that seldom asks."""
 
 import inspect
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +29,9 @@ def _float_or_wrong(value: Any, name: str) -> float:
     raise Wrong(
         yours=value,
         expected=f"{name} as a Python float",
-        hint=".item() turns a tensor of one element into a Python number.",
+        hint=".item() turns a tensor of one element into a Python number."
+        if isinstance(value, torch.Tensor)
+        else "Divide the sum by the number of images: that gives a float.",
     )
 
 
@@ -106,6 +109,8 @@ def _check_answer(answer: Any, model: Watched, expected: tuple[float, float], gi
         "Each image counts once. A mean of batch means gives the images of a short last batch too "
         "much weight: sum over images, divide once by their number."
     )
+    if math.isclose(loss, expected[1], rel_tol=1e-5) and not math.isclose(loss, share):
+        hint = "The share comes first here: return the mean loss, then the share."
     expect_close(loss, expected[0], given=given, hint=f"The loss. {hint}", rtol=1e-4, atol=1e-5)
     expect_close(share, expected[1], given=given, hint=f"The share. {hint}", rtol=1e-5, atol=1e-6)
 

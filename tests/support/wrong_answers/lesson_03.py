@@ -124,6 +124,8 @@ def epoch(
 
 WRONG = {
     "3.1": [
+        (evaluation(result="right / count, loss_sum / count"), "The share comes first"),
+        (evaluation(result="loss_sum / count, right"), "Divide the sum"),
         ("evaluate = evaluate_with_faults", "Dropout is still on"),
         (evaluation(mode="pass"), "Dropout is still on"),
         (evaluation(guard="torch.enable_grad()"), "no_grad() saves"),
