@@ -16,6 +16,12 @@ BROKEN = [
     ),
     Broken(
         "A34",
+        "the file comes from a GPU that the other machine has",
+        edits=[("model.to(gpus[1]).state_dict()", "model.to(gpus[0]).state_dict()")],
+        cell="other-run",
+    ),
+    Broken(
+        "A34",
         "nothing is refused",
         edits=[('"gift.pt", weights_only=weights_only)', '"gift.pt", weights_only=False)')],
         cell="refused-asserted",
