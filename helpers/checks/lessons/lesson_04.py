@@ -27,12 +27,15 @@ def replica_sizes(answer: Callable[[int, int], list[int]]) -> dict[str, Any]:
         if isinstance(yours, tuple):
             yours = list(yours)
         hint = "A share is rounded up, and the last GPU gets what is left."
-        if isinstance(yours, list) and all(isinstance(size, int) for size in yours):
+        if not (isinstance(yours, list) and all(type(size) is int for size in yours)):
+            hint = "Return a list of whole numbers, one for each GPU that gets something."
+            raise Wrong(yours=yours, expected=expected, given=given, hint=hint, values=True)
+        if yours != expected:
             if sum(yours) != batch_size:
                 hint = f"Your sizes add up to {sum(yours)}, but the batch has {batch_size}."
             elif 0 in yours:
                 hint = "Leave out the GPUs that get nothing."
-            elif max(yours) - min(yours) <= 1:
+            elif yours[0] - min(yours) in (0, 1) and yours[-1] <= yours[0]:
                 hint = "DataParallel does not even the shares out: all but the last are equal."
         expect_equal(yours, expected, given=given, hint=hint)
     gpu_count, batch_size = max(cases)
@@ -52,12 +55,12 @@ def batch_for_all(answer: Callable[[int, int], int]) -> dict[str, Any]:
         given = f"at least {wanted} samples on {gpu_count} GPUs"
         with for_input(given):
             yours = answer(wanted, gpu_count)
-        hint = ""
-        if isinstance(yours, int) and yours > 0:
+        hint = "Return the batch size, a whole number."
+        if isinstance(yours, int | float) and yours < wanted:
+            hint = f"At least {wanted} samples were wanted."
+        elif type(yours) is int:
             working = len(_sizes(yours, gpu_count))
-            if yours < wanted:
-                hint = f"At least {wanted} samples were wanted."
-            elif working < gpu_count:
+            if working < gpu_count:
                 hint = f"A batch of {yours} feeds only {working} of {gpu_count} GPUs."
             elif yours > expected:
                 hint = "All GPUs work, but a smaller batch does it too. It need not be a multiple."
@@ -84,13 +87,21 @@ def other_dimension(
     expected = lstm(sequences)
     lstm.seen.clear()
     given = f"sequences of shape (T, B, F) = {tuple(sequences.shape)} on {len(gpus)} GPUs"
-    with for_input(given, "The model must be on the first of device_ids when it is called."):
+    with for_input(given):
         wrapped = answer(lstm, gpus)
         if not isinstance(wrapped, nn.Module):
             raise Wrong(yours=wrapped, expected="a module", hint="Return the wrapped model.")
+    with for_input(given, _WRAPPED):
         yours = wrapped(sequences.to(gpus[0]))
     seen = sorted(lstm.seen, key=lambda note: str(note[0]))
     used = sorted({str(device) for device, _ in seen})
+    if not seen:
+        raise Wrong(
+            yours="the lstm that was handed in never ran",
+            expected="a module around that lstm",
+            given=given,
+            hint="Wrap the model that you are given, not another.",
+        )
     if used != [str(gpu) for gpu in gpus]:
         more = "Without device_ids, DataParallel takes every GPU there is. "
         raise Wrong(
@@ -113,6 +124,12 @@ def other_dimension(
         "each GPU saw": ", ".join(f"{shape} on {device}" for device, shape in seen),
         "largest difference from one GPU": f"{(yours.cpu() - expected).abs().max().item():.1e}",
     }
+
+
+_WRAPPED = (
+    "Wrapping went well, the call failed. The model must be on the first of device_ids, and the cut "
+    "goes along the dimension that counts the sequences."
+)
 
 
 class _RecordingLSTM(nn.LSTM):

@@ -14,11 +14,20 @@ WRONG = {
             "    return [x for x in (b // n + (i < b % n) for i in range(n)) if x]",
             "does not even the shares out",
         ),
-        ("def replica_sizes(b, n):\n    return b", "rounded up"),
+        ("def replica_sizes(b, n):\n    return b", "a list of whole numbers"),
+        ("def replica_sizes(b, n):\n    return [b / n] * n", "a list of whole numbers"),
+        (
+            "def replica_sizes(b, n):\n"
+            "    s = b // n or 1\n"
+            "    return [s] * (min(b, n) - 1) + [b - s * (min(b, n) - 1)]",
+            "rounded up",
+        ),
     ],
     "4.2": [
         ("def batch_for_all(wanted, n):\n    return wanted", "feeds only"),
         ("def batch_for_all(wanted, n):\n    return n", "were wanted"),
+        ("def batch_for_all(wanted, n):\n    return float(10**6 * n)", "a whole number"),
+        ("def batch_for_all(wanted, n):\n    print(wanted)", "a whole number"),
         ("def batch_for_all(wanted, n):\n    return -(-wanted // n) * n", "smaller batch"),
         ("def batch_for_all(wanted, n):\n    return 10**6 * n", "smaller batch"),
     ],
@@ -40,6 +49,16 @@ WRONG = {
         (
             "def wrap(lstm, gpus):\n    return nn.DataParallel(lstm, gpus, dim=1)",
             "must have its parameters",
+        ),
+        (
+            "def wrap(lstm, gpus):\n    return nn.DataParallel(lstm.to(gpus[0]), gpus, dim=2)",
+            "the dimension that counts the sequences",
+        ),
+        (
+            "def wrap(lstm, gpus):\n"
+            "    another = nn.LSTM(lstm.input_size, 4).to(gpus[0])\n"
+            "    return nn.DataParallel(another, gpus, dim=1)",
+            "the model that you are given",
         ),
         (
             "def wrap(lstm, gpus):\n    nn.DataParallel(lstm.to(gpus[0]), gpus)",
