@@ -5,9 +5,51 @@ from broken_claims import Broken
 BROKEN = [
     Broken(
         "B01",
+        "all GPUs are not the default",
+        cell="arguments",
+        edits=[("default = nn.DataParallel(model)", "default = nn.DataParallel(model, gpus[:2])")],
+    ),
+    Broken(
+        "B01",
         "the first dimension is cut, whatever dim says",
         cell="dim-proved",
         edits=[("gpus[:2], dim=1)(sequences)", "gpus[:2])(sequences)")],
+    ),
+    Broken(
+        "B02",
+        "the last batch is dropped",
+        edits=[("length=100), batch_size=30)", "length=100), batch_size=30, drop_last=True)")],
+    ),
+    Broken(
+        "B03",
+        "the second GPU gets nothing",
+        edits=[
+            ("sizes_2, records_2 = one_epoch(gpus[:2])", "sizes_2, records_2 = one_epoch(gpus[:1])")
+        ],
+    ),
+    Broken(
+        "B05",
+        "a batch is shared out evenly, so that all eight run",
+        edits=[
+            (
+                "sizes_8, records_8 = one_epoch(gpus)",
+                "evenly = lambda self, inputs, kwargs, ids: (\n"
+                "    [(part.to(gpu),) for part, gpu in zip(inputs[0].tensor_split(8), gpus)], [{}] * 8)\n"
+                "whole, nn.DataParallel.scatter = nn.DataParallel.scatter, evenly\n"
+                "sizes_8, records_8 = one_epoch(gpus)\n"
+                "nn.DataParallel.scatter = whole",
+            )
+        ],
+    ),
+    Broken(
+        "B06",
+        "one thread runs all",
+        edits=[
+            (
+                "parallel = nn.DataParallel(model, device_ids=gpus)\nfor _ in range(500)",
+                "parallel = nn.DataParallel(model, device_ids=gpus[:1])\nfor _ in range(20)",
+            )
+        ],
     ),
     Broken(
         "B04",
@@ -18,6 +60,16 @@ BROKEN = [
         "B07",
         "only the first replica's output comes back",
         before="patch('torch.nn.DataParallel.gather', lambda self, outputs, device: outputs[0])",
+    ),
+    Broken(
+        "B08",
+        "the batch size is each GPU's share",
+        before="share_sizes = lambda size, gpus: [size] * len(gpus)",
+    ),
+    Broken(
+        "B08",
+        "nine samples feed eight GPUs",
+        before="share_sizes = lambda size, gpus: [len(part) for part in torch.ones(size).tensor_split(8)]",
     ),
     Broken(
         "B32",
