@@ -118,7 +118,7 @@ def staged(answer: Callable[..., nn.Module]) -> dict[str, str]:
         reference = nn.Sequential(*_layers(widths))
         batch = torch.randn(random.randint(2, 6), widths[0])
         given = f"{count} stages on {', '.join(map(str, used))}, a batch on the CPU"
-        with for_input(given, "Stage i runs on gpus[i]; lists of two or three of both."):
+        with for_input(given, "Stage i runs on gpus[i]: move what goes into it there first."):
             model = answer(list(copy.deepcopy(reference)), used)
             _judge_stages(model, reference, batch, used, given)
         held = {str(gpu): 0 for gpu in used}
@@ -146,6 +146,9 @@ def _judge_stages(
             hint="A plain list hides its modules from parameters(): use nn.ModuleList.",
         )
     output, expected = model(batch), reference(batch)
+    if not isinstance(output, torch.Tensor):
+        hint = "forward returns the hidden tensor of the last stage."
+        raise Wrong(yours=output, expected="a tensor", given=given, hint=hint)
     hint = "Stage i belongs on GPU i, and the output stays on the last one."
     places = [gpu for gpu, stage in zip(gpus, reference, strict=True) for _ in stage.parameters()]
     expect_equal([p.device for p in model.parameters()], places, given=given, hint=hint)
@@ -184,17 +187,14 @@ def two_losses(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
         ]
         there = labels.to(labels_at)
         made: list[Any] = []
-        with for_input(given, "Each loss needs the labels on its own output's device."):
+        with for_input(given, _TWO_DEVICES):
             peaks = peaks_during(lambda: made.append(answer(*outputs, there)), gpus)  # noqa: B023
         (yours,) = made
         if not isinstance(yours, torch.Tensor):
-            hint = "A number has no gradient: return the tensor, without .item()."
-            raise Wrong(yours=repr(yours), expected="a tensor of size []", given=given, hint=hint)
+            hint = "Return the sum of the two losses, a tensor: .item() would cut its graph."
+            raise Wrong(yours=yours, expected="a tensor of size []", given=given, hint=hint)
         hint = "The sum is main + 0.3 * auxiliary, each a cross-entropy with its mean."
         expect_close(yours.detach().cpu(), expected, given=given, hint=hint)
-        hint = "Move the auxiliary loss to the main loss, not the other way round."
-        expect_equal(yours.device, main_gpu, given=given, hint=hint)
-        _expect_gradients(yours, outputs, given)
         # log_softmax makes a tensor of the size of its input, on the GPU where it runs.
         if peaks[auxiliary_gpu.index] < auxiliary.nbytes:
             raise Wrong(
@@ -203,11 +203,19 @@ def two_losses(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
                 given=given,
                 hint="Move the labels, which are small, and not the outputs.",
             )
+        hint = "Move the auxiliary loss to the main loss, not the other way round."
+        expect_equal(yours.device, main_gpu, given=given, hint=hint)
+        _expect_gradients(yours, outputs, given)
         shown[given] = (
             f"the auxiliary outputs, {format_bytes(auxiliary.nbytes)}, stayed on {auxiliary_gpu}; "
             f"the labels have {format_bytes(labels.nbytes)}"
         )
     return shown
+
+
+_TWO_DEVICES = (
+    "Each loss needs the labels on its own output's device, and the two losses are added on one."
+)
 
 
 def _expect_gradients(loss: torch.Tensor, outputs: Sequence[torch.Tensor], given: str) -> None:
@@ -236,7 +244,7 @@ def balanced_cut(answer: Callable[..., int]) -> dict[str, str]:
         lowest = min(peaks.values())
         if isinstance(yours, bool) or not isinstance(yours, int) or yours not in peaks:
             raise Wrong(
-                yours=repr(yours),
+                yours=yours,
                 expected=f"a whole number from 1 to {len(layers) - 1}",
                 given=given,
                 hint="Return how many layers go on the first GPU; each GPU gets at least one.",
@@ -274,7 +282,7 @@ def compare(answer: Callable[[list[float], list[float]], str]) -> dict[str, str]
             with for_input(given, 'Return "slower", "faster" or "cannot tell".'):
                 yours = answer(list(first), list(moved))
             expect_equal(yours, expected, given=given, hint=_why(yours, first, moved))
-    return {name: f"{count} pairs of lists, all told right" for name, count in seen.items()}
+    return {name: f"{count} pairs of lists, all judged right" for name, count in seen.items()}
 
 
 def _times() -> list[float]:
@@ -305,7 +313,7 @@ def _why(yours: object, first: Sequence[float], second: Sequence[float]) -> str:
     if yours not in ("slower", "faster", "cannot tell"):
         return 'Return "slower", "faster" or "cannot tell".'
     if yours == "cannot tell":
-        return f"{numbers} Divide each variance by the number of its repeats."
+        return f"{numbers} Divide each variance by its number of repeats, add, then take the root."
     if _verdict(first, second) == "cannot tell":
         return f"{numbers} That is less than two errors."
     return f"{numbers} The answer is about the second list."

@@ -88,11 +88,26 @@ WRONG = {
             "        return self.c(self.b(self.a(x.to(a)).to(b)).to(c))",
             "not enough values to unpack",
         ),
+        (
+            _STAGED.format(stages=_PLACED, hidden="hidden.to(gpu)").replace(
+                "return hidden", "pass"
+            ),
+            "forward returns",
+        ),
     ],
     "8.2": [
+        (_losses(result="main_loss, 0.3 * auxiliary_loss"), "Return the sum"),
+        (_losses(result="main_loss + 0.3 * auxiliary_loss"), "added on one"),
+        (
+            _losses("main.cpu()", "auxiliary.cpu()", "'cpu'", "'cpu'"),
+            "Move the labels",
+        ),
         (_losses(auxiliary_labels="main.device"), "same device"),
         (_losses(result="main_loss + 0.3 * auxiliary_loss.item()"), "cut the graph"),
-        (_losses(result="main_loss.item() + 0.3 * auxiliary_loss.item()"), "without .item()"),
+        (
+            _losses(result="main_loss.item() + 0.3 * auxiliary_loss.item()"),
+            ".item() would cut its graph",
+        ),
         (
             _losses(auxiliary="auxiliary.to(main.device)", auxiliary_labels="main.device"),
             "Move the labels",
@@ -115,13 +130,13 @@ WRONG = {
         (_COMPARE.format(error="0", said=_SAID), "less than two errors"),
         (
             _COMPARE.format(error="statistics.stdev(first) + statistics.stdev(second)", said=_SAID),
-            "number of its repeats",
+            "its number of repeats",
         ),
         (
             _COMPARE.format(error=_ERROR, said='"faster" if gap > 0 else "slower"'),
             "about the second list",
         ),
-        ("def compare(first, second):\n    return 'cannot tell'", "number of its repeats"),
+        ("def compare(first, second):\n    return 'cannot tell'", "its number of repeats"),
         ("def compare(first, second):\n    return min(second) > min(first)", 'Return "slower"'),
     ],
 }
