@@ -42,6 +42,12 @@ BROKEN = [
         edits=[(_MOVE, "        return self.second(hidden.detach().to(self.gpus[1]))")],
     ),
     Broken(
+        "D04",
+        "the halves are of another network",
+        cell="resnet-equal",
+        edits=[("cut(copy.deepcopy(whole), gpus)", "cut(torchvision.models.resnet50(), gpus)")],
+    ),
+    Broken(
         "D05",
         "copies cost nothing",
         edits=[
