@@ -5,6 +5,7 @@ import pickle
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -89,6 +90,10 @@ def _raised(member: Member, failure: Failure, others: list[Member], world: int) 
             f"{rank} returned what cannot be sent back: {failure.summary}. "
             "Return tensors, numbers, figures, state_dicts or model.module."
         ),
+        "unwritten": (
+            f"{rank} could not write what it returned: {failure.summary}. It goes through a file "
+            f"in {tempfile.gettempdir()}; the environment variable TMPDIR names another folder."
+        ),
     }[failure.kind]
     notes = []
     same = [m.rank for m in others if _summary(m) == failure.summary]
@@ -99,7 +104,7 @@ def _raised(member: Member, failure: Failure, others: list[Member], world: int) 
             notes.append(f"Then rank {other.rank} failed: {_summary(other)}")
     if len(others) + 1 < world:
         notes.append("The other ranks were stopped.")
-    trace = "" if failure.kind == "unpicklable" else _with_cells(failure.traceback)
+    trace = "" if failure.kind in ("unpicklable", "unwritten") else _with_cells(failure.traceback)
     error = RankRaised("\n\n".join(filter(None, [text, trace, "\n".join(notes)])))
     error.__cause__ = _exception(failure)
     return error

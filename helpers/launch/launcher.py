@@ -22,7 +22,7 @@ from helpers.launch import faults, hangs, machine, places
 from helpers.launch.errors import LaunchError, RankDied, RankRaised, RanksHung
 from helpers.launch.output import Output
 from helpers.launch.payload import pack
-from helpers.launch.rank import Job, inside_rank, report, result_path
+from helpers.launch.rank import SOCKETS_FOLDER, Job, inside_rank, report, result_path
 from helpers.launch.team import Member, Team
 
 __all__ = ["LaunchError", "RankDied", "RankRaised", "RanksHung", "report", "run"]
@@ -170,6 +170,8 @@ def _jobs(world_size: int, gpus: tuple[vgpu.GPUSpec, int] | None) -> list[Job]:
     defaults = dict(places.RECORDER)
     if loopback := machine.loopback():
         defaults["GLOO_SOCKET_IFNAME"] = loopback  # all ranks are on this machine
+    # Another thread may be starting its forkserver: what is meant for that must not reach a rank.
+    inherited = {name: value for name, value in os.environ.items() if name != SOCKETS_FOLDER}
     # The source of a cell is only in linecache, in entries without a modification time.
     sources = {n: e for n, e in linecache.cache.items() if len(e) == 4 and e[1] is None}
     return [
@@ -181,7 +183,7 @@ def _jobs(world_size: int, gpus: tuple[vgpu.GPUSpec, int] | None) -> list[Job]:
             gpus=gpus,
             environment={
                 **defaults,
-                **os.environ,
+                **inherited,
                 **shared,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -240,6 +242,12 @@ def _unpack(member: Member, scratch: Path) -> Any:
     try:
         with result_path(scratch, member.rank).open("rb") as file:
             return pickle.load(file)
+    except FileNotFoundError as error:
+        raise LaunchError(
+            f"rank {member.rank} has returned, but the folder of this run is gone: {scratch}. "
+            "Something else has removed it, such as a cleaner of temporary files. Run it again; "
+            "the environment variable TMPDIR names another place."
+        ) from error
     except Exception as error:
         raise LaunchError(
             f"the result of rank {member.rank} arrived, but cannot be rebuilt here "

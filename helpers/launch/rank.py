@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -28,19 +29,22 @@ from helpers import vgpu
 from helpers.launch import guard, places
 from helpers.launch.output import redirect
 from helpers.launch.payload import dump, dumps
+from helpers.vgpu import backend
 
 SOCKETS_FOLDER = "LAUNCH_SOCKETS_FOLDER"
 """The environment variable that names the folder a forkserver removes when it ends."""
 
 
-def _end_forkserver(folder: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    # Taking torch down in an orderly way takes seconds, and nothing of it is needed here.
-    os._exit(0)
+def _end_forkserver(folder: str, forkserver: int) -> None:
+    if os.getpid() == forkserver:  # what is forked from it inherits this function
+        shutil.rmtree(folder, ignore_errors=True)
+        # Taking torch down in an orderly way takes seconds, and nothing of it is needed here.
+        os._exit(0)
 
 
 if SOCKETS_FOLDER in os.environ:
-    atexit.register(_end_forkserver, os.environ[SOCKETS_FOLDER])
+    atexit.register(_end_forkserver, os.environ[SOCKETS_FOLDER], os.getpid())
+    backend.prepare()
 
 
 @dataclass
@@ -82,7 +86,8 @@ class Failure:
 
     stamp_ns: int
     kind: str
-    """"raised", "exited" (SystemExit), "unpicklable" (its result), or "unreadable" (the job)."""
+    """"raised", "exited" (SystemExit), "unpicklable" or "unwritten" (its result), or "unreadable" (the
+    job)."""
     summary: str
     """The last line of a traceback: type and message."""
     traceback: str
@@ -111,11 +116,12 @@ def crash_path(scratch: Path, rank: int) -> Path:
 class _Rank:
     """The state of this process as a rank; there is at most one for its whole life."""
 
-    def __init__(self, control: Connection, scratch: Path) -> None:
+    def __init__(self, control: Connection, scratch: Path, parent: int) -> None:
         self.scratch = scratch
         self.stage = "is starting"
         self.released = threading.Event()
         self._control = control
+        self._parent = parent
         self._sending = threading.Lock()
         self._main_thread = threading.get_ident()
 
@@ -126,9 +132,10 @@ class _Rank:
     def next_order(self) -> Any:
         """The parent's next order. If the parent is gone, this process ends."""
         try:
-            return self._control.recv()
+            order = self._control.recv_bytes()
         except (EOFError, OSError):
             self._follow_parent()
+        return pickle.loads(order)
 
     def watch(self) -> None:
         """Answer the parent for as long as it lives."""
@@ -140,6 +147,9 @@ class _Rank:
                 self.released.set()
 
     def _follow_parent(self) -> NoReturn:
+        if not _has_ended(self._parent):
+            # Only this rank's pipe is broken: it has closed it. The folder is still the others'.
+            os._exit(1)
         # Children of a forkserver outlive the notebook's kernel. A killed kernel cleans nothing
         # up, so the ranks remove the folder and end their own children and themselves.
         for _ in range(3):
@@ -149,6 +159,19 @@ class _Rank:
         if hasattr(os, "killpg"):
             os.killpg(os.getpid(), signal.SIGKILL)
         os._exit(1)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether that process is gone; its pipes close a moment before it is."""
+    until_s = time.monotonic() + 1
+    try:
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(0.01)
+    except psutil.NoSuchProcess:
+        pass
+    return True
 
 
 _rank: _Rank | None = None
@@ -169,10 +192,11 @@ def report(content: Any) -> None:
         _rank.send(Report(time.monotonic_ns(), dumps(content)))
 
 
-def main(control: Connection, output: Connection, scratch: Path) -> None:
+def main(control: Connection, output: Connection, scratch: Path, parent: int) -> None:
     """Be one rank: the entry point of the process.
 
-    ``scratch`` is a folder of this run alone, which the parent makes once its ranks are there.
+    ``scratch`` is a folder of this run alone, which the parent, the process with that id, makes once
+    its ranks are there.
     """
     global _rank
     if hasattr(os, "setsid"):
@@ -182,7 +206,7 @@ def main(control: Connection, output: Connection, scratch: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     guard.enter()
     redirect(output)
-    _rank = _Rank(control, scratch)
+    _rank = _Rank(control, scratch, parent)
     job: Job = _rank.next_order()
     threading.Thread(target=_rank.watch, name="launch-watch", daemon=True).start()
     with crash_path(scratch, job.rank).open("w") as crash:
@@ -230,6 +254,8 @@ def _attempt(rank: _Rank, job: Job) -> Result | Failure:
             dump(value, file)
     except SystemExit as error:
         return _failure("exited", error)
+    except OSError as error:
+        return _failure("unwritten" if kind == "unpicklable" else kind, error)
     except BaseException as error:
         return _failure(kind, error)
     return Result()

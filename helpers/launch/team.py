@@ -148,7 +148,7 @@ class Team:
         output, output_there = context.Pipe(duplex=False)
         process = context.Process(
             target=main,
-            args=(control_there, output_there, self.scratch),
+            args=(control_there, output_there, self.scratch, os.getpid()),
             name=f"rank {job.rank}",
         )
         try:

@@ -84,6 +84,37 @@ except ZeroDivisionError as error:
         ["the result of rank 0 arrived, but cannot be rebuilt here", "model.module"],
     ),
     Fault(
+        "a folder that is gone before the result is written",
+        "from helpers.launch import rank as inside\nshutil.rmtree(inside._rank.scratch)\nreturn 1",
+        launch.RankRaised,
+        ["could not write what it returned: FileNotFoundError", tempfile.gettempdir(), "TMPDIR"],
+        nprocs=1,
+    ),
+    Fault(
+        "a folder that is gone before the result is read",
+        """
+class Late:
+    def __reduce__(self):
+        from helpers.launch import rank as inside
+        shutil.rmtree(inside._rank.scratch)
+        return int, ()
+return Late()""",
+        launch.LaunchError,
+        ["rank 0 has returned, but the folder of this run is gone", "TMPDIR"],
+        nprocs=1,
+    ),
+    Fault(
+        "a rank that closes its pipe to the parent",
+        """
+from helpers.launch import rank as inside
+dist.barrier()
+if rank == 0: os.close(inside._rank._control.fileno())
+time.sleep(1000)""",
+        launch.RankDied,
+        ["rank 0 of 2 ended with exit code 1 before it returned"],
+        absent=["memory runs out"],
+    ),
+    Fault(
         "killed, as when memory runs out",
         "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()",
         launch.RankDied,

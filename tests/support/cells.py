@@ -7,7 +7,7 @@ import textwrap
 _numbers = itertools.count(1)
 
 IMPORTS = """
-import ctypes, datetime, os, signal, sys, threading, time, warnings
+import ctypes, datetime, os, shutil, signal, sys, threading, time, warnings
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
