@@ -77,7 +77,12 @@ def hint_for(error: BaseException) -> str:
     text = said(error)
     if not own_line(error) and not isinstance(error, TypeError):
         return f"It was raised in a library that got what your answer returned. {_TRY_IT}"
-    return next((hint for phrase, hint in _HINTS if re.search(phrase, text)), _TRY_IT)
+    return hint_in(text) or _TRY_IT
+
+
+def hint_in(message: str) -> str:
+    """What to try, by what an error says; "" where nothing is known about such an error."""
+    return next((hint for phrase, hint in _HINTS if re.search(phrase, message)), "")
 
 
 def _called(frame: FrameType) -> str:

@@ -76,7 +76,7 @@ def run(
     gpus = _virtual_gpus(nprocs, gpu, memory_bytes)
     _check_call(function, nprocs, args)
     payload = pack(function, args)
-    jobs = _jobs(nprocs, gpus)
+    jobs = _jobs(nprocs, gpus, connected=gpu is not None and gpus is None)
     with Team(jobs, payload, Output(nprocs, by_rank=output == "by rank"), on_report) as team:
         try:
             _follow(team, START_LIMIT_S, lambda member: member.joined)
@@ -152,7 +152,7 @@ def _virtual_gpus(
     return None if real else (spec, capacity_bytes)
 
 
-def _jobs(world_size: int, gpus: tuple[vgpu.GPUSpec, int] | None) -> list[Job]:
+def _jobs(world_size: int, gpus: tuple[vgpu.GPUSpec, int] | None, *, connected: bool) -> list[Job]:
     threads = machine.threads_per_rank(world_size)
     on = "vgpu" if gpus else "cuda" if machine.real_gpus_for(world_size) else "cpu"
     backend = machine.backend(on)
@@ -181,6 +181,7 @@ def _jobs(world_size: int, gpus: tuple[vgpu.GPUSpec, int] | None) -> list[Job]:
             backend=backend,
             threads=threads,
             gpus=gpus,
+            connected=connected,
             environment={
                 **defaults,
                 **inherited,

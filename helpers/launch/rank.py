@@ -57,6 +57,8 @@ class Job:
     threads: int
     gpus: tuple[vgpu.GPUSpec, int] | None
     """The kind and bytes of each rank's virtual GPU; None where ranks have none."""
+    connected: bool
+    """Whether NCCL connects the ranks' GPUs before the function begins."""
     environment: dict[str, str]
     sources: dict[str, Any]
     """The parent's linecache entries of code that stands in no file: the notebook's cells."""
@@ -272,6 +274,9 @@ def _join_group(job: Job, scratch: Path) -> None:
         # The parent's limit comes first: the parent knows more about a hang than the group does.
         timeout=timedelta(days=1),
     )
+    if job.connected:
+        # NCCL connects at its first collective. One that hangs there is in no flight recorder.
+        dist.all_reduce(torch.zeros(1, device="cuda"))
 
 
 def _failure(kind: str, error: BaseException) -> Failure:

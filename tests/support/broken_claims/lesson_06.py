@@ -26,8 +26,8 @@ BROKEN = [
         cell="by-hand-run",
         edits=[
             (
-                'backend="gloo", init_method=meeting_point, rank=rank, world_size=world_size',
-                'backend="gloo", init_method=f"{meeting_point}-{rank}", rank=0, world_size=1',
+                "init_method=meeting_point, rank=rank, world_size=world_size",
+                'init_method=f"{meeting_point}-{rank}", rank=0, world_size=1',
             )
         ],
     ),

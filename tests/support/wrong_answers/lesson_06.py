@@ -4,19 +4,22 @@ AVERAGED = """
 def stop_together(rank, world_size, losses, limit):
     averages = []
     for loss in losses[rank]:
-        total = torch.tensor(loss)
+        total = torch.tensor(loss, device=my_gpu())
         dist.all_reduce(total)
         average = total.item() / world_size
         {rest}
     return averages
 """
+ON_THE_CPU = AVERAGED.replace(", device=my_gpu()", "").format(
+    rest="if average < limit: break\n        averages.append(average)"
+)
 STOPS_ALONE = """
 def stop_together(rank, world_size, losses, limit):
     averages = []
     for loss in losses[rank]:
         if loss < limit:
             break
-        total = torch.tensor(loss)
+        total = torch.tensor(loss, device=my_gpu())
         dist.all_reduce(total)
         averages.append(total.item() / world_size)
     dist.barrier()
@@ -28,7 +31,7 @@ def stop_together(rank, world_size, losses, limit):
     for step, loss in enumerate(losses[rank]):
         if min(other[step] for other in losses) < limit:
             break
-        total = torch.tensor(loss)
+        total = torch.tensor(loss, device=my_gpu())
         dist.all_reduce(total)
         averages.append(total.item() / world_size)
     return averages
@@ -76,9 +79,9 @@ def sum_over_ranks(tensor):
         (
             """
 def sum_over_ranks(tensor):
-    part = torch.empty(len(tensor) // dist.get_world_size())
+    part = torch.empty(len(tensor) // dist.get_world_size(), device=tensor.device)
     dist.reduce_scatter_tensor(part, tensor)
-    total = torch.empty(len(tensor))
+    total = torch.empty(len(tensor), device=tensor.device)
     dist.all_gather_into_tensor(total, part)
     return total
 """,
@@ -116,6 +119,29 @@ def sum_over_ranks(tensor):
 """,
             "without all_reduce",
         ),
+        (
+            # The output is left on the CPU.
+            """
+def sum_over_ranks(tensor):
+    part = torch.empty(len(tensor) // dist.get_world_size(), dtype=tensor.dtype)
+    dist.reduce_scatter_tensor(part, tensor)
+    total = torch.empty_like(tensor)
+    dist.all_gather_into_tensor(total, part)
+    return total
+""",
+            "reduce_scatter was given a CPU tensor, and NCCL carries only what is on the rank's GPU",
+        ),
+        (
+            """
+def sum_over_ranks(tensor):
+    part = tensor.new_empty(len(tensor) // dist.get_world_size())
+    dist.reduce_scatter_tensor(part, tensor)
+    total = torch.empty_like(tensor)
+    dist.all_gather_into_tensor(total, part)
+    return total.cpu()
+""",
+            "the answer is on the cpu, and the tensor came on vgpu:0: make it there",
+        ),
         ("def sum_over_ranks(tensor):\n    return tensor / 0 + missing", "line 2 of your cell"),
         ("def sum_over_ranks(tensor):\n    import os\n    os._exit(3)", "exit code 3"),
         ("sum_over_ranks = torch.ones(3)", "Hand over the function itself"),
@@ -135,7 +161,7 @@ def mean_over_ranks(values):
 def mean_over_ranks(values):
     if len(values) == 0:
         return 0.0
-    total = torch.stack([values.sum(), torch.tensor(float(len(values)))])
+    total = torch.stack([values.sum(), values.new_tensor(len(values))])
     dist.all_reduce(total)
     return total[0] / total[1]
 """,
@@ -144,7 +170,7 @@ def mean_over_ranks(values):
         (
             """
 def mean_over_ranks(values):
-    total = torch.stack([values.sum(), torch.tensor(float(len(values)))])
+    total = torch.stack([values.sum(), values.new_tensor(len(values))])
     dist.reduce(total, dst=0)
     return total[0] / total[1] if dist.get_rank() == 0 else None
 """,
@@ -154,12 +180,30 @@ def mean_over_ranks(values):
             """
 def mean_over_ranks(values):
     total = values.sum()
-    count = torch.tensor(len(values))
+    count = torch.tensor(len(values), device=values.device)
     dist.all_reduce(total)
     dist.all_reduce(count)
     return total / count
 """,
             "into one tensor",
+        ),
+        (
+            """
+def mean_over_ranks(values):
+    total = torch.tensor([values.sum(), len(values)])
+    dist.all_reduce(total)
+    return total[0] / total[1]
+""",
+            "all_reduce was given a CPU tensor",
+        ),
+        (
+            """
+def mean_over_ranks(values):
+    total = torch.stack([values.sum(), torch.tensor(float(len(values)))])
+    dist.all_reduce(total)
+    return total[0] / total[1]
+""",
+            "follow the odd one back",
         ),
         (
             "def mean_over_ranks(values):\n    return values.mean()",
@@ -168,7 +212,7 @@ def mean_over_ranks(values):
         (
             """
 def mean_over_ranks(values):
-    total = torch.stack([values.sum(), torch.tensor(float(len(values)))])
+    total = torch.stack([values.sum(), values.new_tensor(len(values))])
     dist.all_reduce(total)
     return values.mean()
 """,
@@ -239,6 +283,7 @@ def ring_all_reduce(tensor):
             ),
             "leave the loop",
         ),
+        (ON_THE_CPU, "all_reduce was given a CPU tensor"),
         (STOPS_ALONE, "waits in all_reduce, <exercise 6.5>"),
         (STOPS_WITH_THE_FIRST, "stops too early"),
         (AVERAGED.format(rest="averages.append(average)"), "never stops early"),
