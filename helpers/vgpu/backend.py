@@ -34,6 +34,7 @@ from helpers.vgpu.torch_api import (
     processes,
     serialization,
     stand_ins,
+    uninitialized,
 )
 
 _CHANGING = (
@@ -51,6 +52,7 @@ _CHANGING = (
     shapes,
     stand_ins,
     sync_batch_norm,
+    uninitialized,
     wrappers,
 )
 

@@ -45,8 +45,6 @@ def _compare(info: ModuleInfo, sample: ModuleInput, training: bool) -> None:
     if sample.forward_input is None:
         return
     inputs = (sample.forward_input.args, sample.forward_input.kwargs)
-    if info.is_lazy:  # the first call gives it its parameters
-        module(*copy.deepcopy(inputs[0]), **copy.deepcopy(inputs[1]))
     gpu_module = copy.deepcopy(module).to(DEVICE)
     gpu_inputs = to_gpu(inputs, {})
     tolerance = exceptions.TOLERANCES.get(info.name)

@@ -8,7 +8,6 @@ import torch
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.nn.parallel import comm as torch_comm
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from helpers.vgpu.changes import Changes
@@ -176,20 +175,13 @@ def make_dual(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def subclass_refused(cls: type) -> NotImplementedError:
-    """The error for a tensor of a user's own class, or of a lazy module, on a virtual GPU."""
-    if issubclass(cls, UninitializedTensorMixin):
-        return NotImplementedError(LAZY_MODULE)
+    """The error for a tensor of a user's own class on a virtual GPU."""
     return NotImplementedError(
         f"tensors of the subclass {cls.__name__} are not supported on virtual GPUs: use plain "
         "tensors there, or a class that holds a tensor as an attribute (torch.Tensor.as_subclass "
         "and the like work on the CPU)"
     )
 
-
-LAZY_MODULE = (
-    "a lazy module cannot move to a virtual GPU before it has seen its first batch: call it once "
-    "with a batch on the CPU and move it then, or make it with its input size, as nn.Linear(in, out)"
-)
 
 _excluding = torch._C._SetExcludeDispatchKeyGuard
 _AUTOGRAD = torch._C.DispatchKey.AutogradCPU

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from helpers.vgpu.changes import Changes
-from helpers.vgpu.dispatch.refusals import LAZY_MODULE
 from helpers.vgpu.dispatch.tensor import HELD, VirtualTensor
+from helpers.vgpu.torch_api import uninitialized
 
 _compatible_in_cpp = torch._has_compatible_shallow_copy_type
 
@@ -26,10 +26,15 @@ def data_across_devices(plain: Any) -> property:
     """The property ``Tensor.data``, of virtual tensors too."""
 
     def get(tensor: torch.Tensor) -> torch.Tensor:
+        if uninitialized.is_on_gpu(tensor):
+            return torch.empty(0, device=tensor.device, dtype=tensor.dtype)
         data: torch.Tensor = plain.__get__(tensor)
         return data
 
     def set(tensor: torch.Tensor, source: torch.Tensor) -> None:
+        if uninitialized.is_uninitialized(tensor):
+            uninitialized.assign(tensor, source)
+            return
         if _of_other_kind(tensor, source):
             become(tensor, source)
             return
@@ -70,7 +75,8 @@ def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
     """Make ``tensor`` a tensor of the kind and contents of ``source``; it stays the same object.
 
     The two are of different kinds: one is virtual and the other not, one is a shape on the host, or
-    one was made in inference mode. ``requires_grad`` and other attributes stay; a gradient follows to the device.
+    one was made in inference mode. ``requires_grad`` and other attributes stay; a gradient follows
+    to the device.
     RuntimeError for a tensor that autograd computed.
     """
     if not tensor.is_leaf:
@@ -78,8 +84,6 @@ def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
             "assigning .data of another device type to a tensor that is not a leaf is not "
             "supported on virtual GPUs; use .to(device) on it"
         )
-    if torch.nn.parameter.is_lazy(tensor):
-        raise NotImplementedError(LAZY_MODULE)
     grad = tensor.grad
     if grad is not None:
         tensor.grad = None

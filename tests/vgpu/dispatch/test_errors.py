@@ -196,7 +196,6 @@ INSTEAD = {
     ),
     "subclass there": (lambda: on(1, 2).as_subclass(Subclass), "use plain tensors there"),
     "script": (lambda: torch.jit.script(nn.Linear(2, 2)).to(DEVICE), "without torch.jit"),
-    "lazy module": (lambda: nn.LazyLinear(2).to(DEVICE), "call it once with a batch on the CPU"),
     "broadcast": (lambda: comm.broadcast(on(0, 2), [0, 1]), "broadcast_coalesced"),
     "storage": (lambda: torch.ones(2).untyped_storage().vgpu(1), "a storage alone"),
 }
@@ -205,7 +204,6 @@ INSTEAD = {
 @pytest.mark.parametrize("name", INSTEAD)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
-@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
 def test_a_refusal_says_what_to_do_instead(name):
     call, words = INSTEAD[name]
     with pytest.raises(NotImplementedError, match=words):
