@@ -34,7 +34,6 @@ class _Facts:
         "composite",
         "copies",
         "func",
-        "indexes",
         "makes",
         "traits",
         "values",
@@ -49,7 +48,6 @@ class _Facts:
         self.composite = rule.composite
         self.makes = rule.makes_on_device
         self.copies = self.traits.copies
-        self.indexes = func._schema.name == "aten::index"
         self.values = self.traits.waits or self.traits.name in _ANSWERS
 
 
@@ -94,7 +92,7 @@ def dispatch(
             return func(*args, **kwargs)
     if facts.copies:
         return _copy(facts, args, kwargs, key, gpu)
-    if facts.values and not (facts.indexes and _by_integers(args)):
+    if facts.values and (not facts.traits.indexes or facts.traits.waits_for(args)):
         if facts.traits.records_stream and recording.under_way is not None:
             recording.under_way.record_stream(*args)
         return _value(facts.traits, inputs)
@@ -110,7 +108,8 @@ def dispatch(
         result = _results[signature] = learn(func, args, kwargs)
     done, now = None, recording.under_way
     if now is not None and not isinstance(gpu, Host):
-        done = now.operation(traits, gpu, inputs, written, result.work)
+        waits = traits.indexes and traits.waits_for(args)
+        done = now.operation(traits, gpu, inputs, written, result.work, waits)
     return _outputs(facts, args, kwargs, inputs, result, gpu, done)
 
 
@@ -169,11 +168,6 @@ def _stays_real(facts: _Facts, args: Args, kwargs: Kwargs, target: Place) -> boo
         return False
     from_values = next(tensors_in((args, tuple(kwargs.values()))), None) is not None
     return from_values or not facts.makes
-
-
-def _by_integers(args: Args) -> bool:
-    """Whether indices are integers, so that their number is the results'; a mask is counted out."""
-    return all(index is None or index.dtype in (torch.int64, torch.int32) for index in args[1])
 
 
 def _outputs(

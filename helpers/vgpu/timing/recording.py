@@ -100,7 +100,7 @@ class Recording:
         if written:  # an in-place operation gives back what it was given
             outputs = [out for out in outputs if not any(out is given for given in written)]
         self._accesses.note_made(done, outputs)
-        if traits.waits:
+        if traits.waits_for(args):
             self.clock.host_waits([stream], traits.name, host)
         return result
 
@@ -156,8 +156,12 @@ class Recording:
         inputs: Sequence[VirtualTensor],
         written: Sequence[VirtualTensor],
         work: Work,
+        waits: bool,
     ) -> Done | None:
-        """Record one operation on shapes; returns by what its results are made, if any are."""
+        """Record one operation on shapes; returns by what its results are made, if any are.
+
+        waits: whether the host needs a value before it can go on.
+        """
         if traits.free:
             self._note_node(traits.name, gpu, self.clock.host())
             return self._allocation(traits.name, gpu) if traits.allocates else None
@@ -167,6 +171,8 @@ class Recording:
         done = self._kernel(traits.name, stream, host, work)
         if written or self.clock.several_streams:
             self._accesses.note(done, inputs, written)
+        if waits:
+            self.clock.host_waits([stream], traits.name, host)
         return done
 
     def _allocation(self, name: str, gpu: VirtualGPU) -> Done:

@@ -32,6 +32,10 @@ _FREE = _ALLOCATES | {
 # Operators whose results view their first argument, though their schema does not say so.
 _SILENT_VIEWS = {"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
 
+# Operators whose second argument is a list of indices, integers or masks.
+_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_MASKS = (torch.bool, torch.uint8)
+
 
 class Traits:
     """How the calls of one operator are seen in a recording."""
@@ -41,6 +45,7 @@ class Traits:
         "allocates",
         "copies",
         "free",
+        "indexes",
         "name",
         "records_stream",
         "view_of",
@@ -63,6 +68,7 @@ class Traits:
         )
         self.allocates = self.name in _ALLOCATES
         self.records_stream = self.name == "record_stream"
+        self.indexes = schema.name in _INDEXING
         # Whether the host must know a value before it can go on.
         self.waits = (
             torch.Tag.data_dependent_output in func.tags
@@ -75,6 +81,19 @@ class Traits:
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         self.writes = bool(self._written)
+
+    def waits_for(self, args: Args) -> bool:
+        """Whether the host must know a value before this call can go on.
+
+        With masks it must know how many elements they pick. On CUDA ``index`` and ``index_put``
+        ask for that (``expandTensors`` in ATen/native/IndexingUtils.h), but not to fill in one
+        number (``canDispatchToMaskedFill``).
+        """
+        if not self.indexes:
+            return self.waits
+        masked = any(index is not None and index.dtype in _MASKS for index in args[1])
+        fills = self.name != "index" and args[2].numel() == 1 and args[3:4] != (True,)
+        return masked and not fills
 
     def written(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         """The tensors that this call changes in place."""

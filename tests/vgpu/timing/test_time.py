@@ -108,6 +108,38 @@ def test_item_makes_the_host_wait():
     assert last.start_s == near(wait.end_s + LAUNCH_S)
 
 
+def put(x, where, values):
+    x[where] = values
+
+
+INDEXED = {
+    "integers": (lambda x, mask: x[mask.nonzero()[:, 0]], ["nonzero"]),
+    "integers of the host": (lambda x, mask: x[[0, 2]], ["copy"]),
+    "mask": (lambda x, mask: x[mask], ["index"]),
+    "integers put": (lambda x, mask: put(x, mask.nonzero()[:, 0], x.new_ones(KB)), ["nonzero"]),
+    "mask put": (lambda x, mask: put(x, mask, x.new_ones(KB)), ["index_put_"]),
+    "mask filled": (lambda x, mask: put(x, mask, 0.5), []),
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_the_host_waits_for_masks_and_not_for_integers(name):
+    call, waited_for = INDEXED[name]
+    x, mask = torch.ones(2 * KB).to("vgpu:0"), torch.arange(2 * KB).lt(KB).to("vgpu:0")
+    with vgpu.record(COSTS) as timeline:
+        x.neg()
+        call(x, mask)
+    assert [event.name for event in timeline.events if event.kind == "wait"] == waited_for
+
+
+def test_a_mask_makes_the_host_wait_in_shapes_only_too():
+    with vgpu.shapes_only(), vgpu.record(COSTS) as timeline:
+        x = torch.ones(2 * KB, device="vgpu:0")
+        put(x, x.to(torch.int64)[:2], x[:2])
+        put(x, x > 0, x[:KB])
+    assert [event.name for event in timeline.events if event.kind == "wait"] == ["index_put_"]
+
+
 def test_synchronize_waits_for_one_device():
     x = torch.ones(KB, device="vgpu:0")
     y = torch.ones(4 * KB, device="vgpu:1")
