@@ -64,6 +64,7 @@ def install(changes: Changes) -> None:
     changes.wrap(forward_ad, "make_dual", make_dual)
     changes.wrap(torch, "compile", refusing_virtual)
     changes.wrap(torch.jit.RecursiveScriptModule, "to", script_module_to)
+    changes.wrap(torch.jit.ScriptModule, "__call__", script_module_call)
     changes.wrap(torch_comm, "broadcast", broadcast)
     changes.set(torch.UntypedStorage, gpus.DEVICE_TYPE, storage_to_gpu)
 
@@ -115,6 +116,29 @@ def script_module_to(plain: Callable[..., torch.nn.Module]) -> Callable[..., tor
         return plain(module, *args, **kwargs)
 
     return to
+
+
+def script_module_call(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Calling a ScriptModule: TorchScript does not say what an operation on virtual tensors raised."""
+
+    @functools.wraps(plain)
+    def __call__(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(module, *args, **kwargs)
+        except RuntimeError as error:
+            given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            virtual = [x.device for x in given if is_virtual_device(x.device)]
+            if not virtual:
+                raise
+            own = {x.device for x in (*module.parameters(), *module.buffers())}
+            kept = f", but its parameters stay on {min(own, key=str)}" if own else ""
+            raise RuntimeError(
+                f"a ScriptModule was called with a tensor on {virtual[0]}{kept}, and an operation "
+                "of it failed: call the module that it was made of, without torch.jit, which also "
+                "moves to a virtual GPU and says what is wrong"
+            ) from error
+
+    return __call__
 
 
 def storage_to_gpu(storage: torch.UntypedStorage, device: Any = None) -> torch.UntypedStorage:
