@@ -21,7 +21,7 @@ from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.device.links import Link, get_link
 from helpers.vgpu.device.specs import GPUSpec, get_spec
-from helpers.vgpu.dispatch import kernels, refusals
+from helpers.vgpu.dispatch import device_names, kernels, refusals
 from helpers.vgpu.dispatch.gpu_only import sync_batch_norm
 from helpers.vgpu.distributed import ddp, groups, wrappers
 from helpers.vgpu.torch_api import (
@@ -43,6 +43,7 @@ _CHANGING = (
     data_assignment,
     data_parallel,
     ddp,
+    device_names,
     functions,
     groups,
     kernels,

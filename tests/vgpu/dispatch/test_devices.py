@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import vgpu
@@ -118,6 +119,31 @@ def test_a_device_without_an_index_is_the_current_one(name):
     finally:
         torch.vgpu.set_device(0)
     assert str(make().device) == "vgpu:0"
+
+
+class Named(TorchDispatchMode):
+    """Notes the devices that operators are asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if device := (kwargs or {}).get("device"):
+            self.devices.append(str(device))
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_modes_are_handed_the_names_that_the_user_gave():
+    with vgpu.enable(3), Named() as mode:
+        torch.vgpu.set_device(2)
+        torch.ones(1, device="cpu").to("vgpu").to("vgpu:1").cpu()
+        torch.ones(1, device="vgpu")
+        torch.vgpu.set_device(0)
+    assert mode.devices == ["cpu", "vgpu:2", "vgpu:1", "cpu", "vgpu:2"]
+    with FakeTensorMode():
+        assert str(torch.ones(1).to("vgpu:1").device) == "vgpu:1"
+        assert str(torch.ones(1).to("vgpu").device) == "vgpu:0"
 
 
 def test_as_tensor_heeds_the_default_device():
