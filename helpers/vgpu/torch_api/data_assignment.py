@@ -88,7 +88,9 @@ def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
     if grad is not None:
         tensor.grad = None
         become(grad, grad.detach().to(source.device))
-    content: Any = source.detach().requires_grad_(tensor.requires_grad)
+    content: Any = source.data.requires_grad_(tensor.requires_grad)
+    if not content.is_inference() and not tensor.is_inference():  # the count of changes stays
+        torch._C._increment_version([content] * tensor._version)
     if tensor.requires_grad:
         _refuse_backward(tensor)
     attributes = {name: value for name, value in vars(tensor).items() if name not in HELD}

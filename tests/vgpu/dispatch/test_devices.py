@@ -440,3 +440,7 @@ def test_data_of_another_kind_can_be_assigned():
         target.data = z.conj()
         assert target.is_conj()
         assert target.tolist() == [1 - 2j, 3]
+        target.add_(1)  # the memory is shared, the count of changes is not
+        assert (z.tolist(), z._version, target._version) == ([2 + 2j, 4], 0, 1)
+        target.data = z
+        assert target._version == 1
