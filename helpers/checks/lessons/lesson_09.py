@@ -321,15 +321,19 @@ def _judge_products(
         hint = "Return the list of products."
         raise Wrong(yours=repr(found), expected="a list of tensors", given=given, hint=hint)
     if timeline.races:
-        late = timeline.races[0].operation == "copy_" or timeline.races[0].operation == "copy"
-        raise Wrong(
-            yours=f"{len(timeline.races)} races; {timeline.races[0]}",
-            expected="no race",
-            given=given,
-            hint="A copy writes into a buffer that a product may still read."
-            if late
-            else "A product reads a buffer before its copy has arrived.",
-        )
+        race = timeline.races[0]
+        if isinstance(race, vgpu.FreedInUse):
+            hint = (
+                "A batch's memory is given away while its product may still read it. Keep the two "
+                "buffers, or call record_stream."
+            )
+        elif race.operation in ("copy", "copy_"):
+            hint = "A copy writes into a buffer that a product may still read."
+        else:
+            hint = "A product reads a buffer before its copy has arrived."
+        count = len(timeline.races)
+        yours = f"{count} {'race' if count == 1 else 'races'}; {race}"
+        raise Wrong(yours=yours, expected="no race", given=given, hint=hint)
     expect_equal(len(found), len(expected), given=given, hint="One product for each batch.")
     for yours, right in zip(found, expected, strict=True):
         hint = "The products are wrong, though nothing races: which buffer is read?"

@@ -45,6 +45,19 @@ def _repaired(first="pass", second="pass", third="pass", returned="products"):
     return _REPAIRED.format(first=first, second=second, third=third, returned=returned)
 
 
+# A new tensor for each batch, which goes while its product may still read it.
+_NOT_RECORDED = """
+def repaired(batches, weight):
+    default, side = torch.accelerator.current_stream(weight.device), torch.Stream(weight.device)
+    products = []
+    for batch in batches:
+        with side:
+            arrived = batch.to(weight.device, non_blocking=True)
+        default.wait_stream(side)
+        products.append(arrived @ weight)
+    return products
+"""
+
 _ARRIVED, _READ = "default.wait_stream(side)", "side.wait_stream(default)"
 
 WRONG = {
@@ -101,6 +114,7 @@ WRONG = {
             "    return [batch.to(weight.device) @ weight for batch in batches]\n",
             "take turns",
         ),
+        (_NOT_RECORDED, "or call record_stream"),
         (_repaired(first=_ARRIVED, second=_READ, returned="products[1:]"), "One product for each"),
     ],
 }
