@@ -118,7 +118,7 @@ class _Names:
 def _names(source: str) -> _Names:
     source = re.sub(r"^[ \t]*[%!].*$", "", source, flags=re.MULTILINE)  # IPython's own
     names = _Names(set(), set(), set(), set(), set())
-    for statement in ast.parse(source).body:
+    for statement in _steps(ast.parse(source).body):
         top = symtable.symtable(ast.unparse(statement), "<cell>", "exec")
         symbols = top.get_symbols()
         inner = top.get_children()
@@ -133,6 +133,34 @@ def _names(source: str) -> _Names:
     # A name that a function uses may be there already when the cell calls it.
     names.used.update(names.used_later - names.bound)
     return names
+
+
+def _steps(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements in the order in which they run; blocks are taken apart.
+
+    So a name that a loop's body binds before it uses it is not used from elsewhere.
+    """
+    for statement in statements:
+        match statement:
+            case ast.For():
+                yield ast.Expr(statement.iter)
+                yield _binds(statement.target)
+            case ast.With():
+                for item in statement.items:
+                    yield ast.Expr(item.context_expr)
+                    if item.optional_vars:
+                        yield _binds(item.optional_vars)
+            case ast.If() | ast.While():
+                yield ast.Expr(statement.test)
+            case _:
+                yield statement
+                continue
+        yield from _steps(statement.body)
+        yield from _steps(getattr(statement, "orelse", []))
+
+
+def _binds(target: ast.expr) -> ast.stmt:
+    return ast.Assign([target], ast.Constant(None), lineno=0)
 
 
 def _changes(tree: ast.AST) -> Iterator[ast.AST]:
