@@ -1,10 +1,8 @@
 """A claim whose mechanism is broken fails in its proving cell, so the cell is a proof."""
 
-import functools
-
 import notebook_kernel
 import pytest
-from broken_claims import all_broken, broken_cells, proving, upto
+from broken_claims import all_broken, cells_to_run, proving
 
 from teaching import lessons
 
@@ -27,18 +25,24 @@ def kernel():
 def unbroken(kernel):
     """What comes of a proving cell as it stands in its lesson."""
 
-    @functools.cache
-    def outcome(path, cell_id, needs):
-        return kernel.run(notebook_kernel.needed(upto(path, cell_id), needs))
+    outcomes = {}
+
+    def outcome(path, cell_id, broken):
+        cells = cells_to_run(path, cell_id, broken, broken.shorter)
+        sources = tuple(cell.source for cell in cells)
+        if sources not in outcomes:
+            outcomes[sources] = kernel.run(cells)
+        return outcomes[sources]
 
     return outcome
 
 
 @each_break
 def test_a_claim_fails_where_its_mechanism_is_broken(kernel, unbroken, path, cell_id, broken):
-    outcome = unbroken(path, cell_id, tuple(broken.needs))
+    outcome = unbroken(path, cell_id, broken)
     assert outcome == ("", ""), f"unbroken, it must pass; does it need further cells? {outcome}"
-    failed, error = kernel.run(broken_cells(path, cell_id, broken), broken.before)
+    cells = cells_to_run(path, cell_id, broken, [*broken.shorter, *broken.edits])
+    failed, error = kernel.run(cells, broken.before)
     assert failed, f"{cell_id} still passes, though {broken.how}"
     assert failed == cell_id, f"{failed} failed before {cell_id} was reached: {error}"
     assert broken.error in error

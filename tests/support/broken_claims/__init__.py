@@ -15,6 +15,9 @@ import notebook_kernel
 from teaching import lessons
 from teaching.lessons import Cell
 
+# Pairs of text: the old one, and what takes its place.
+Edits = Sequence[tuple[str, str]]
+
 
 @dataclass(frozen=True)
 class Broken:
@@ -24,13 +27,15 @@ class Broken:
     proving cell, and the new one takes its place. ``before`` is code that runs right before the
     proving cell, with the lesson's names; its ``patch("torch.nn.DataParallel.scatter", new)``
     replaces something of a module and is undone afterwards. Ranks are processes of their own,
-    which only an edit reaches.
+    which only an edit reaches. ``shorter`` are edits that break nothing and only save time, such as a
+    sweep over fewer sizes: with them alone the cell must pass.
     """
 
     claim: str
     how: str
-    edits: Sequence[tuple[str, str]] = ()
+    edits: Edits = ()
     before: str = ""
+    shorter: Edits = ()
     # The proving cell's id, for a claim that has several.
     cell: str = ""
     # Ids of cells that it needs although it uses no name of theirs: they change an object.
@@ -64,12 +69,12 @@ def upto(path: Path, cell_id: str) -> list[Cell]:
     return code[: [cell.id for cell in code].index(cell_id) + 1]
 
 
-def broken_cells(path: Path, cell_id: str, broken: Broken) -> list[Cell]:
-    """The cells that the proving cell needs, itself included, with the edits made."""
+def cells_to_run(path: Path, cell_id: str, broken: Broken, edits: Edits) -> list[Cell]:
+    """The cells that the proving cell needs, itself included, with these edits made."""
     cells, places = upto(path, cell_id), set()
-    for old, new in broken.edits:
+    for old, new in edits:
         found = [cell.id for cell in cells for _ in range(cell.source.count(old))]
-        assert len(found) == 1, f"the text to break stands in {found or 'no cell'}: {old!r}"
+        assert len(found) == 1, f"the text to change stands in {found or 'no cell'}: {old!r}"
         places.update(found)
         cells = [replace(cell, source=cell.source.replace(old, new)) for cell in cells]
     cells = notebook_kernel.needed(cells, broken.needs)

@@ -2,7 +2,46 @@
 
 from broken_claims import Broken
 
+# A few of the sweep's ten sizes.
+_FEW_SIZES = [("(1, 3, 5, 8, 10, 12, 20, 40, 60, 120)", "(3, 12, 20, 40, 120)")]
+_LARGE_PIECES = [("def gain(gpu, link, size=20", "def gain(gpu, link, size=40")]
+_IN_PIECES = "        for hidden in batch.split(self.split_size):\n"
+_COPY_STREAMS = "            with self.out, self.into:\n"
+_ARRIVED = "            current(there).wait_stream(self.into)\n"
+_FREE_LAUNCHES = (
+    "vgpu.record(**costs, kernel_s=0, python_launch_s=0, engine_launch_s=0) as timeline:\n"
+    "            train("
+)
+
 BROKEN = [
+    Broken(
+        "D07",
+        "the batch goes through in one piece",
+        edits=[(_IN_PIECES, "        for hidden in [batch]:\n")],
+        shorter=_FEW_SIZES,
+    ),
+    Broken(
+        "D07",
+        "the loop waits for each piece, forward and backward",
+        edits=[
+            (
+                _IN_PIECES,
+                _IN_PIECES
+                + "            hidden.requires_grad_().register_hook(lambda g: torch.accelerator.synchronize(g.device))\n",
+            ),
+            (
+                "            outputs.append(hidden)\n        return",
+                "            outputs.append(hidden)\n            torch.accelerator.synchronize(hidden.device)\n        return",
+            ),
+        ],
+        shorter=_FEW_SIZES,
+    ),
+    Broken(
+        "D08",
+        "both stages are on one GPU, so nobody idles",
+        edits=[("pipeline(halves(), gpus, size)", "pipeline(halves(), gpus[:1] * 2, size)")],
+        shorter=_FEW_SIZES,
+    ),
     Broken(
         "D09",
         "the loop waits for each piece",
@@ -54,5 +93,33 @@ BROKEN = [
                 "batches = list(batches)",
             )
         ],
+    ),
+    Broken(
+        "D08",
+        "small pieces cost nothing: no launches, and memory without a limit",
+        edits=[
+            ("vgpu.record(**costs) as timeline:\n            train(", _FREE_LAUNCHES),
+            (
+                "with vgpu.enable(count, gpu=gpu, link=link) as lab",
+                "from dataclasses import replace\n"
+                "    gpu = replace(vgpu.get_spec(gpu), memory_bandwidth_bytes_per_s=1e18)\n"
+                "    with vgpu.enable(count, gpu=gpu, link=link) as lab",
+            ),
+        ],
+        shorter=_FEW_SIZES,
+    ),
+    Broken(
+        "D11",
+        "copies stay in the streams that compute",
+        cell="gain",
+        edits=[(_COPY_STREAMS, "            if True:\n")],
+        shorter=_LARGE_PIECES,
+    ),
+    Broken(
+        "D11",
+        "nobody waits for a copy",
+        cell="gain",
+        edits=[(_ARRIVED, "")],
+        shorter=_LARGE_PIECES,
     ),
 ]
