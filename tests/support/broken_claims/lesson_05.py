@@ -9,6 +9,18 @@ def mean_for_sum(inputs, destination=None):
     return tuple(sum(g.to(gpus[0]) for g in grads) / len(grads) for grads in zip(*inputs))
 unittest.mock.patch("torch.nn.parallel.comm.reduce_add_coalesced", mean_for_sum).start()
 """
+READS = "model, x, forwards = Reads().to(gpus[0]), torch.ones(2, 1), []\n"
+
+
+def _with_replicate(replicas: str) -> str:
+    """The line READS, behind a DataParallel whose replicas come from elsewhere."""
+    return f"""
+import unittest.mock
+kept = {{}}
+def other(self, module, ids): return {replicas}
+unittest.mock.patch("torch.nn.DataParallel.replicate", other).start()
+{READS}"""
+
 
 BROKEN = [
     Broken(
@@ -30,19 +42,12 @@ BROKEN = [
     Broken(
         "B16",
         "replicas are kept from one forward to the next",
-        before="""
-kept = {}
-def replicate_once(self, module, ids):
-    return kept.setdefault(module, replicate(module, ids))
-patch("torch.nn.DataParallel.replicate", replicate_once)
-""",
+        edits=[(READS, _with_replicate("kept.setdefault(module, replicate(module, ids))"))],
     ),
     Broken(
         "B16",
         "the weights stay on GPU 0 and the module is shared",
-        before="""
-patch("torch.nn.DataParallel.replicate", lambda self, module, ids: [module] * len(ids))
-""",
+        edits=[(READS, _with_replicate("[module] * len(ids)"))],
     ),
     Broken(
         "B17",
