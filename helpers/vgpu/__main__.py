@@ -28,35 +28,51 @@ def main(arguments: list[str] | None = None) -> None:
     """Parse the options, then become the program."""
     given = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(given)
-    module = None
-    if options.module:
-        module, *options.arguments = options.module
-    elif options.script is None:
+    # argparse leaves the -- before the script there.
+    words = options.module or options.program[options.program[:1] == ["--"] :]
+    if not words:
         parser().error("name a script to run, or a module with -m")
-    elif not Path(options.script).is_file():
-        parser().error(f"there is no script {options.script!r} in {Path.cwd()}")
-    sys.argv = [module or options.script, *options.arguments]
+    name = words[0]
+    if not options.module:
+        _require_script(name)
+    sys.argv = list(words)
     setting = Setting(
         count=options.count,
         gpu=options.gpu,
         memory_bytes=options.memory,
         seed=options.seed,
-        cuda_folder=_folder(options.script if module is None else None)
-        if options.cuda_is_vgpu
-        else None,
+        cuda_folder=_folder(None if options.module else name) if options.cuda_is_vgpu else None,
         summary=options.summary,
     )
     if options.cuda_is_vgpu:
-        sys.argv[1:] = map(cuda_words.word, sys.argv[1:])
+        sys.argv[1:] = map(cuda_words.argument, sys.argv[1:])
     try:
-        if module is not None:
-            run_module(module, setting)
+        if options.module:
+            run_module(name, setting)
         else:
-            run_script(Path(options.script), setting)
+            run_script(Path(name), setting)
     finally:
-        if os.environ.get("RANK", "0") == "0":
-            for reading in cuda_words.readings:
-                print(f"vgpu: {reading}", file=sys.stderr)
+        for reading in cuda_words.readings:
+            _say(str(reading))
+
+
+def _say(text: str) -> None:
+    """Once, however many ranks there are."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"vgpu: {text}", file=sys.stderr)
+
+
+def _require_script(name: str) -> None:
+    if Path(name).is_dir():
+        parser().error(f"{name!r} is a folder: name a script in it, or a module or package with -m")
+    if not Path(name).is_file():
+        parser().error(f"there is no script {name!r} in {Path.cwd()}")
+    ours = Path(__file__).parents[1]
+    for other in (Path(name).with_name("helpers.py"), Path(name).with_name("helpers")):
+        if other.exists() and not other.samefile(ours):
+            _say(
+                f"{other} cannot be imported here, because this package is called helpers: rename it"
+            )
 
 
 def _folder(script: str | None) -> str:
@@ -72,6 +88,8 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m helpers.vgpu",
+        usage="%(prog)s [options] script.py [arguments]\n"
+        "       %(prog)s [options] -m module [arguments]",
         description="Run a script with virtual GPUs, as python runs it without.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -87,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory", type=_memory, help="of each GPU, as in 16GiB (default: the GPU's own)"
     )
-    parser.add_argument("--seed", type=int, help="for torch.manual_seed before the script begins")
+    parser.add_argument("--seed", type=_seed, help="for torch.manual_seed before the script begins")
     parser.add_argument(
         "--cuda-is-vgpu",
         action="store_true",
@@ -102,17 +120,33 @@ def parser() -> argparse.ArgumentParser:
         "-m",
         dest="module",
         nargs=argparse.REMAINDER,
-        metavar=("module", "arguments"),
+        metavar="",
         help="run a module, as python -m does; what follows is the module's own",
     )
-    parser.add_argument("script", nargs="?", help="the script to run")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    parser.add_argument(
+        "program",
+        nargs=argparse.REMAINDER,
+        metavar="script.py [arguments]",
+        help="the script to run; what follows is the script's own",
+    )
     return parser
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 127:
-        raise argparse.ArgumentTypeError(f"expected a number of GPUs from 1 to 127, found {text!r}")
+    if not text.isdecimal() or not 1 <= int(text) <= 127:
+        where = " in the variable VGPU_COUNT" if text == os.environ.get("VGPU_COUNT") else ""
+        raise argparse.ArgumentTypeError(
+            f"expected a number of GPUs from 1 to 127, found {text!r}{where}"
+        )
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    # What torch.manual_seed takes.
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number from 0 to 2**63 - 1, found {text!r}"
+        )
     return int(text)
 
 

@@ -1,11 +1,12 @@
 """Reads a program written for CUDA as one for virtual GPUs: the word ``cuda`` becomes ``vgpu``.
 
-Only the program's own files are read so, as they are imported; torch and other installed packages
-stay as they are. No file is changed, and lines keep their numbers. What is read differently:
+Only the program's own files are read so, as they are imported; torch and other installed packages,
+and this one, stay as they are. No file is changed, and lines keep their numbers. What is read differently:
 
 - ``torch.cuda`` and what is imported from it, ``tensor.cuda()``, ``module.cuda()``, ``is_cuda``;
-- the texts ``"cuda"`` and ``"cuda:0"``, f-strings that begin with ``cuda:``, and ``nccl`` as a
-  backend's name, each standing alone or in a list such as ``"cpu:gloo,cuda:nccl"``.
+- the texts ``"cuda"``, ``"cuda:0"`` and ``"cuda:"``, ``"cuda:%d"`` and ``"cuda:{}"``, also as a
+  part of an f-string, and ``nccl`` as a backend's name, alone or in a list such as
+  ``"cpu:gloo,cuda:nccl"``.
 
 Everything else stays: ``torch.backends.cuda``, ``torch.version.cuda``, names of the program's own.
 """
@@ -16,9 +17,11 @@ import importlib.util
 import os
 import re
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
 from types import CodeType, ModuleType
 
 from helpers.vgpu.device import gpus
@@ -26,8 +29,8 @@ from helpers.vgpu.distributed.groups import BACKEND
 
 _WORD = "cuda"
 _ATTRIBUTES = {"is_cuda": f"is_{gpus.DEVICE_TYPE}"}
-# A device, a backend, or a list of device:backend pairs.
-_DEVICE = re.compile(rf"{_WORD}(:\d+)?")
+# A device, perhaps with its number still to come; a backend, or a list of device:backend pairs.
+_DEVICE = re.compile(rf"{_WORD}(:(\d+|%[dis]|\{{\w*\}})?)?")
 _BACKENDS = re.compile(rf"(\w+:\w+,)*(({_WORD}:)?nccl)(,\w+:\w+)*")
 
 
@@ -67,6 +70,12 @@ def word(text: str) -> str:
     return text
 
 
+def argument(text: str) -> str:
+    """``word`` for an argument of a command, which may be an option, as in ``device=cuda``."""
+    option, equals, value = text.rpartition("=")
+    return option + equals + word(value)
+
+
 def compiled(source: bytes | str, filename: str) -> CodeType:
     """The code of a file, read for virtual GPUs; SyntaxError as from ``compile``."""
     reading = Reading(filename)
@@ -81,10 +90,18 @@ class _Reader(ast.NodeTransformer):
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
+        self._names_of_torch = {"torch"}
+
+    def visit_Module(self, node: ast.Module) -> ast.AST:
+        imports = (part for part in ast.walk(node) if isinstance(part, ast.Import))
+        for alias in (alias for part in imports for alias in part.names):
+            if alias.name == "torch" and alias.asname:
+                self._names_of_torch.add(alias.asname)
+        return self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
-        of_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
+        of_torch = isinstance(node.value, ast.Name) and node.value.id in self._names_of_torch
         if node.attr == _WORD and of_torch:
             return self._renamed(node, gpus.DEVICE_TYPE)
         if node.attr in _ATTRIBUTES:
@@ -123,19 +140,21 @@ class _Reader(ast.NodeTransformer):
             node.value = word(node.value)
         return node
 
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
-        # f"cuda:{rank}"
-        first = node.values[0] if node.values else None
-        if isinstance(first, ast.Constant) and first.value == f"{_WORD}:":
-            first.value = f"{gpus.DEVICE_TYPE}:"
-            self._reading.note(_WORD, node.lineno)
-        self.generic_visit(node)
-        return node
-
     def _renamed(self, node: ast.Attribute, name: str) -> ast.Attribute:
         self._reading.note(_WORD, node.lineno)
         node.attr = name
         return node
+
+
+_PACKAGES = {"site-packages", "dist-packages"}
+_NOT_THE_PROGRAMS = tuple(
+    os.path.join(os.path.realpath(folder), "")
+    for folder in (
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+        Path(__file__).parents[1],
+    )
+)
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -150,11 +169,18 @@ class Finder(importlib.abc.MetaPathFinder):
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or type(spec.loader) is not SourceFileLoader or spec.origin is None:
             return None
-        origin = os.path.realpath(spec.origin)
-        if not origin.startswith(self._folder) or "site-packages" in origin:
+        if not self._is_the_programs(os.path.realpath(spec.origin)):
             return None
         spec.loader = _Loader(fullname, spec.origin)
         return spec
+
+    def _is_the_programs(self, path: str) -> bool:
+        """Below the folder, which may be ``/``, and neither installed nor a part of Python."""
+        return (
+            path.startswith(self._folder)
+            and not path.startswith(_NOT_THE_PROGRAMS)
+            and _PACKAGES.isdisjoint(Path(path).parts)
+        )
 
 
 class _Loader(SourceFileLoader):

@@ -10,9 +10,10 @@ import os
 import runpy
 import sys
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from multiprocessing import util
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from helpers.units import format_bytes
@@ -48,13 +49,15 @@ class Setting:
 
 def run_script(path: Path, setting: Setting) -> None:
     """Run a file as ``__main__``; it ends as the file ends, with its exception or SystemExit."""
-    source = path.read_bytes()
-    sys.path[0] = str(path.resolve().parent)
+    sys.excepthook = _show_from_program
+    source, filename = path.read_bytes(), os.path.abspath(path)
+    _look_first_in(str(path.resolve().parent))
     _start(setting)
     main = ModuleType("__main__")
-    main.__file__ = str(path)
+    main.__file__ = filename
+    main.__loader__ = SourceFileLoader("__main__", filename)
     sys.modules["__main__"] = main
-    exec(_code(source, str(path), setting), vars(main))
+    exec(_code(source, filename, setting), vars(main))
 
 
 def run_module(name: str, setting: Setting) -> None:
@@ -62,17 +65,40 @@ def run_module(name: str, setting: Setting) -> None:
 
     ModuleNotFoundError where there is none.
     """
-    sys.path[0] = os.getcwd()
+    sys.excepthook = _show_from_program
+    _look_first_in(os.getcwd())
     _start(setting)
     if importlib.util.find_spec(name) is None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
+def _look_first_in(folder: str) -> None:
+    """Put a folder where Python puts the script's, unless ``python -P`` asked for none."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
 def _code(source: bytes, filename: str, setting: Setting) -> CodeType:
-    if setting.cuda_folder is None:
-        return compile(source, filename, "exec", dont_inherit=True)
-    return cuda_words.compiled(source, filename)
+    try:
+        if setting.cuda_folder is None:
+            return compile(source, filename, "exec", dont_inherit=True)
+        return cuda_words.compiled(source, filename)
+    except SyntaxError as error:
+        raise error.with_traceback(None) from None
+
+
+_OURS = (__file__, os.path.join(os.path.dirname(__file__), "__main__.py"), "<frozen runpy>")
+
+
+def _show_from_program(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """The program's own frames, as ``python script.py`` shows them, without those that started it."""
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in _OURS:
+        traceback = traceback.tb_next
+    error.__traceback__ = traceback
+    sys.__excepthook__(kind, error, traceback)
 
 
 def _start(setting: Setting) -> None:

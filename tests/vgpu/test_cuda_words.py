@@ -26,6 +26,10 @@ def read(source):
         ("d = 'cuda'", "d = 'vgpu'"),
         ("d = 'cuda:12'", "d = 'vgpu:12'"),
         ("d = f'cuda:{rank}'", "d = f'vgpu:{rank}'"),
+        ("d = 'cuda:' + str(rank)", "d = 'vgpu:' + str(rank)"),
+        ("d = 'cuda:%d' % rank", "d = 'vgpu:%d' % rank"),
+        ("d = 'cuda:{}'.format(rank)", "d = 'vgpu:{}'.format(rank)"),
+        ("import torch as th\nth.cuda.synchronize()", "import torch as th\nth.vgpu.synchronize()"),
         ("init('nccl')", "init('vccl')"),
         ("init('cpu:gloo,cuda:nccl')", "init('cpu:gloo,vgpu:vccl')"),
     ],
@@ -33,7 +37,7 @@ def read(source):
 def test_read_for_virtual_gpus(source, expected):
     found, reading = read(source)
     assert found == expected
-    assert reading.lines and "line 1" in str(reading)
+    assert reading.lines and f"line {1 + source.count(chr(10))}" in str(reading)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +52,33 @@ def test_read_for_virtual_gpus(source, expected):
         "from numba import cuda",
         "x = 'nccl is a library'",
         "x = 'barracuda'",
+        "x = 'cuda: out of memory'",
+        "import jax as th\nth.cuda",
     ],
 )
 def test_left_alone(source):
     found, reading = read(source)
     assert found == source and not reading.lines
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("cuda", "vgpu"),
+        ("--device=cuda:1", "--device=vgpu:1"),
+        ("trainer.device=cuda", "trainer.device=vgpu"),
+        ("--backend=nccl", "--backend=vccl"),
+        ("--out=cuda.txt", "--out=cuda.txt"),
+        ("cuda=on", "cuda=on"),
+    ],
+)
+def test_arguments_of_the_command(argument, expected):
+    assert cuda_words.argument(argument) == expected
+
+
+def test_only_the_programs_own_files_are_read():
+    everywhere = cuda_words.Finder("/")
+    assert everywhere._is_the_programs("/train.py")
+    for module in (ast, pytest, cuda_words):
+        assert not everywhere._is_the_programs(module.__file__), module
+    assert not cuda_words.Finder("/project")._is_the_programs("/project2/train.py")

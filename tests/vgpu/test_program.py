@@ -1,5 +1,9 @@
 """``python -m helpers.vgpu``: what a script sees, and what it is told when it cannot run."""
 
+import json
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 
@@ -37,11 +41,89 @@ def test_a_script_runs_as_python_runs_it(tmp_path):
     code, out, _ = run(*options, "script.py", "--epochs", "2", cwd=tmp_path)
     assert code == 3
     first, second = out.splitlines()
-    assert first == "['script.py', '--epochs', '2'] 7 3 script.py"
+    assert first == f"['script.py', '--epochs', '2'] 7 3 {tmp_path / 'script.py'}"
     total, drawn = second.split()
     assert int(total) == 3 * 2**29
     _, again, _ = run(*options, "script.py", cwd=tmp_path)
     assert again.splitlines()[1].split()[1] == drawn, "the seed decides"
+
+
+PROBE = """
+import inspect, json, os, pickle, sys
+
+class Own:
+    pass
+
+seen = {
+    "argv": sys.argv, "file": __file__, "name": __name__, "package": __package__,
+    "spec": __spec__, "loader": type(__loader__).__name__, "builtins": "__builtins__" in globals(),
+    "first": sys.path[0], "folder": os.getcwd(), "stdin": sys.stdin.read(),
+    "main": sys.modules["__main__"].__dict__ is globals(), "source": inspect.getsource(Own),
+    "pickled": type(pickle.loads(pickle.dumps(Own()))) is Own,
+}
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.parametrize("name", ["script.py", "./a folder/my script.py", "no_ending"])
+def test_a_script_sees_what_python_shows_it(name, tmp_path):
+    script = tmp_path / name
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(PROBE)
+    arguments = [name, "two words", "", "--count", "3", "--", "-m", "--seed=x"]
+    plain, virtual = (
+        subprocess.run(
+            [sys.executable, *module, *arguments], cwd=tmp_path, input="typed\n", check=True,
+            capture_output=True, text=True, timeout=100, env={"PYTHONPATH": str(ROOT)},
+        ).stdout
+        for module in ([], ["-m", "helpers.vgpu"])
+    )  # fmt: skip
+    plain, virtual = map(json.loads, (plain, virtual))
+    assert os.path.samefile(plain.pop("file"), virtual.pop("file"))
+    assert plain == virtual and plain["pickled"] and plain["argv"][1:] == arguments[1:]
+
+
+ENDS = {
+    "a number": "import sys; sys.exit(7)",
+    "a text": "import sys; sys.exit('enough')",
+    "nothing": "import sys; sys.exit()",
+    "an error": "def inner():\n    raise ValueError('from inner')\n\ninner()",
+    "a chain": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError(2) from e",
+    "no Python": "x = (",
+    "a hook": "import sys\nsys.excepthook = lambda *found: print('hook', found[0])\n1 / 0",
+    "at once": "import os; os._exit(9)",
+}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options"),
+    [(list(ENDS), ()), (["an error", "no Python"], ("--cuda-is-vgpu",))],
+)
+def test_a_script_ends_as_under_python(kinds, options, tmp_path):
+    for kind in kinds:
+        script = tmp_path / "script.py"
+        script.write_text(ENDS[kind] + "\n")
+        done = subprocess.run(
+            [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=100
+        )
+        code, out, error = run(*options, script, cwd=tmp_path)
+        assert (code, out, error) == (done.returncode, done.stdout, done.stderr), kind
+
+
+def test_ctrl_c_ends_a_script_as_under_python(tmp_path):
+    (tmp_path / "script.py").write_text("print('begun', flush=True)\nwhile True:\n    pass\n")
+    ended = []
+    for module in ([], ["-m", "helpers.vgpu"]):
+        program = subprocess.Popen(
+            [sys.executable, *module, "script.py"], cwd=tmp_path, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert program.stdout.readline() == "begun\n"
+        program.send_signal(signal.SIGINT)
+        _, error = program.communicate(timeout=100)
+        assert "in <module>" in error and error.rstrip().endswith("KeyboardInterrupt")
+        ended.append((program.returncode, "helpers" in error))
+    assert ended == [(-signal.SIGINT, False)] * 2
 
 
 def test_a_script_for_cuda_runs_unchanged_and_is_told_what_was_read(tmp_path):
@@ -87,6 +169,36 @@ if __name__ == "__main__":
 """
 
 
+POOLING = """
+import multiprocessing, sys, torch
+from torch.utils.data import DataLoader
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return torch.tensor(float(i) ** 2)
+
+def total(i):
+    return (torch.ones(i, device="vgpu:2").sum().item(), torch.vgpu.device_count())
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    with context.Pool(2) as pool:
+        print(pool.map(total, [1, 2, 3]))
+    loader = DataLoader(Squares(), 2, num_workers=1, multiprocessing_context=context)
+    print([batch.to("vgpu:1").tolist() for batch in loader])
+"""
+
+
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+def test_every_way_to_start_processes_keeps_the_virtual_gpus(method, tmp_path):
+    (tmp_path / "script.py").write_text(POOLING)
+    code, out, error = run("--count", 3, "script.py", method, cwd=tmp_path)
+    assert code == 0, error
+    assert out.splitlines() == ["[(1.0, 3), (2.0, 3), (3.0, 3)]", "[[0.0, 1.0], [4.0, 9.0]]"]
+
+
 def test_processes_that_a_script_starts_have_its_virtual_gpus(tmp_path):
     (tmp_path / "script.py").write_text(SPAWNING)
     code, out, error = run("--cuda-is-vgpu", "--summary", "script.py", cwd=tmp_path)
@@ -115,6 +227,13 @@ def test_a_module_runs_as_python_m_does(tmp_path):
         ("--count 0 x.py", "expected a number of GPUs from 1 to 127, found '0'"),
         ("--memory much x.py", "expected a size such as 16GiB or 512MB, found 'much'"),
         ("--gpu Z9 x.py", "invalid choice: 'Z9'"),
+        ("--memory 0 x.py", "expected at least one byte, found '0'"),
+        ("--seed one x.py", "expected a whole number from 0 to 2**63 - 1, found 'one'"),
+        (f"--seed {2**63} x.py", "expected a whole number from 0 to 2**63 - 1"),
+        ("--cound 3 x.py", "unrecognized arguments: --cound"),
+        ("--", "name a script to run, or a module with -m"),
+        ("-m", "name a script to run, or a module with -m"),
+        (".", "'.' is a folder: name a script in it, or a module or package with -m"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(arguments, phrase, tmp_path, capsys, monkeypatch):
@@ -127,11 +246,34 @@ def test_bad_input_is_refused_in_a_sentence(arguments, phrase, tmp_path, capsys,
     assert phrase in capsys.readouterr().err
 
 
+def test_a_bad_vgpu_count_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("VGPU_COUNT", "many")
+    with pytest.raises(SystemExit):
+        parser().parse_args(["x.py"])
+    assert "found 'many' in the variable VGPU_COUNT" in capsys.readouterr().err
+    assert parser().parse_args(["--count", "3", "x.py"]).count == 3
+
+
+def test_a_module_that_is_not_there_is_said_in_a_line(tmp_path):
+    code, _, error = run("-m", "nosuch", cwd=tmp_path)
+    assert (code, error) == (1, "ModuleNotFoundError: No module named 'nosuch'\n")
+
+
+def test_a_script_with_helpers_of_its_own_is_told(tmp_path):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "helpers.py").write_text("VALUE = 1\n")
+    (folder / "script.py").write_text("print('ran')\n")
+    code, out, error = run("project/script.py", cwd=tmp_path)
+    assert (code, out) == (0, "ran\n")
+    assert "project/helpers.py cannot be imported here" in error and "rename it" in error
+
+
 def test_the_examples_in_the_help_parse():
     commands = [
         line.split("-m helpers.vgpu ")[1].split()
         for line in parser().format_help().splitlines()
-        if "-m helpers.vgpu " in line and not line.startswith("usage")
+        if "-m helpers.vgpu " in line and "[options]" not in line
     ]
     assert len(commands) == 3
     for command in commands:
