@@ -26,7 +26,6 @@ from helpers.vgpu.dispatch.operations import compute
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator, named_arguments
 
 BACKEND = "vccl"
-_CPU = torch.device("cpu")
 
 # Operators of process groups, whose calls and bytes are counted.
 _NAMESPACES = ("c10d::", "_c10d_functional::")
@@ -42,7 +41,8 @@ def install(changes: Changes) -> None:
     changes.set(backends, "backend_list", [*backends.backend_list, BACKEND])
     changes.item(backends._plugins, BACKEND.upper(), plugin)
     changes.item(backends.backend_type_map, BACKEND, dist.ProcessGroup.BackendType.CUSTOM)
-    changes.item(backends.backend_capability, BACKEND, [gpus.DEVICE_TYPE])
+    # Devices of one backend share it: gloo takes both kinds.
+    changes.item(backends.backend_capability, BACKEND, [gpus.DEVICE_TYPE, "cpu"])
     changes.item(backends.default_device_backend_map, gpus.DEVICE_TYPE, BACKEND)
     # A script may ask for gloo by name: it takes CUDA tensors too.
     gloo = backends.backend_capability["gloo"]
@@ -68,15 +68,12 @@ def _explaining_nccl(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_backend(options: Any, backend_options: object) -> Any:
-    """What ``init_process_group`` calls for ``vccl``: gloo, for CPU tensors as well."""
+    """What ``init_process_group`` calls for ``vccl``: gloo."""
     if not dist.is_gloo_available():
         raise RuntimeError("process groups of virtual GPUs need gloo, and this torch has none")
-    gloo = dist.ProcessGroupGloo(
+    return dist.ProcessGroupGloo(
         options.store, options.group_rank, options.group_size, timeout=options.timeout
     )
-    custom = dist.ProcessGroup.BackendType.CUSTOM
-    options.process_group._register_backend(_CPU, custom, gloo)
-    return gloo
 
 
 # Counting
