@@ -243,8 +243,10 @@ def refusing_virtual(plain: Callable[..., Any]) -> Callable[..., Any]:
             for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
                 if is_virtual_device(tensor.device):
                     raise _not_compiled(f"{name} is on {tensor.device}: run the model as it is")
-            return plain(model, *args, **kwargs)
         compiled = plain(model, *args, **kwargs)
+        if isinstance(compiled, torch.nn.Module):  # which may be moved afterwards
+            compiled.forward = _on_real_tensors(compiled.forward)
+            return compiled
         return compiled if model is None else _on_real_tensors(compiled)
 
     return compile
@@ -258,7 +260,7 @@ def _on_real_tensors(compiled: Callable[..., Any]) -> Callable[..., Any]:
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor) and is_virtual_device(value.device):
                 raise _not_compiled(
-                    f"an argument is on {value.device}: call the function without torch.compile"
+                    f"an argument is on {value.device}: call what was compiled as it is"
                 )
         return compiled(*args, **kwargs)
 

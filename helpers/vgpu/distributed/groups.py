@@ -5,27 +5,23 @@ carries the bytes, because the operators of a process group (``torch.ops.c10d``)
 tensor's dispatch like any other and go on with the CPU tensors inside. For them the group needs a
 CPU backend as well, so a ``vccl`` group also takes CPU tensors, where NCCL would refuse them.
 
-Left out: what only NCCL offers, such as splitting a communicator, user buffers or symmetric memory.
+Left out: what only NCCL offers (nccl_only.py).
 """
 
 import collections
-import functools
-import inspect
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.dispatch import rules
 from helpers.vgpu.dispatch.operations import compute
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator, named_arguments
-
-BACKEND = "vccl"
+from helpers.vgpu.distributed.nccl_only import BACKEND
 
 # Operators of process groups, whose calls and bytes are counted.
 _NAMESPACES = ("c10d::", "_c10d_functional::")
@@ -47,24 +43,6 @@ def install(changes: Changes) -> None:
     # A script may ask for gloo by name: it takes CUDA tensors too.
     gloo = backends.backend_capability["gloo"]
     changes.item(backends.backend_capability, "gloo", [*gloo, gpus.DEVICE_TYPE])
-    changes.wrap(distributed_c10d, "_new_process_group_helper", _explaining_nccl)
-
-
-def _explaining_nccl(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """What makes every group; where there is no CUDA, NCCL's own words would not say what to do."""
-
-    @functools.wraps(plain)
-    def explained(*args: Any, **kwargs: Any) -> Any:
-        wanted = str(inspect.signature(plain).bind(*args, **kwargs).arguments.get("backend"))
-        if "nccl" in wanted and not torch.cuda.is_available():
-            raise RuntimeError(
-                f"the backend {wanted} needs CUDA GPUs, and there are only virtual ones: leave the "
-                f"backend out, name {BACKEND!r}, or run the script with "
-                "python -m helpers.vgpu --cuda-is-vgpu, which reads nccl as it"
-            )
-        return plain(*args, **kwargs)
-
-    return explained
 
 
 def _make_backend(options: Any, backend_options: object) -> Any:

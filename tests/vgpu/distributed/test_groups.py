@@ -174,18 +174,6 @@ def test_real_gpus_are_taken_where_there_are_enough(monkeypatch):
     assert launcher._virtual_gpus(2, "V100", 7) == (vgpu.get_spec("V100"), 7)
 
 
-def test_nccl_says_what_to_write_instead():
-    source = """
-    def main(rank, world):
-        try:
-            dist.new_group(backend="nccl")
-        except RuntimeError as error:
-            return str(error)
-    """
-    (said,) = launch.run(cell(source)["main"], 1, gpu="V100")
-    assert "there are only virtual ones" in said and "name 'vccl'" in said
-
-
 def test_disabling_leaves_no_trace_in_torch_distributed():
     before = dict(dist.Backend.default_device_backend_map), list(dist.Backend.backend_list)
     with vgpu.enable(1):
