@@ -17,6 +17,8 @@ R = TypeVar("R")
 
 # C++ writes lazy:0 for a device, 'lazy' or device=lazy for its type.
 _CPP_NAME = re.compile(rf"\b{gpus.CPP_DEVICE_TYPE}(?=:\d|'|,)")
+# And LazyFloatType for a type of tensors, where it has a name like torch.cuda.FloatTensor for CUDA's.
+_CPP_TYPE = re.compile(rf"\b(Sparse)?{gpus.CPP_DEVICE_TYPE.capitalize()}(\w+)Type\b")
 
 
 def naming_devices(function: Callable[P, R]) -> Callable[P, R]:
@@ -27,12 +29,19 @@ def naming_devices(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except (RuntimeError, BufferError, TypeError) as error:
-            text = _CPP_NAME.sub(gpus.DEVICE_TYPE, str(error))
+            text = _named_for_users(str(error))
             if text == str(error):
                 raise
             raise type(error)(text) from None
 
     return renamed
+
+
+def _named_for_users(text: str) -> str:
+    def type_name(found: re.Match[str]) -> str:
+        return f"torch.{gpus.DEVICE_TYPE}.{'sparse.' if found[1] else ''}{found[2]}Tensor"
+
+    return _CPP_TYPE.sub(type_name, _CPP_NAME.sub(gpus.DEVICE_TYPE, text))
 
 
 def install(changes: Changes) -> None:

@@ -50,7 +50,7 @@ def _refusing(message: str) -> Callable[..., NoReturn]:
 
 
 HANDLERS: dict[str, Handler] = {name: _refusing(text) for name, text in _REFUSED.items()}
-# For the dispatch keys of such tensors, as a move of one from the CPU finds them.
+# By dispatch key: what a move of such a tensor from the CPU reaches.
 FALLBACKS = {
     "NestedTensorPrivateUse1": _refusing(_NESTED),
     "QuantizedPrivateUse1": _refusing(_QUANTIZED),
@@ -88,7 +88,7 @@ def nested_tensor(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def broadcast(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.nn.parallel.comm.broadcast``, which is C++ for CUDA alone."""
+    """``torch.nn.parallel.comm.broadcast``, which C++ has for CUDA only."""
 
     @functools.wraps(plain)
     def broadcast(tensor: torch.Tensor, devices: Any = None, *, out: Any = None) -> Any:

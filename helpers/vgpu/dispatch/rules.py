@@ -1,4 +1,4 @@
-"""What the dispatch must know about an operator, read once from its schema."""
+"""What dispatch must know about an operator, read once from its schema."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ class Rule:
         schema = func._schema
         self.func = func
         self.name = schema.name.partition("::")[2]
-        # A composite operator arrives whole where autograd is not asked: in inference mode.
+        # In inference mode autograd is skipped, and a composite operator arrives whole.
         self.composite = special is None and is_composite(func)
         self.special = decompose if self.composite else special
         self.check = check_for(func)

@@ -24,8 +24,8 @@ from helpers.vgpu.dispatch.refusals import subclass_refused
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 # Attributes that make a tensor virtual.
-HELD = {"_block", "_gpu", "_inner"}
-# Attributes that every virtual tensor may have; torch marks a Parameter with the third.
+HELD = {"_block", "_given_data", "_gpu", "_inner"}
+# Attributes that any virtual tensor may have; torch marks a Parameter with the last.
 OWN_ATTRIBUTES = {*HELD, "_is_param"}
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -55,6 +55,7 @@ class VirtualTensor(torch.Tensor):
     _gpu: VirtualGPU
     _inner: torch.Tensor
     _block: Block | None = None  # of a tensor without values, whose storage is not its own
+    _given_data = False  # whether .data was assigned: earlier views lie in other memory
 
     # Torch functions run as they are; only the methods below know the virtual device's name.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -98,7 +99,7 @@ class VirtualTensor(torch.Tensor):
         non_blocking: bool = False,
         **kwargs: Any,
     ) -> str | torch.Tensor:
-        if dtype is None and self.layout is torch.sparse_coo:  # C++ has no name for it
+        if dtype is None and self.layout is not torch.strided:  # C++ has no name for it
             return self._inner.type().replace("torch", f"torch.{gpus.DEVICE_TYPE}", 1)
         if dtype is None:
             return super().type().replace(gpus.CPP_DEVICE_TYPE, gpus.DEVICE_TYPE)
@@ -138,7 +139,7 @@ class VirtualTensor(torch.Tensor):
         return self
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage of the values: it tells which tensors share memory, but not the device."""
+        """The storage of the values: it shows which tensors share memory, but not on which device."""
         return self._inner.untyped_storage()
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
@@ -256,7 +257,7 @@ def wrap(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> VirtualTensor
     return tensor
 
 
-# What makes C++ take a tensor for a sparse one; a compressed one must be asked for its layout.
+# Keys that mark a tensor as sparse for C++, which asks a compressed one for its layout.
 _COO = torch._C.DispatchKeySet(torch._C.DispatchKey.Sparse)
 _COMPRESSED = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCsr)
 

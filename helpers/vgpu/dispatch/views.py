@@ -20,7 +20,7 @@ _creation = torch._C._autograd.CreationMeta
 
 
 def keeping_views(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A method of ``RESHAPING``, which keeps every view what it is."""
+    """A method of ``RESHAPING`` after which every view still shows the same elements."""
 
     @functools.wraps(method)
     def reshaped(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -32,7 +32,8 @@ def keeping_views(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         if base is None or not _follows(self, base) or _refuses_changes(base):
             return method(self, *args, **kwargs)
         probe = method(self.data, *args, **kwargs)
-        _take_by_strides(self, base, probe)
+        if not _looks_like(self, probe):
+            _take_by_strides(self, base, probe)
         torch._C._increment_version([self])
         return self
 
@@ -40,10 +41,11 @@ def keeping_views(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 def _views_of(base: Any) -> list[torch.Tensor]:
-    """The views of a tensor that Python knows."""
+    """The views of a tensor that are Python objects."""
     kind = type(base)
     storage = base._inner.untyped_storage()
-    if torch._C._storage_Use_Count(storage._cdata) <= _UNSHARED:
+    shared = torch._C._storage_Use_Count(storage._cdata) > _UNSHARED
+    if not shared and not base._given_data:
         return []
     return [one for one in gc.get_objects() if type(one) is kind and one._base is base]
 
@@ -52,8 +54,10 @@ def _follows(view: torch.Tensor, base: torch.Tensor) -> bool:
     """Whether autograd takes the history of a view from its base, by size and strides on the CPU."""
     if torch._C._autograd._get_creation_meta(view) != _creation.DEFAULT:
         return False  # autograd refuses it after the change
-    if view.dtype != base.dtype or view.is_conj() != base.is_conj():
+    if base.layout is not torch.strided or view.dtype != base.dtype:
         return False  # autograd replays it on the CPU, too
+    if view.is_conj() != base.is_conj():
+        return False  # likewise
     try:
         return not (view.requires_grad and view.is_leaf)
     except RuntimeError:
@@ -66,17 +70,26 @@ def _refuses_changes(base: torch.Tensor) -> bool:
 
 
 def _take_by_strides(view: Any, base: Any, like: Any) -> None:
-    """Make ``view`` the view of ``base`` that has the size, strides and offset of ``like``."""
+    """Make ``view`` the view of ``base`` that has the size, strides and offset of ``like``.
+
+    Its values stay in its own memory: ``base.data = other`` may have moved the base to another.
+    """
+    geometry = like.size(), like.stride(), like.storage_offset()
     with torch.enable_grad():
-        same = base.as_strided(like.size(), like.stride(), like.storage_offset())
-    if view.retains_grad:
+        same = base.as_strided(*geometry)
+    inner = same._inner if view._inner.is_meta else view._inner.as_strided(*geometry)
+    if view.retains_grad or (view.is_leaf and view.grad is not None):
         raise RuntimeError(
-            f"a view of size {tuple(view.size())} on {view.device} retains its gradient, and so no "
-            "tensor that shares its memory can change its shape in place on a virtual GPU: use the "
-            "operation that returns a new view (t() for t_(), and so on)"
+            f"a view of size {tuple(view.size())} on {view.device} has or retains a gradient, and "
+            "so no tensor that shares its memory can change its shape in place on a virtual GPU: "
+            "use the operation that returns a new view (t() for t_(), and so on)"
         )
     torch._C._swap_tensor_impl(view, same)
-    view._inner, same._inner = same._inner, view._inner
+    same._inner, view._inner = view._inner, inner
+
+
+def _looks_like(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.size() == other.size() and one.stride() == other.stride()
 
 
 def _use_count_of_one() -> int:
@@ -85,5 +98,5 @@ def _use_count_of_one() -> int:
     return count
 
 
-# How often a storage is in use that one tensor has, while Python looks at it.
+# The use count of a storage that a single tensor holds, while Python looks at it.
 _UNSHARED = _use_count_of_one() + 1

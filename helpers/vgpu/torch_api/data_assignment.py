@@ -43,6 +43,7 @@ def data_across_devices(plain: Any) -> property:
             tensor.__class__ = source.__class__
             for name in HELD:
                 setattr(tensor, name, getattr(source, name))
+            tensor._given_data = True
             if type(tensor) is VirtualTensor:
                 # The same memory, but a later change of one tensor's shape leaves the other's.
                 tensor._inner = source._inner.detach()

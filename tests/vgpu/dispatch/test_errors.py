@@ -210,6 +210,18 @@ def test_a_refusal_says_what_to_do_instead(name):
         call()
 
 
+@pytest.mark.parametrize(
+    ("sparse", "name"), [(False, "torch.vgpu.FloatTensor"), (True, "torch.vgpu.sparse.FloatTensor")]
+)
+def test_a_changed_tensor_is_named_by_its_type_as_on_cuda(sparse, name):
+    x = on(1, 2, 2).requires_grad_()
+    y = (x * 1).to_sparse() if sparse else x * 1
+    z = torch.mm(y, x)
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match=re.escape(f"operation: [{name} [2, 2]]")):
+        z.sum().backward()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
 @pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 2))])

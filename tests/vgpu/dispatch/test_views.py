@@ -75,6 +75,30 @@ def complex_base(x):
     return (base.abs() * weights(3, 4, like=x)).sum()
 
 
+def values_of_a_sparse_base(x):
+    values = (x * 1).to_sparse().coalesce().values()
+    with torch.no_grad():
+        values.squeeze_()
+    return (values.detach() * x.reshape(-1)).sum()
+
+
+def view_of_a_base_that_was_given_other_data(x):
+    base = x * 1
+    view = base[0:2]
+    base.data = x.detach() * 2
+    base.t_()
+    return view.square().sum()
+
+
+def transposed_view_of_a_base_that_was_given_other_data(x):
+    base = x * 1
+    view = base[0:2]
+    base.data = x.detach() * 2
+    with torch.no_grad():
+        view.t_()
+    return view.square().sum()
+
+
 PROGRAMS = [
     transposed_base,
     row_written_after_the_base_was_transposed,
@@ -84,6 +108,9 @@ PROGRAMS = [
     restrided_base,
     view_squeezed_before_its_base_requires_a_gradient,
     complex_base,
+    values_of_a_sparse_base,
+    view_of_a_base_that_was_given_other_data,
+    transposed_view_of_a_base_that_was_given_other_data,
 ]
 
 
@@ -108,8 +135,21 @@ def test_a_view_that_retains_its_gradient_is_named():
     base = torch.ones(2, 3, device="vgpu:1", requires_grad=True) * 1
     row = base[0]
     row.retain_grad()
-    with pytest.raises(RuntimeError, match=r"a view of size \(3,\) on vgpu:1 retains its gradient"):
+    with pytest.raises(
+        RuntimeError, match=r"a view of size \(3,\) on vgpu:1 has or retains a gradient"
+    ):
         base.t_()
+
+
+def test_a_view_whose_shape_stays_the_same_keeps_its_gradient():
+    row = torch.ones(1, device="vgpu:0").view(1)
+    row.grad = torch.ones(1, device="vgpu:0")
+    row.t_()
+    assert row.grad.item() == 1
+    matrix = torch.ones(1, 2, device="vgpu:0").view(1, 2)
+    matrix.grad = torch.ones(1, 2, device="vgpu:0")
+    with pytest.raises(RuntimeError, match="has or retains a gradient"):
+        matrix.t_()
 
 
 def test_a_changed_shape_is_a_new_version():
