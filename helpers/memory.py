@@ -1,5 +1,6 @@
 """Where the bytes of each GPU are, by cause: at one moment, or after every operation of a step."""
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -67,6 +68,7 @@ def snapshot(
 def peaks_during(step: Callable[[], object], gpus: Sequence[torch.device]) -> list[int]:
     """The most bytes that ``step()`` had on each of ``gpus``, beyond what was there before it."""
     module = torch.get_device_module(gpus[0])
+    gc.collect()  # tensors in cycles would go whenever Python likes, during the step as well
     for gpu in gpus:
         module.reset_peak_memory_stats(gpu)
     before = [module.memory_allocated(gpu) for gpu in gpus]

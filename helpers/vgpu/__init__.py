@@ -1,8 +1,10 @@
 """Virtual GPUs: as many accelerators of device type ``vgpu`` as you like, in pure Python."""
 
 from helpers.vgpu.backend import disable, enable, is_enabled
+from helpers.vgpu.cluster.layout import Cluster, cluster
 from helpers.vgpu.device.links import LINKS, Link
 from helpers.vgpu.device.memory import record_memory
+from helpers.vgpu.device.networks import NETWORKS, Network
 from helpers.vgpu.device.specs import PRESETS, GPUSpec, get_spec
 from helpers.vgpu.iterations import data_parallel_iteration, ddp_iteration
 from helpers.vgpu.shapes import NoValueError, is_shape, shapes_only
@@ -12,15 +14,19 @@ from helpers.vgpu.timing.trace import FreedInUse, Race, Timeline, TraceEvent, co
 
 __all__ = [
     "LINKS",
+    "NETWORKS",
     "PRESETS",
+    "Cluster",
     "CostModel",
     "FreedInUse",
     "GPUSpec",
     "Link",
+    "Network",
     "NoValueError",
     "Race",
     "Timeline",
     "TraceEvent",
+    "cluster",
     "covered_s",
     "data_parallel_iteration",
     "ddp_iteration",

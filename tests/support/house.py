@@ -36,6 +36,7 @@ ORDER = [
     "helpers.vgpu.shapes",
     "helpers.vgpu.iterations",
     "helpers.vgpu.backend",
+    "helpers.vgpu.cluster",
     "helpers.vgpu.cuda_words",
     "helpers.vgpu.program",
     "helpers.vgpu.__main__",

@@ -9,6 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 
+group_names: set[str] = set()
+"""The process groups over which a DistributedDataParallel adds up gradients."""
+
 
 def install(changes: Changes) -> None:
     changes.wrap(DistributedDataParallel, "_ddp_init_helper", _without_times)
@@ -20,6 +23,7 @@ def _without_times(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def helper(ddp: Any, *args: Any, **kwargs: Any) -> None:
         plain(ddp, *args, **kwargs)
+        group_names.add(ddp.process_group.group_name)
         if ddp.device_type == gpus.DEVICE_TYPE:
             ddp.logger = _Logger(ddp.logger)
 

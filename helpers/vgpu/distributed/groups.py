@@ -45,8 +45,18 @@ def install(changes: Changes) -> None:
     changes.item(backends.backend_capability, "gloo", [*gloo, gpus.DEVICE_TYPE])
 
 
+ranks_are_absent = False
+"""Whether the other ranks of new groups do not exist: a virtual cluster (cluster/) is open."""
+
+
 def _make_backend(options: Any, backend_options: object) -> Any:
     """What ``init_process_group`` calls for ``vccl``: gloo."""
+    if ranks_are_absent:
+        from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
+
+        # It only has a rank and a size. Without a backend for CPU tensors they are refused, as
+        # NCCL refuses them.
+        return FakeProcessGroup._create_internal(options.group_rank, options.group_size, None)
     if not dist.is_gloo_available():
         raise RuntimeError("process groups of virtual GPUs need gloo, and this torch has none")
     return dist.ProcessGroupGloo(
@@ -76,7 +86,13 @@ tally = Tally()
 
 
 def _counted(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    name = _plain_name(func._schema.name.partition("::")[2])
+    name = plain_name(func)
+    if ranks_are_absent:
+        raise RuntimeError(
+            f"{name} of a tensor with values, but the other ranks of this virtual cluster do not "
+            "exist and have none: make the tensor, or move it to its GPU, in a vgpu.shapes_only() "
+            "block"
+        )
     tally.add(name, _bytes_put_in(func, args, kwargs))
     return compute(func, args, kwargs)
 
@@ -99,9 +115,10 @@ _NAMES = {
 }
 
 
-def _plain_name(operator: str) -> str:
+def plain_name(func: Operator) -> str:
     """The name that torch.distributed gives a collective, whichever operator runs it."""
-    bare = operator.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")
+    bare = func._schema.name.partition("::")[2]
+    bare = bare.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")
     return _NAMES.get(bare, bare)
 
 
@@ -123,10 +140,11 @@ def _bytes_in(values: Iterable[Any]) -> Iterable[int]:
             yield from _bytes_in(value)
 
 
-def _operators() -> list[str]:
+def operators() -> list[str]:
+    """The operators of process groups that move tensors."""
     names = torch._C._dispatch_get_all_op_names()
     wanted = {name.partition(".")[0] for name in names if name.startswith(_NAMESPACES)}
     return [name for name in wanted if not name.endswith(_NOT_COUNTED)]
 
 
-rules.use_handlers(dict.fromkeys(_operators(), _counted))
+rules.use_handlers(dict.fromkeys(operators(), _counted))

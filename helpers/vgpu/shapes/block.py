@@ -2,8 +2,9 @@
 
 Devices, autograd, modules, optimizers, streams, memory counters and recordings work as ever.
 
-A shape on the host (``torch.empty(...)`` in the block) is a ShapeTensor as well; only what Python
-or NumPy already holds (``torch.tensor([1, 2])``) stays real until it moves to a GPU.
+A shape on the host (``torch.empty(...)`` in the block) is a ShapeTensor as well. What Python or
+NumPy already holds (``torch.tensor([1, 2])``) stays real until it moves to a GPU, and so do integers
+made on the host (``torch.arange(8)``): programs decide by them, such as a mesh by its ranks.
 """
 
 import functools
@@ -12,13 +13,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
+from helpers.vgpu.shapes import operations
 from helpers.vgpu.shapes.operations import dispatch
-from helpers.vgpu.shapes.shape import is_shape
+from helpers.vgpu.shapes.shape import around_shapes, is_shape
 
 
 class _Mode(TorchDispatchMode):
@@ -35,7 +39,15 @@ class _Mode(TorchDispatchMode):
         args: Args = (),
         kwargs: Kwargs | None = None,
     ) -> Any:
+        if _infra_mode(_FAKE) is not None:  # torch asks itself what would come out: DTensor does
+            return func(*args, **(kwargs or {}))
+        if types and around_shapes(types):
+            return NotImplemented
         return dispatch(func, args, kwargs or {}, self)
+
+
+_infra_mode = torch._C._get_dispatch_mode
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 @contextmanager
@@ -53,6 +65,9 @@ def shapes_only() -> Iterator[None]:
 
 def install(changes: Changes) -> None:
     changes.wrap(torch.nn.init, "_no_grad_trunc_normal_", trunc_normal)
+    changes.wrap(nn.parallel.distributed, "_verify_param_shape_across_processes", _of_values)
+    if dist.is_available():
+        changes.wrap(dist.Reducer, "_rebuild_buckets", _in_own_order)
 
 
 def trunc_normal(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -63,3 +78,31 @@ def trunc_normal(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         return tensor if is_shape(tensor) else plain(tensor, *args, **kwargs)
 
     return _no_grad_trunc_normal_
+
+
+def _of_values(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What DDP compares with the other ranks at its start: they send nothing about shapes."""
+
+    @functools.wraps(plain)
+    def _verify_param_shape_across_processes(
+        process_group: dist.ProcessGroup, tensors: list[torch.Tensor], logger: Any = None
+    ) -> Any:
+        if any(is_shape(tensor) for tensor in tensors):
+            return None
+        return plain(process_group, tensors, logger)
+
+    return _verify_param_shape_across_processes
+
+
+def _in_own_order(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """DDP takes the order of its buckets from rank 0; what comes as a shape leaves its own."""
+
+    @functools.wraps(plain)
+    def _rebuild_buckets(reducer: Any) -> Any:
+        operations.host_keeps_values = True
+        try:
+            return plain(reducer)
+        finally:
+            operations.host_keeps_values = False
+
+    return _rebuild_buckets

@@ -1,8 +1,8 @@
 """What happens when torch computes with shapes: what comes out is looked up, not computed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,7 @@ class _Facts:
         "copies",
         "func",
         "makes",
+        "special",
         "traits",
         "values",
     )
@@ -48,8 +49,46 @@ class _Facts:
         self.composite = rule.composite
         self.makes = rule.makes_on_device
         self.copies = self.traits.copies
+        self.special = _handlers.get(func._schema.name)
         self.values = self.traits.waits or self.traits.name in _ANSWERS
 
+
+class ShapeCall(NamedTuple):
+    """One call on shapes, as a handler gets it."""
+
+    facts: _Facts
+    args: Args
+    kwargs: Kwargs
+    signature: tuple[object, ...]
+    inputs: list[VirtualTensor]
+    gpu: Place
+    mode: AbstractContextManager[object]  # the block's, which C++ switches off meanwhile
+
+    @property
+    def func(self) -> Operator:
+        return self.facts.func
+
+
+ShapeHandler = Callable[[ShapeCall], Any]
+_handlers: dict[str, ShapeHandler] = {}
+
+
+def use_handlers(handlers: Mapping[str, ShapeHandler]) -> None:
+    """Let each of ``handlers`` run the operator whose name is its key, on shapes."""
+    _handlers.update(handlers)
+    _facts.clear()
+
+
+def results_of(call: ShapeCall) -> Any:
+    """What the operator gives back, made but not recorded."""
+    result = _results.get(call.signature)
+    if result is None:
+        result = _results[call.signature] = learn(call.func, call.args, call.kwargs)
+    return _outputs(call.facts, call.args, call.kwargs, call.inputs, result, call.gpu, None)
+
+
+host_keeps_values = False
+"""Whether a shape that is copied to a tensor with values, on the host, leaves it as it is."""
 
 # By id: hashing an operator is slow.
 _facts: dict[int, _Facts] = {}
@@ -90,6 +129,9 @@ def dispatch(
         gpu = _target(device, gpu)
         if gpu is None or (not inputs and _stays_real(facts, args, kwargs, gpu)):
             return func(*args, **kwargs)
+    if facts.special is not None:
+        off = mode or nullcontext()
+        return facts.special(ShapeCall(facts, args, kwargs, tuple(key), inputs, gpu, off))
     if facts.copies:
         return _copy(facts, args, kwargs, key, gpu)
     if facts.values and (not facts.traits.indexes or facts.traits.waits_for(args)):
@@ -167,7 +209,19 @@ def _stays_real(facts: _Facts, args: Args, kwargs: Kwargs, target: Place) -> boo
     if target is not HOST:
         return False
     from_values = next(tensors_in((args, tuple(kwargs.values()))), None) is not None
-    return from_values or not facts.makes
+    return from_values or not facts.makes or _makes_integers(facts, args, kwargs)
+
+
+# Without a dtype these make integers of integers, or always.
+_OF_INTEGERS = {"arange", "full", "randint", "randperm", "tril_indices", "triu_indices"}
+
+
+def _makes_integers(facts: _Facts, args: Args, kwargs: Kwargs) -> bool:
+    dtype = kwargs.get("dtype")
+    if dtype is not None:
+        return not (dtype.is_floating_point or dtype.is_complex)
+    numbers = [number for number in args if not isinstance(number, list | tuple)]
+    return facts.traits.name in _OF_INTEGERS and all(isinstance(n, int) for n in numbers)
 
 
 def _outputs(
@@ -203,14 +257,14 @@ def _outputs(
     return result.form(outputs)
 
 
-def _copy(
-    facts: _Facts, args: Args, kwargs: Kwargs, key: Sequence[object], target: Place
-) -> ShapeTensor:
+def _copy(facts: _Facts, args: Args, kwargs: Kwargs, key: Sequence[object], target: Place) -> Any:
     """``_to_copy`` and ``copy_``, across devices or on one."""
     in_place = facts.traits.name == "copy_"
     if in_place:
         made, source = args[:2]
         if type(made) is not ShapeTensor:
+            if host_keeps_values:
+                return made
             raise _has_values(made, facts.traits)
     else:
         source = args[0]

@@ -61,6 +61,8 @@ class ShapeTensor(VirtualTensor):
         args: Args = (),
         kwargs: Kwargs | None = None,
     ) -> Any:
+        if len(types) > 1 and around_shapes(types):
+            return NotImplemented
         return runner(func, args, kwargs or {})
 
     def numpy(self, *, force: bool = False) -> NDArray[Any]:
@@ -86,6 +88,17 @@ class ShapeTensor(VirtualTensor):
         if block is not None:
             memo.setdefault(id(block), result)
         return result
+
+
+def around_shapes(types: tuple[type, ...]) -> bool:
+    """Whether there is a tensor around shapes, such as DTensor: it comes back with them."""
+    return not all(
+        issubclass(kind, VirtualTensor) or getattr(kind, "__torch_dispatch__", None) is _NO_DISPATCH
+        for kind in types
+    )
+
+
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 def is_shape(value: object) -> bool:

@@ -40,6 +40,7 @@ class Clock:
         self._streams: dict[tuple[int, int], StreamTime] = {}
         self._compute: dict[int, Unit] = {}
         self._links: dict[tuple[int, int], Unit] = {}
+        self._wires: dict[tuple[int, bool], Unit] = {}  # of a GPU: inside its host, and out of it
         self._marks: dict[int, Mark] = {}  # by the id of their event
         self._host_known: Known = {}
         self._backward_streams: set[StreamTime] = set()
@@ -218,6 +219,39 @@ class Clock:
             for other in streams:
                 if other is not stream:
                     stream.met(other)
+
+    def joined(
+        self,
+        name: str,
+        stream: StreamTime,
+        host: HostTime,
+        size_bytes: int,
+        ranks: Sequence[int],
+    ) -> Done:
+        """Hand over this rank's part of a collective, on a stream of its group.
+
+        Collectives take turns on a GPU's links, and on its host's adapters.
+        """
+        host.now_s += host.launch_s
+        duration_s = self.model.group_time_s(name, size_bytes, ranks)
+        between = len(self.model.hosts_of(ranks)) > 1
+        wire = self._wires.setdefault((stream.device.index, between), Unit())
+        start_s = wire.place(max(host.now_s, stream.free_s), duration_s)
+        event = TraceEvent(
+            name=name,
+            kind="collective",
+            device=stream.device,
+            stream=stream.number,
+            start_s=start_s,
+            end_s=start_s + duration_s,
+            launch_s=host.now_s,
+            module=host.module,
+            backward=host.backward,
+            size_bytes=size_bytes,
+            ranks=tuple(ranks),
+            link=self.model.link_name(ranks),
+        )
+        return self._ran(event, stream)._replace(known=dict(stream.known))
 
     def copy(
         self,

@@ -1,23 +1,44 @@
 """Seconds of each collective, by its name in ``torch.distributed``: one table.
 
 Every formula is the usual one of a latency for each step and a bandwidth for the bytes (Hockney,
-1994), with the algorithm that NCCL uses for large messages: rings. Left out: NCCL's trees and its
-faster protocols for small messages, reductions inside NVSwitch, and the time to add.
+1994), with the algorithms that NCCL uses for large messages: rings, and trees for an all-reduce over
+several hosts. Left out: NCCL's faster protocols for small messages, reductions inside NVSwitch and
+in switches between hosts, and the time to add.
+
+Between hosts a ring enters and leaves each host once for every adapter, so that a group with more
+GPUs on a host has more adapters. All GPUs of a host are taken to send at once: each has its part.
 
 Sizes are those of nccl-tests (doc/PERFORMANCE.md): of the whole tensor, which for ``all_gather`` is
 the gathered one, for ``reduce_scatter`` the one before it is scattered, and for ``all_to_all`` what
 one GPU holds.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 
 class Way(NamedTuple):
-    """What a GPU has to send with."""
+    """What a GPU has to send with, inside its host and to others."""
 
     latency_s: float
     bytes_per_s: float
+    hosts: int = 1  # over which the group is spread, evenly
+    network_latency_s: float = 0.0
+    network_bytes_per_s: float = math.inf  # a GPU's part of its host's adapters
+
+    def ring_bytes_per_s(self, count: int) -> float:
+        """What passes through each point of a ring of ``count`` GPUs, over all its channels."""
+        if self.hosts == 1:
+            return self.bytes_per_s
+        each = count / self.hosts
+        between = each * self.network_bytes_per_s
+        return between if each == 1 else min(self.bytes_per_s, between)
+
+    def steps_s(self, count: int) -> float:
+        """The latencies of once around a ring of ``count`` GPUs."""
+        between = self.hosts - 1
+        return (count - 1 - between) * self.latency_s + between * self.network_latency_s
 
 
 class Collective(NamedTuple):
@@ -28,12 +49,24 @@ class Collective(NamedTuple):
 
 
 def _all_reduce(size_bytes: float, count: int, way: Way) -> float:
-    return _all_gather(size_bytes, count, way) + _reduce_scatter(size_bytes, count, way)
+    ring_s = _all_gather(size_bytes, count, way) + _reduce_scatter(size_bytes, count, way)
+    return ring_s if way.hosts == 1 else min(ring_s, _tree(size_bytes, count, way))
+
+
+def _tree(size_bytes: float, count: int, way: Way) -> float:
+    """Sums go up a tree of hosts and come down again, a chain of GPUs inside each host.
+
+    Its bytes pass twice, and 0.92 of a ring's bandwidth is NCCL's own estimate (tuning.cc).
+    """
+    inside, levels = count // way.hosts - 1, math.ceil(math.log2(way.hosts))
+    steps_s = 2 * (inside * way.latency_s + levels * way.network_latency_s)
+    return steps_s + 2 * size_bytes / (0.92 * way.ring_bytes_per_s(count))
 
 
 def _all_gather(size_bytes: float, count: int, way: Way) -> float:
     """n - 1 steps around a ring, in each of which every GPU sends 1/n of the bytes."""
-    return (count - 1) * (way.latency_s + size_bytes / count / way.bytes_per_s)
+    passed_bytes = (count - 1) * size_bytes / count
+    return way.steps_s(count) + passed_bytes / way.ring_bytes_per_s(count)
 
 
 _reduce_scatter = _all_gather  # the same steps, with a sum in each
@@ -44,7 +77,7 @@ def _broadcast(size_bytes: float, count: int, way: Way) -> float:
 
     The bytes take as long as over one link, and each of the n - 1 hops adds its latency.
     """
-    return (count - 1) * way.latency_s + size_bytes / way.bytes_per_s
+    return way.steps_s(count) + size_bytes / way.ring_bytes_per_s(count)
 
 
 _reduce = _broadcast  # the same chain in the other direction, with a sum at each hop
@@ -52,10 +85,17 @@ _reduce = _broadcast  # the same chain in the other direction, with a sum at eac
 
 def _all_to_all(size_bytes: float, count: int, way: Way) -> float:
     """Every GPU sends 1/n of its bytes to each other one, to all of them at once."""
-    return way.latency_s + (count - 1) / count * size_bytes / way.bytes_per_s
+    each = count // way.hosts
+    inside_s = way.latency_s + (each - 1) / count * size_bytes / way.bytes_per_s
+    if way.hosts == 1:
+        return inside_s
+    between_s = (count - each) / count * size_bytes / way.network_bytes_per_s
+    return max(inside_s, way.network_latency_s + between_s)
 
 
 def _send(size_bytes: float, count: int, way: Way) -> float:
+    if way.hosts > 1:
+        return way.network_latency_s + size_bytes / way.network_bytes_per_s
     return way.latency_s + size_bytes / way.bytes_per_s
 
 
@@ -66,13 +106,22 @@ _CHAINS = (
 _POINT_TO_POINT = "NCCL user guide, point-to-point communication: grouped sends and receives"
 
 COLLECTIVES: dict[str, Collective] = {
-    "all_reduce": Collective(_all_reduce, f"{_RINGS}: a reduce-scatter, then an all-gather"),
+    "all_reduce": Collective(
+        _all_reduce,
+        f"{_RINGS}: a reduce-scatter, then an all-gather; over several hosts also a tree (Sanders et "
+        "al., 2009, Two-tree algorithms for full bandwidth broadcast, reduction and scan), "
+        "whichever is faster",
+    ),
     "reduce_scatter": Collective(_reduce_scatter, _RINGS),
     "all_gather": Collective(_all_gather, _RINGS),
     "broadcast": Collective(_broadcast, _CHAINS),
     "reduce": Collective(_reduce, _CHAINS),
     "all_to_all": Collective(_all_to_all, _POINT_TO_POINT),
+    "gather": Collective(_all_to_all, _POINT_TO_POINT),
+    "scatter": Collective(_all_to_all, _POINT_TO_POINT),
     "send": Collective(_send, _POINT_TO_POINT),
+    "recv": Collective(_send, _POINT_TO_POINT),
+    "barrier": Collective(_all_reduce, "an all-reduce of one number"),
 }
 
 

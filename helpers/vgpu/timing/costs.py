@@ -11,7 +11,8 @@ clocks that fall with heat, and neighbours on the same switch.
 """
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from helpers.vgpu.device.links import Link
+from helpers.vgpu.device.networks import Network
 from helpers.vgpu.device.specs import GPUSpec
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
 from helpers.vgpu.timing import collectives
@@ -51,6 +53,9 @@ class Work(NamedTuple):
         return switch is not None and _float32_precision("cuda", switch) == "tf32"
 
 
+_SHARES = ("arithmetic_share", "memory_share", "link_share", "network_share", "locked_share")
+
+
 @dataclass(frozen=True)
 class CostModel:
     """How long things take on one model of GPU.
@@ -65,6 +70,7 @@ class CostModel:
     - ``link_share``: 0.8 is assumed for every link. p2pBandwidthLatencyTest gives some 0.8 over
       PCIe and 0.96 over a V100's NVLink (Dell, 2018); NCCL's collectives on eight H100s give 0.56
       to 0.97 (Ultra-Scale Playbook, 2025).
+    - ``network_share``: of the adapters between hosts; 0.8 is assumed as well.
 
     The times of the host are orders of magnitude, not a datasheet's: a call from Python costs
     PyTorch some 10 µs, a call from the autograd engine, in C++, half of that, a kernel some 2 µs
@@ -78,13 +84,16 @@ class CostModel:
     arithmetic_share: float = 0.5
     memory_share: float = 0.8
     link_share: float = 0.8
+    network_share: float = 0.8
     python_launch_s: float = 10e-6
     engine_launch_s: float = 5e-6
     kernel_s: float = 2e-6
     locked_share: float = 0.5
+    network: Network | None = None  # between hosts; None where there is one host
+    gpus_per_host: int = 0  # 0 means all
 
     def __post_init__(self) -> None:
-        for name in ("arithmetic_share", "memory_share", "link_share", "locked_share"):
+        for name in _SHARES:
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
         if self.link is None:
@@ -122,6 +131,31 @@ class CostModel:
     def collective_time_s(self, name: str, size_bytes: int, count: int) -> float:
         """Seconds of a collective of ``collectives.py`` among ``count`` GPUs."""
         return self._seconds(name, size_bytes, count, self.link)
+
+    def group_time_s(self, name: str, size_bytes: int, ranks: Sequence[int]) -> float:
+        """Seconds of a collective among the GPUs of these ranks, numbered host by host."""
+        hosts = self.hosts_of(ranks)
+        if self.network is None or len(hosts) == 1:
+            return self.collective_time_s(name, size_bytes, len(ranks))
+        each = min(hosts.values())
+        way = Way(
+            self.link.latency_s,
+            self.link.among_bytes_per_s(each) * self.link_share,
+            len(hosts),
+            self.network.latency_s,
+            self.network.bytes_per_s_per_gpu(self.gpus_per_host) * self.network_share,
+        )
+        return collectives.seconds(name, size_bytes, len(ranks), way)
+
+    def link_name(self, ranks: Sequence[int]) -> str:
+        """What a collective among these ranks goes over: the slowest part of it."""
+        if self.network is None or len(self.hosts_of(ranks)) == 1:
+            return self.link.name
+        return self.network.name
+
+    def hosts_of(self, ranks: Sequence[int]) -> Counter[int]:
+        """How many of these ranks each host has."""
+        return Counter(rank // self.gpus_per_host if self.gpus_per_host else 0 for rank in ranks)
 
     def _seconds(self, name: str, size_bytes: int, count: int, link: Link) -> float:
         way = Way(link.latency_s, link.among_bytes_per_s(count) * self.link_share)

@@ -63,6 +63,7 @@ class Done(NamedTuple):
     end_s: float
     operation: str
     backward: bool = False
+    known: "Known | None" = None  # what is sure to have ended before it, where that is kept
 
 
 class Mark(NamedTuple):
@@ -113,7 +114,7 @@ class StreamTime:
     def wait_done(self, done: Done) -> None:
         """What comes later here starts after one operation of another stream."""
         self.free_s = max(self.free_s, done.end_s)
-        learn(self.known, done.stream, done.position, {})
+        learn(self.known, done.stream, done.position, done.known or {})
 
     def met(self, other: "StreamTime") -> None:
         """Both took part in one operation: what comes later here starts after it."""

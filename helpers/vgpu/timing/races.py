@@ -86,7 +86,7 @@ class Accesses:
         if not self._clock.several_streams:
             return late
         if self.freed_in_use and not host.backward:
-            self.judge_freed()
+            self._judge_freed(stream)
         for used in read:
             write = _last_write(tensor.block_of(used))
             if write is None or write.stream is stream:
@@ -157,21 +157,30 @@ class Accesses:
         """``Tensor.record_stream``: the block stays until what the stream has been given ends."""
         Uses.of(tensor.block_of(used)).recorded.add(stream)
 
-    def judge_freed(self) -> None:
-        """Whether the streams of freed blocks have waited for those that used them.
+    def last_write(self, tensor_: VirtualTensor) -> Done | None:
+        """What wrote the tensor last in this recording."""
+        write = _last_write(tensor.block_of(tensor_)) if tensor_._block is not None else None
+        return write if write is not None and write.stream.clock is self._clock else None
 
-        It is asked at the next operation and not at once: a stream that waits in between hands the
-        memory out in good time, as those of a backward pass do.
+    def _judge_freed(self, stream: StreamTime) -> None:
+        """Whether the stream has waited for those that used its freed blocks.
+
+        It is asked when the stream gets its next work, which may get one of these blocks: a stream
+        that waits before then hands the memory out in good time, as those of a backward pass and
+        of FSDP do.
         """
         freed, self.freed_in_use = self.freed_in_use, []
         for writer, use in freed:
-            ours = writer.stream.clock is use.stream.clock is self._clock
-            if ours and not self._clock.comes_after(writer.stream, use):
+            if writer.stream is not stream:
+                if writer.stream.clock is self._clock:
+                    self.freed_in_use.append((writer, use))
+                continue
+            if use.stream.clock is self._clock and not self._clock.comes_after(stream, use):
                 self._note(
                     FreedInUse(
                         operation=writer.operation,
-                        device=writer.stream.device,
-                        stream=writer.stream.number,
+                        device=stream.device,
+                        stream=stream.number,
                         other_operation=use.operation,
                         other_stream=use.stream.number,
                     )

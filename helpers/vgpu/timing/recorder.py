@@ -12,8 +12,11 @@ from helpers.vgpu.device.links import get_link
 from helpers.vgpu.timing import module_names, recording
 from helpers.vgpu.timing.costs import CostModel
 from helpers.vgpu.timing.recording import Recording
-from helpers.vgpu.timing.streams import current_stream_number
+from helpers.vgpu.timing.streams import set_stream_number
 from helpers.vgpu.timing.trace import Timeline
+
+assumed: dict[str, Any] = {}
+"""Fields of CostModel that a virtual cluster gives to every recording."""
 
 
 @contextmanager
@@ -24,13 +27,13 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
     name, such as ``arithmetic_share=0.3`` or ``link="PCIe 4"``. The timeline is complete when the
     block ends. RuntimeError inside another recording, or without virtual GPUs.
     """
-    costs = costs or CostModel(gpus.by_index(0).spec)
+    costs = replace(costs or CostModel(gpus.by_index(0).spec), **assumed)
     if "link" in changes:
         changes["link"] = get_link(changes["link"])
     costs = replace(costs, **changes)
     devices = [gpus.by_index(index).device for index in range(gpus.device_count())]
     timeline = Timeline(costs.spec.name.removeprefix("Virtual "), devices)
-    made = Recording(costs, timeline, current_stream_number)
+    made = Recording(costs, timeline, set_stream_number)
     # Events are many and stay: looking through them for cycles again and again would be in vain.
     thresholds = gc.get_threshold()
     try:

@@ -9,7 +9,7 @@ Left out: operations on the CPU take no virtual time (``spend`` adds some).
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -58,16 +58,31 @@ def _put_under_way(recording: "Recording | None") -> None:
     operations.set_interceptor(None if recording is None else recording.run)
 
 
+class Part(Protocol):
+    """This rank's part of a collective."""
+
+    given: list[torch.Tensor]
+    received: list[torch.Tensor]
+    made: list[torch.Tensor]  # received in tensors that are new
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def ranks(self) -> list[int]: ...
+
+
 class Recording:
     """Modules, streams, threads and races around a clock."""
 
     def __init__(
-        self, costs: CostModel, timeline: Timeline, current_stream: Callable[[int], int]
+        self, costs: CostModel, timeline: Timeline, set_stream: Callable[[int], int | None]
     ) -> None:
-        """current_stream: for the index of a GPU, the number of the thread's current stream."""
-        self.clock = Clock(costs, current_stream)
+        """set_stream: for the index of a GPU, the number of the stream that the thread has set."""
+        self.clock = Clock(costs, self.current_stream)
         self._accesses = Accesses(self.clock, timeline)
-        self._current_stream = current_stream
+        self._set_stream = set_stream
+        self.stream_numbers: dict[tuple[Any, ...], int] = {}  # of process groups
         self._nodes = Nodes()
         self._seconds: dict[Work, float] = {}
         self._work: dict[tuple[Any, ...], Work] = {}
@@ -238,7 +253,47 @@ class Recording:
         duration_s = self.clock.model.collective_time_s(name, size_bytes, len(gpus))
         self.clock.collective(name, streams, places[0][1], size_bytes, duration_s)
 
+    def joined(self, name: str, gpu: VirtualGPU, part: "Part", number: int) -> Done:
+        """Record a collective of a process group, on the group's stream of this number.
+
+        The stream waits for the current one, as NCCL's does.
+        """
+        current, host = self.place(name, gpu, note=False)
+        stream = self.clock.stream(gpu, number)
+        stream.wait_stream(current)
+        read, written, made = _virtual(part.given), _virtual(part.received), _virtual(part.made)
+        self._accesses.check(name, read, written, stream, host)
+        done = self.clock.joined(name, stream, host, part.size_bytes, part.ranks)
+        self._accesses.note(done, read, [*written, *made])
+        for used in (*read, *written, *made):  # NCCL's side keeps them until it has ended
+            self._accesses.record_stream(used, stream)
+        return done
+
+    def wait_for(self, done: Done, gpu: VirtualGPU, by_host: bool = False) -> None:
+        """The current stream of the GPU, or the host, goes on when a collective has ended."""
+        current, host = self.place("wait", gpu, note=False)
+        if by_host:
+            self.clock.host_waits([done.stream], done.operation, host)
+        else:
+            current.wait_done(done)
+
+    def wait_for_last_write(self, tensor: VirtualTensor) -> None:
+        """``wait_tensor``: the current stream goes on when the tensor has been written."""
+        done = self._accesses.last_write(tensor)
+        if gpu_of(tensor) is not None and done is not None:
+            self.wait_for(done, tensor._gpu)
+
     # Who asked for it
+
+    def current_stream(self, index: int) -> int:
+        """The number of the stream that is current on a GPU in this thread; 0 is the default one.
+
+        In a backward pass that is the node's, unless a hook has set another.
+        """
+        number = self._set_stream(index)
+        if number is None:
+            number = self._nodes.running(index)[1] if in_backward() else 0
+        return number
 
     def place(self, name: str, gpu: VirtualGPU, note: bool = True) -> tuple[StreamTime, HostTime]:
         """The stream that gets the next operation on ``gpu``, and the thread that hands it over.
@@ -249,7 +304,7 @@ class Recording:
         clock = self.clock
         if not in_backward():
             host = clock.host()
-            number = self._current_stream(gpu.index)
+            number = self.current_stream(gpu.index)
             if note:
                 self._nodes.note(name, gpu.index, number, host is not clock.hosts.main)
             host.module, host.backward = module_names.current(), False
@@ -257,20 +312,21 @@ class Recording:
         module, number = self._nodes.running(gpu.index)
         engine = clock.hosts.engine(gpu.index)
         engine.module, engine.backward = module, True
+        number_set = self._set_stream(gpu.index)
+        if number_set is not None:
+            return clock.stream(gpu, number_set), engine
         stream = clock.stream(gpu, number)
         if number:
             clock.in_backward(stream)
         return stream, engine
 
     def _note_node(self, name: str, gpu: VirtualGPU, host: HostTime) -> None:
-        number = self._current_stream(gpu.index)
+        number = self.current_stream(gpu.index)
         self._nodes.note(name, gpu.index, number, forked=host is not self.clock.hosts.main)
 
     def end(self) -> tuple[float, float]:
         """Seconds until the host had ended, and until everything had."""
-        times_s = self.clock.end()
-        self._accesses.judge_freed()
-        return times_s
+        return self.clock.end()
 
     def _kernel(self, name: str, stream: StreamTime, host: HostTime, work: Work) -> Done:
         duration_s = self._seconds.get(work)

@@ -25,7 +25,22 @@ class _Current(threading.local):
     """The current stream of each GPU on which the thread has set one."""
 
     def __init__(self) -> None:
-        self.streams: dict[int, Stream] = {}
+        self._streams: dict[int, Stream] = {}
+        self._backward = -1
+        self._in_backward: dict[int, Stream] = {}
+
+    @property
+    def streams(self) -> "dict[int, Stream]":
+        """Those of the backward pass that runs in this thread, or the thread's own.
+
+        The engine makes a node's stream current; what a hook sets inside comes on top.
+        """
+        backward = torch._C._current_graph_task_id()
+        if backward == -1:
+            return self._streams
+        if self._backward != backward:
+            self._backward, self._in_backward = backward, {}
+        return self._in_backward
 
 
 _current = _Current()
@@ -34,7 +49,7 @@ _current = _Current()
 class Stream(torch.Stream):
     """A queue of work on one virtual GPU; ``with stream:`` makes it and its device current."""
 
-    _entered: list[tuple["Stream", int]]
+    _entered: list[tuple["Stream | None", int]]
 
     def __new__(
         cls, device: Any = None, priority: int = 0, *, stream_id: int | None = None
@@ -78,13 +93,16 @@ class Stream(torch.Stream):
         return event
 
     def __enter__(self) -> "Stream":
-        self._entered.append((current_stream(self.device_index), gpus.current_index()))
+        self._entered.append((_current.streams.get(self.device_index), gpus.current_index()))
         set_stream(self)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         stream, index = self._entered.pop()
-        set_stream(stream)
+        if stream is None:
+            _current.streams.pop(self.device_index, None)
+        else:
+            set_stream(stream)
         gpus.exchange_index(index)
 
     def __repr__(self) -> str:
@@ -159,10 +177,10 @@ def default_stream(device: Any = None) -> Stream:
     return Stream(_index(device), stream_id=0)
 
 
-def current_stream_number(index: int) -> int:
-    """The id of the stream that is current on a GPU in this thread; 0 is the default stream."""
+def set_stream_number(index: int) -> int | None:
+    """The id of the stream that this thread has made current on a GPU; None if it has not."""
     stream = _current.streams.get(index)
-    return 0 if stream is None else stream.stream_id
+    return None if stream is None else stream.stream_id
 
 
 def _time_of(stream: torch.Stream, now: Recording) -> StreamTime:
@@ -171,7 +189,10 @@ def _time_of(stream: torch.Stream, now: Recording) -> StreamTime:
 
 def current_stream(device: Any = None) -> Stream:
     index = _index(device)
-    return _current.streams.get(index) or default_stream(index)
+    stream = _current.streams.get(index)
+    if stream is None and recording.under_way is not None:
+        return Stream(index, stream_id=recording.under_way.current_stream(index))
+    return stream or default_stream(index)
 
 
 def set_stream(stream: Stream) -> None:

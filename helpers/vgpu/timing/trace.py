@@ -30,6 +30,8 @@ class TraceEvent(NamedTuple):
     size_bytes: int = 0  # what it reads and writes; for a copy, what it moves
     source: torch.device | None = None  # of a copy
     target: torch.device | None = None
+    ranks: tuple[int, ...] = ()  # of a collective over process groups: who takes part
+    link: str = ""  # and what it goes over
 
     @property
     def duration_s(self) -> float:

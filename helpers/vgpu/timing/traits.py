@@ -23,6 +23,7 @@ _FREE = _ALLOCATES | {
     "is_same_size",
     "is_set_to",
     "layout",
+    "record_grad_output_stream",  # FSDP's; on CUDA it does nothing
     "record_stream",
     "resize_",
     "resize_as_",

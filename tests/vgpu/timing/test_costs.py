@@ -168,7 +168,11 @@ MILLISECONDS = {
     "broadcast": 3 * 0.001 + 4,  # all bytes pass each GPU, three hops behind each other
     "reduce": 3 * 0.001 + 4,
     "all_to_all": 0.001 + 3,  # a quarter to each of three others
+    "gather": 0.001 + 3,
+    "scatter": 0.001 + 3,
     "send": 0.001 + 4,
+    "recv": 0.001 + 4,
+    "barrier": 2 * 3 * (0.001 + 1),  # as an all-reduce
 }
 
 

@@ -1,0 +1,334 @@
+"""One rank of a cluster that does not exist: what it may send, what comes out, and when.
+
+The toy: a GPU sends 1 GB/s and needs 1 µs a step inside its host; between hosts, 0.5 GB/s and 10 µs.
+Kernels take no time but where a test says so.
+"""
+
+import gc
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from helpers import vgpu
+from helpers.vgpu.device import gpus
+
+LINK = vgpu.Link("toy link", 1e9, 1e-6, "made for this test")
+NETWORK = vgpu.Network("toy network", 0.5e9, 10e-6, "made for this test")
+EXACT = {
+    "link_share": 1.0,
+    "network_share": 1.0,
+    "python_launch_s": 0.0,
+    "engine_launch_s": 0.0,
+    "kernel_s": 0.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    """FSDP's modules lie in cycles, whose bytes other tests would find."""
+    yield
+    gc.collect()
+
+
+def toy(hosts=2, gpus_per_host=4, **options):
+    return vgpu.cluster(hosts, gpus_per_host, gpu="A100", link=LINK, network=NETWORK, **options)
+
+
+# Renamed in torch 2.15.
+all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+
+
+def collectives(timeline):
+    return [event for event in timeline.events if event.kind == "collective"]
+
+
+def test_what_a_rank_is_told():
+    with toy(hosts=3, rank=6) as made:
+        assert (dist.get_rank(), dist.get_world_size()) == (6, 12)
+        assert made.device == torch.device("vgpu:2")
+        assert torch.vgpu.current_device() == 2
+        assert torch.empty(1, device="vgpu").device == made.device
+        assert (os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]) == ("2", "12")
+        assert "rank 6 of 12: 3 hosts with 4 A100-SXM4-40GB each, toy link inside" in str(made)
+        mesh = init_device_mesh("vgpu", (3, 4), mesh_dim_names=("dp", "tp"))
+        assert dist.get_process_group_ranks(mesh["dp"].get_group()) == [2, 6, 10]
+        assert dist.get_process_group_ranks(mesh["tp"].get_group()) == [4, 5, 6, 7]
+
+
+def test_everything_is_put_back():
+    before = dict(os.environ)
+    with pytest.raises(KeyError), toy():
+        raise KeyError
+    assert not dist.is_initialized()
+    assert not vgpu.is_enabled()
+    assert dict(os.environ) == before
+    assert gpus.current_index() == 0
+    with vgpu.enable(1), vgpu.record() as timeline:
+        torch.ones(1, device="vgpu")
+    assert timeline.makespan_s > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"hosts": 0}, "hosts must be at least 1, got 0"),
+        ({"gpus_per_host": 0}, "gpus_per_host must be at least 1, got 0"),
+        ({"rank": 8}, "rank must be 0 to 7 for 2 hosts with 4 GPUs each, got 8"),
+        ({"rank": -1}, "rank must be 0 to 7"),
+    ],
+)
+def test_a_cluster_that_cannot_be(options, words):
+    with pytest.raises(ValueError, match=words), toy(**options):
+        pass
+    assert not dist.is_initialized()
+
+
+def test_an_unknown_network_is_named():
+    words = "no network preset 'pigeons'; there are InfiniBand EDR"
+    with pytest.raises(ValueError, match=words), vgpu.cluster(2, network="pigeons"):
+        pass
+
+
+def test_a_process_group_that_exists_is_not_lost():
+    with toy():
+        with pytest.raises(RuntimeError, match="a process group exists already"), toy():
+            pass
+        assert dist.get_world_size() == 8
+
+
+def test_a_mesh_larger_than_the_world():
+    with toy(), pytest.raises(RuntimeError, match="32"):
+        init_device_mesh("vgpu", (4, 8))
+
+
+# What is sent
+
+
+def test_values_are_not_sent():
+    with toy():
+        with pytest.raises(RuntimeError, match=r"all_reduce of a tensor with values.*shapes_only"):
+            dist.all_reduce(torch.ones(2, device="vgpu"))
+        with pytest.raises(RuntimeError, match=r"[Nn]o backend"):
+            dist.all_reduce(torch.ones(2))
+        with vgpu.shapes_only(), pytest.raises(RuntimeError, match="all_reduce of a tensor on the"):
+            dist.all_reduce(torch.empty(2))
+
+
+MS = 1e-3
+MEGABYTES_8 = 2_000_000  # elements of float32
+
+
+@pytest.mark.parametrize(
+    ("call", "milliseconds"),
+    [
+        # 6 steps inside and 1 between hosts, 7/8 of the bytes at 4 × 0.5 GB/s, but at most 1 GB/s.
+        (lambda x, parts: dist.all_gather_into_tensor(x, parts[0]), 0.016 + 7),
+        (lambda x, parts: dist.reduce_scatter_tensor(parts[0], x), 0.016 + 7),
+        (lambda x, parts: dist.all_gather(parts, parts[0].clone()), 0.016 + 7),
+        (lambda x, parts: dist.reduce_scatter(parts[0], list(parts)), 0.016 + 7),
+        # The ring takes 2 × 7.016, a tree 2 (3 × 0.001 + 0.01) + 16 / 0.92.
+        (lambda x, parts: dist.all_reduce(x), 14.032),
+        (lambda x, parts: dist.broadcast(x, 0), 0.016 + 8),
+        (lambda x, parts: dist.reduce(x, 0), 0.016 + 8),
+        # Half of the bytes go to the other host, at 0.5 GB/s.
+        (lambda x, parts: dist.all_to_all_single(x, x.clone()), 0.010 + 8),
+        (lambda x, parts: dist.all_to_all(parts, list(parts)), 0.010 + 8),
+        (lambda x, parts: dist.gather(parts[0], list(parts)), 0.010 + 8),
+        (lambda x, parts: dist.scatter(parts[0], list(parts)), 0.010 + 8),
+        (lambda x, parts: dist.send(x, 1), 0.001 + 8),
+        (lambda x, parts: dist.send(x, 4), 0.010 + 16),
+        (lambda x, parts: dist.recv(x, 1), 0.001 + 8),
+        (lambda x, parts: dist.barrier(), 2 * 0.013 + 2e-6 / 0.92),  # one byte, over a tree
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:barrier.*device under current context")
+def test_times_worked_out_by_hand(call, milliseconds):
+    with toy(), vgpu.shapes_only():
+        x = torch.empty(MEGABYTES_8, device="vgpu")
+        parts = list(torch.empty(8, MEGABYTES_8 // 8, device="vgpu").unbind())
+        with vgpu.record(**EXACT) as timeline:
+            call(x, parts)
+        (event,) = collectives(timeline)
+        assert event.duration_s == pytest.approx(milliseconds * MS, rel=1e-9)
+        assert timeline.races == []
+
+
+def test_a_group_inside_a_host_uses_its_link():
+    with toy(), vgpu.shapes_only():
+        mesh = init_device_mesh("vgpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        x = torch.empty(MEGABYTES_8, device="vgpu")
+        with vgpu.record(**EXACT) as timeline:
+            dist.all_reduce(x, group=mesh["tp"].get_group())
+            dist.all_reduce(x, group=mesh["dp"].get_group())
+    inside, between = collectives(timeline)
+    assert (inside.link, inside.ranks) == ("toy link", (0, 1, 2, 3))
+    assert inside.duration_s == pytest.approx((2 * 3 * 0.001 + 2 * 6) * MS)
+    # Four such groups share the host's adapters: each GPU has one.
+    assert (between.link, between.ranks) == ("toy network", (0, 4))
+    assert between.duration_s == pytest.approx((2 * 0.010 + 16) * MS)
+
+
+def test_one_adapter_for_four_gpus_is_shared():
+    network = vgpu.Network("one", 0.5e9, 0.0, "made for this test", adapters_per_host=1)
+    with vgpu.cluster(2, 4, gpu="A100", link=LINK, network=network), vgpu.shapes_only():
+        mesh = init_device_mesh("vgpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        x = torch.empty(MEGABYTES_8, device="vgpu")
+        with vgpu.record(**EXACT) as timeline:
+            dist.broadcast(x, 0, group=mesh["dp"].get_group())
+    assert collectives(timeline)[0].duration_s == pytest.approx(64 * MS)
+
+
+def test_the_current_stream_waits_and_work_in_between_does_not():
+    with toy(), vgpu.shapes_only():
+        x = torch.empty(MEGABYTES_8, device="vgpu")
+        y = torch.empty(MEGABYTES_8, device="vgpu")
+        with vgpu.record(**EXACT) as timeline:
+            work = dist.all_reduce(x, async_op=True)
+            y.add_(1)
+            work.wait()
+            x.add_(1)
+    (sent,) = collectives(timeline)
+    beside, after = [event for event in timeline.events if event.kind == "kernel"]
+    assert sent.start_s == beside.start_s == 0.0
+    assert after.start_s == sent.end_s
+    assert timeline.races == []
+
+
+def test_a_forgotten_wait_is_a_race():
+    with toy(), vgpu.shapes_only():
+        x = torch.empty(MEGABYTES_8, device="vgpu")
+        with vgpu.record(**EXACT) as timeline:
+            dist.all_reduce(x, async_op=True)
+            x.add_(1)
+    (race,) = timeline.races
+    assert (race.operation, race.other_operation) == ("add_", "all_reduce")
+
+
+def test_functional_collectives_wait_when_they_are_used():
+    with toy(), vgpu.shapes_only():
+        x = torch.empty(8, 250_000, device="vgpu")
+        with vgpu.record(**EXACT) as timeline:
+            total = functional.all_reduce(x, "sum", dist.group.WORLD)
+            gathered = all_gather(x, 0, dist.group.WORLD)
+            x + total
+        assert gathered.shape == (64, 250_000)
+    first, second = collectives(timeline)
+    (added,) = [event for event in timeline.events if event.name == "add"]
+    assert added.start_s == first.end_s
+    assert second.start_s == first.end_s  # one after the other on the group's stream
+    assert timeline.races == []
+
+
+def test_sizes_that_do_not_fit():
+    with toy(), vgpu.shapes_only():
+        x = torch.empty(10, device="vgpu")
+        with pytest.raises(ValueError, match="all_gather among 8 ranks gets 10 elements"):
+            dist.all_gather_into_tensor(torch.empty(79, device="vgpu"), x)
+        with pytest.raises(ValueError, match="reduce_scatter among 8 ranks"):
+            dist.reduce_scatter_tensor(torch.empty(2, device="vgpu"), x)
+
+
+# PyTorch's own parallel code
+
+
+def mlp(width=256):
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4)))
+
+
+def step(model, width=256, **changes):
+    x = torch.empty(64, width, device="vgpu")
+    model(x).sum().backward()
+    with vgpu.record(**changes) as timeline:
+        model(x).sum().backward()
+    return timeline
+
+
+def test_ddp_sends_its_buckets_while_it_computes():
+    with toy(), vgpu.shapes_only():
+        model = DistributedDataParallel(mlp().to("vgpu"), bucket_cap_mb=0.3)
+        timeline = step(model, python_launch_s=0.0, engine_launch_s=0.0)
+        assert timeline.races == []
+        sent = [event for event in collectives(timeline) if event.name == "all_reduce"]
+        size_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
+        assert sum(event.size_bytes for event in sent) == size_bytes
+        backward = [e for e in timeline.events if e.kind == "kernel" and e.backward]
+        assert any(e.start_s < sent[0].end_s and e.end_s > sent[0].start_s for e in backward)
+        # DDP copies the sums out of its buckets after the last one has come.
+        copied = [e for e in backward if e.name == "copy" and e.start_s >= sent[-1].end_s]
+        assert copied
+
+
+def test_fsdp_gathers_ahead_and_holds_an_eighth():
+    with toy(), vgpu.shapes_only():
+        model = mlp().to("vgpu")
+        whole = sum(p.numel() * 4 for p in model.parameters())
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+        assert sum(p.to_local().numel() * 4 for p in model.parameters()) == whole / 8
+        timeline = step(model, python_launch_s=0.0, engine_launch_s=0.0)
+        assert timeline.races == []
+        names = [event.name for event in collectives(timeline)]
+        # Four blocks forward, and again backward but the last, which the root does not reshard.
+        assert names.count("all_gather") >= 7
+        assert names.count("reduce_scatter") == 4
+        gathered = [e for e in collectives(timeline) if e.name == "all_gather"]
+        first, second = gathered[:2]
+        work = [e for e in timeline.events if e.kind == "kernel" and e.stream == 0]
+        computing = [e for e in work if e.name == "addmm"]
+        assert second.start_s < computing[0].end_s  # the next block's is under way meanwhile
+        assert computing[0].start_s >= first.end_s
+        assert (
+            sum(e.size_bytes for e in collectives(timeline) if e.name == "reduce_scatter") == whole
+        )
+
+
+def test_tensor_parallel_sends_one_all_reduce_each_way():
+    with toy(), vgpu.shapes_only():
+        mesh = init_device_mesh("vgpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        block = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).to("vgpu")
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
+        x = torch.empty(64, 256, device="vgpu", requires_grad=True)
+        block(x).sum().backward()
+        with vgpu.record() as timeline:
+            y = block(x)
+            forward = len(collectives_so_far())
+            y.sum().backward()
+        sent = collectives(timeline)
+        assert [event.name for event in sent] == ["all_reduce", "all_reduce"]
+        assert forward == 1
+        assert {event.size_bytes for event in sent} == {64 * 256 * 4}
+        assert timeline.races == []
+
+
+def collectives_so_far():
+    from helpers.vgpu.timing import recording
+
+    return [e for e in recording.under_way.clock.events if e.kind == "collective"]
+
+
+def test_dtensor_is_a_shape():
+    with toy(), vgpu.shapes_only():
+        mesh = init_device_mesh("vgpu", (8,))
+        made = distribute_tensor(torch.empty(80, 4, device="vgpu"), mesh, [Shard(0)])
+        assert made.to_local().shape == (10, 4)
+        assert made.full_tensor().shape == (80, 4)
+        assert str(made.device) == "vgpu:0"
+
+
+def test_integers_on_the_host_keep_their_values():
+    with toy(), vgpu.shapes_only():
+        assert torch.arange(3).tolist() == [0, 1, 2]
+        assert torch.zeros(2, dtype=torch.int64).tolist() == [0, 0]
+        assert vgpu.is_shape(torch.zeros(2))
+        assert vgpu.is_shape(torch.arange(3).to("vgpu"))
