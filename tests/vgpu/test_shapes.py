@@ -285,3 +285,20 @@ def test_fused_attention_of_shapes_keeps_no_scores_and_counts_its_flops(dtype):
     product = 2 * batch * heads * length * length * width
     forward, backward = (e.flop for e in timeline.events if e.flop)
     assert (forward, backward) == (2 * product, 5 * product)
+
+
+def test_a_shape_whose_storage_is_resized_leaves_others_as_they_are():
+    with vgpu.shapes_only():
+        a, b = torch.empty(1000, device="vgpu:0"), torch.empty(1000, device="vgpu:0")
+        before = torch.vgpu.memory_allocated(0)
+        view = a[10:]
+        assert view.untyped_storage()._cdata == a.untyped_storage()._cdata
+        assert b.untyped_storage()._cdata != a.untyped_storage()._cdata
+        a.untyped_storage().resize_(0)
+        assert torch.vgpu.memory_allocated(0) == before - 4096
+        assert b.untyped_storage().nbytes() == 4096
+        c = b + b
+        assert torch.vgpu.memory_allocated(0) == before
+        a.untyped_storage().resize_(4000)
+        assert torch.vgpu.memory_allocated(0) == before + 4096
+        assert c.shape == a.shape

@@ -91,7 +91,10 @@ def cluster(
         stack.enter_context(mock.patch.object(recorder, "assumed", known))
         stack.callback(_leave)
         dist.init_process_group(
-            groups.BACKEND, store=_store(), rank=rank, world_size=made.world_size
+            f"{gpus.DEVICE_TYPE}:{groups.BACKEND}",  # for no CPU tensors, as with NCCL
+            store=_store(),
+            rank=rank,
+            world_size=made.world_size,
         )
         yield made
 

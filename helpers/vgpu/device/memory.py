@@ -153,12 +153,14 @@ class DeviceMemory:
 class Block:
     """The bytes of one storage; they return to the device when the block is collected."""
 
-    __slots__ = ("made", "memory", "operation", "size_bytes", "uses")
+    __slots__ = ("__weakref__", "made", "memory", "operation", "size_bytes", "storage", "uses")
 
     def __init__(self, memory: DeviceMemory, size_bytes: int, operation: str) -> None:
         self.memory = memory
         self.size_bytes = size_bytes
         self.operation = operation
+        # Of a shape, once it is asked for: other blocks have storages of values.
+        self.storage: Any = None
         # In a recording of virtual time: the operation it was made for, and who has used it since
         # (races.py).
         self.made: Any = None

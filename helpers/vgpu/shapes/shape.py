@@ -3,6 +3,7 @@
 What it has no values for raises a :class:`NoValueError`.
 """
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,20 @@ class ShapeTensor(VirtualTensor):
         if len(types) > 1 and around_shapes(types):
             return NotImplemented
         return runner(func, args, kwargs or {})
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """One for each block, with its rounded size: it tells which shapes share memory.
+
+        The tensor inside has none of its own, since all shapes of a kind share it.
+        """
+        block = self._block
+        if block is None:
+            return torch.UntypedStorage(self._inner.untyped_storage().nbytes(), device="meta")
+        if block.storage is None:
+            block.storage = torch.UntypedStorage(block.size_bytes, device="meta")
+            block.storage._vgpu_block = weakref.proxy(block)
+        storage: torch.UntypedStorage = block.storage
+        return storage
 
     def numpy(self, *, force: bool = False) -> NDArray[Any]:
         raise no_value(self, "numpy()")

@@ -119,6 +119,8 @@ def test_values_are_not_sent():
             dist.all_reduce(torch.ones(2, device="vgpu"))
         with pytest.raises(RuntimeError, match=r"[Nn]o backend"):
             dist.all_reduce(torch.ones(2))
+        with pytest.raises(RuntimeError, match=r"[Nn]o backend"):
+            dist.all_reduce(torch.ones(2), group=dist.new_group([0, 1]))
         with vgpu.shapes_only(), pytest.raises(RuntimeError, match="all_reduce of a tensor on the"):
             dist.all_reduce(torch.empty(2))
 
@@ -332,3 +334,20 @@ def test_integers_on_the_host_keep_their_values():
         assert torch.zeros(2, dtype=torch.int64).tolist() == [0, 0]
         assert vgpu.is_shape(torch.zeros(2))
         assert vgpu.is_shape(torch.arange(3).to("vgpu"))
+
+
+def test_fsdp_frees_what_it_has_gathered():
+    with toy(), vgpu.shapes_only():
+        model = mlp(512).to("vgpu")
+        one_block = sum(p.numel() * 4 for p in model[0].parameters())
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+        x = torch.empty(8, 512, device="vgpu")
+        before = torch.vgpu.memory_allocated()
+        torch.vgpu.reset_peak_memory_stats()
+        with torch.no_grad():
+            model(x)
+        # Two blocks at once, each gathered into a buffer and copied out, and small activations.
+        assert torch.vgpu.max_memory_allocated() - before < 4.5 * one_block
+        assert torch.vgpu.memory_allocated() - before < 0.1 * one_block
