@@ -97,6 +97,14 @@ def _counted(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return compute(func, args, kwargs)
 
 
+def _counted_flat(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """NCCL reads the one large tensor as a row of numbers; gloo would cut its first dimension."""
+    large, small, *others = args
+    flat = [t.view(-1) if t.is_contiguous() else t for t in (large, small)]
+    _, work = _counted(func, (*flat, *others), kwargs)
+    return large, work
+
+
 _NAMES = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -148,3 +156,6 @@ def operators() -> list[str]:
 
 
 rules.use_handlers(dict.fromkeys(operators(), _counted))
+rules.use_handlers(
+    dict.fromkeys(("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"), _counted_flat)
+)

@@ -250,3 +250,23 @@ def test_disabling_leaves_no_trace_in_torch_distributed():
         assert dist.get_default_backend_for_device("vgpu:0") == "vccl"
     after = dict(dist.Backend.default_device_backend_map), list(dist.Backend.backend_list)
     assert after == before and not hasattr(dist.Backend, "VCCL")
+
+
+def test_one_large_tensor_is_read_as_nccl_reads_it():
+    """As a row of numbers, whatever its shape; SyncBatchNorm gathers into one of shape (1, n)."""
+    main = cell(
+        """
+        def main(rank, world_size):
+            gpu = torch.device("vgpu", rank)
+            row = torch.full((2, 3), float(rank), device=gpu)
+            gathered = torch.empty(1, 12, device=gpu)
+            dist.all_gather_into_tensor(gathered, row)
+            mine = torch.empty(3, 2, device=gpu)
+            dist.reduce_scatter_tensor(mine, torch.arange(12.0, device=gpu).reshape(1, 12))
+            return gathered.cpu(), mine.cpu()
+        """
+    )["main"]
+    for rank, (gathered, mine) in enumerate(launch.run(main, 2, gpu="V100")):
+        assert gathered.tolist() == [[0.0] * 6 + [1.0] * 6]
+        expected = 2 * torch.arange(6.0 * rank, 6.0 * rank + 6).reshape(3, 2)
+        torch.testing.assert_close(mine, expected, rtol=0, atol=0)
