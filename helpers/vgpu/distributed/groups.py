@@ -10,7 +10,7 @@ Left out: what only NCCL offers (nccl_only.py).
 
 import collections
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from helpers.vgpu.device import gpus
 from helpers.vgpu.dispatch import rules
 from helpers.vgpu.dispatch.operations import compute
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator, named_arguments
+from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.distributed.nccl_only import BACKEND
 
 # Operators of process groups, whose calls and bytes are counted.
@@ -94,7 +95,24 @@ def _counted(func: Operator, args: Args, kwargs: Kwargs) -> Any:
             "block"
         )
     tally.add(name, _bytes_put_in(func, args, kwargs))
-    return compute(func, args, kwargs)
+    given = {id(tensor._inner): tensor for tensor in _virtual_tensors(args)}
+    return _given_back(compute(func, args, kwargs), given)
+
+
+def _given_back(result: Any, given: dict[int, VirtualTensor]) -> Any:
+    """A collective hands back what it has written to, and autograd warns there if that needs a
+    gradient; c10d's schemas do not say which argument it is."""
+    if isinstance(result, list | tuple):
+        return type(result)(_given_back(part, given) for part in result)
+    return given.get(id(result._inner), result) if type(result) is VirtualTensor else result
+
+
+def _virtual_tensors(values: Iterable[Any]) -> Iterator[VirtualTensor]:
+    for value in values:
+        if type(value) is VirtualTensor:
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _virtual_tensors(value)
 
 
 def _counted_flat(func: Operator, args: Args, kwargs: Kwargs) -> Any:

@@ -270,3 +270,22 @@ def test_one_large_tensor_is_read_as_nccl_reads_it():
         assert gathered.tolist() == [[0.0] * 6 + [1.0] * 6]
         expected = 2 * torch.arange(6.0 * rank, 6.0 * rank + 6).reshape(3, 2)
         torch.testing.assert_close(mine, expected, rtol=0, atol=0)
+
+
+def test_a_parameter_in_a_collective_is_warned_of_as_on_the_cpu():
+    main = cell(
+        """
+        def main(rank, world_size):
+            said = []
+            for device in torch.device("cpu"), torch.device("vgpu", rank):
+                parameter = torch.nn.Parameter(torch.ones(2, device=device))
+                dist.broadcast(parameter, src=0)
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    parameter.sum().backward()
+                said.append(["autograd kernel was not" in str(w.message) for w in caught])
+            return said
+        """
+    )["main"]
+    for on_cpu, on_gpu in launch.run(main, 2, gpu="V100"):
+        assert on_gpu == on_cpu == [True]
