@@ -3,5 +3,6 @@
 from helpers.launch.errors import LaunchError, RankDied, RankRaised, RanksHung
 from helpers.launch.launcher import run
 from helpers.launch.rank import report
+from helpers.launch.team import warm_up
 
-__all__ = ["LaunchError", "RankDied", "RankRaised", "RanksHung", "report", "run"]
+__all__ = ["LaunchError", "RankDied", "RankRaised", "RanksHung", "report", "run", "warm_up"]

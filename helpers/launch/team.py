@@ -224,6 +224,14 @@ class Team:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
+def warm_up() -> None:
+    """Begin to import torch for the ranks, in the background: the first run then starts at once.
+
+    Returns immediately. Nothing happens where the system has no forkserver (Windows).
+    """
+    _context()
+
+
 def _context() -> Any:
     """How to start processes: from a forkserver that has imported torch, if the system has one."""
     if "forkserver" not in multiprocessing.get_all_start_methods():

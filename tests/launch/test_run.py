@@ -1,5 +1,6 @@
 """launch.run hands a cell's function to processes and brings its results back."""
 
+import multiprocessing.forkserver
 import os
 import threading
 
@@ -34,6 +35,16 @@ def test_results_come_in_rank_order_and_the_group_is_ready():
     assert all(torch.equal(r["total"], torch.tensor([30.0])) for r in results)
     if torch.cuda.device_count() < 3:
         assert {r["backend"] for r in results} == {"gloo"}
+
+
+def test_warming_up_starts_the_process_that_ranks_come_from():
+    source = "def main(rank, world_size): return rank"
+    server = multiprocessing.forkserver._forkserver
+    launch.warm_up()
+    started = server._forkserver_pid
+    launch.warm_up()
+    run(source, 1)
+    assert started is not None and server._forkserver_pid == started
 
 
 def test_what_the_function_refers_to_travels_along():

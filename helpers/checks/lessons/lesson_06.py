@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from helpers.calls import answer_counted, counted_on_gpu
 from helpers.checks.core import Wrong, exercise, expect_close
 from helpers.checks.describing import describe
-from helpers.checks.on_ranks import GPU, answer_counted, counted_on_gpu, on_ranks
+from helpers.checks.on_ranks import GPU, on_ranks
 
 
 @exercise("6.1", "all_reduce out of two halves")

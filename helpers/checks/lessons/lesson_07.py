@@ -13,8 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from helpers.calls import counted_on_gpu, own_gpu
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
-from helpers.checks.on_ranks import counted, on_ranks
+from helpers.checks.on_ranks import GPU, on_ranks
 
 
 @exercise("7.1", "DDP by hand")
@@ -31,6 +32,7 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
             torch.manual_seed(rank)
             module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
             module.register_buffer("scale", torch.rand(1) + 0.5)
+            module.to(own_gpu())
             wrapped = wrap(module) if wrap else module
             if not isinstance(wrapped, nn.Module):
                 raise TypeError(f"HandmadeDDP gave {wrapped!r}; it must be a module")
@@ -38,10 +40,11 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
                 raise TypeError(
                     "HandmadeDDP is PyTorch's own DDP; write yours from broadcast and all_reduce"
                 )
-            start = [tensor.clone() for tensor in module.state_dict().values()]
+            start = [tensor.cpu() for tensor in module.state_dict().values()]
             optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
             after = []
-            for own_x, own_y in zip(x[:, rank::world_size], y[:, rank::world_size], strict=True):
+            parts = (part[:, rank::world_size].to(own_gpu()) for part in (x, y))
+            for own_x, own_y in zip(*parts, strict=True):
                 optimizer.zero_grad()
                 out = wrapped(own_x) * module.scale
                 with warnings.catch_warnings(record=True) as caught:
@@ -53,19 +56,19 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
                         "backward knows nothing of collectives: send parameter.data"
                     )
                 optimizer.step()
-                after.append(nn.utils.parameters_to_vector(module.parameters()).detach())
+                after.append(nn.utils.parameters_to_vector(module.parameters()).detach().cpu())
             return start, after
 
         def run_counted(
             rank: int, world_size: int, x: torch.Tensor, y: torch.Tensor, wrap: Any
         ) -> Any:
-            return counted(rank, world_size, steps_of, x, y, wrap)
+            return counted_on_gpu(rank, world_size, steps_of, x, y, wrap)
 
         given = (
             f"{ranks} ranks with seeds of their own, 3 steps of {len(x[0]) // ranks} samples each"
         )
-        results = on_ranks(run_counted, ranks, x, y, answer, given=given)
-        [(single, steps)] = on_ranks(steps_of, 1, x, y, None, given=given)
+        results = on_ranks(run_counted, ranks, x, y, answer, given=given, gpu=GPU)
+        [(single, steps)] = on_ranks(steps_of, 1, x, y, None, given=given, gpu=GPU)
         # A module's own buffers stand first in its state_dict.
         names = ["the buffer"] + ["a parameter"] * 4
         for rank, ((start, _), _) in enumerate(results):
@@ -128,8 +131,8 @@ def sum_or_average(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, 
         ) -> torch.Tensor:
             model = nn.Linear(3, 1, bias=False)
             model.weight.data.copy_(weight)
-            parallel = DistributedDataParallel(model)
-            own_x, own_y = x.split(sizes)[rank], y.split(sizes)[rank]
+            parallel = DistributedDataParallel(model.to(own_gpu()))
+            own_x, own_y = (part.split(sizes)[rank].to(own_gpu()) for part in (x, y))
             loss = answer((parallel(own_x)[:, 0] - own_y).square())
             if not isinstance(loss, torch.Tensor):
                 raise TypeError(f"loss_for_ddp returned {loss!r}; it must return a tensor")
@@ -143,7 +146,10 @@ def sum_or_average(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, 
                 )
             if model.weight.grad is None:
                 raise ValueError("backward() left no gradient: is the loss detached?")
-            return model.weight.grad
+            return model.weight.grad.cpu()
+
+        def run_counted(rank: int, world_size: int, *args: Any) -> torch.Tensor:
+            return counted_on_gpu(rank, world_size, gradient, *args)[0]
 
         given = f"{ranks} ranks with {', '.join(map(str, sizes))} samples"
         # (samples, features): the gradient of each sample's squared error.
@@ -161,7 +167,7 @@ def sum_or_average(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, 
             "DDP divides by the world size once more, so this gradient is too small by that "
             "factor.": expected[0] / ranks,
         }
-        for yours in on_ranks(gradient, ranks, x, y, weight, sizes, given=given):
+        for yours in on_ranks(run_counted, ranks, x, y, weight, sizes, given=given, gpu=GPU):
             hint = "Compare with (sum of all losses on all ranks) / (number of all samples)."
             for reason, wrong in usual.items():
                 if torch.allclose(yours[0], wrong, rtol=1e-4, atol=1e-6):
@@ -245,7 +251,7 @@ def accumulate_and_send_once(
             """Gradients and bytes sent after each accumulation; the largest forward, in samples."""
             model = nn.Linear(6, 1, bias=False)
             model.weight.data.copy_(weight)
-            parallel = DistributedDataParallel(model)
+            parallel = DistributedDataParallel(model.to(own_gpu()))
             bytes_sent, largest = [0], [0]
             world = dist.group.WORLD
             assert world is not None
@@ -264,16 +270,17 @@ def accumulate_and_send_once(
             gradients: list[torch.Tensor] = []
             for turn in range(2):
                 model.weight.grad = None
-                answer(parallel, list(zip(x[turn, rank], y[turn, rank], strict=True)))
+                parts = (part[turn, rank].to(own_gpu()) for part in (x, y))
+                answer(parallel, list(zip(*parts, strict=True)))
                 if model.weight.grad is None:
                     raise ValueError("accumulate left no gradient: nothing was called backward on")
-                gradients.append(model.weight.grad.clone())
+                gradients.append(model.weight.grad.cpu())
                 bytes_sent.append(0)
             return gradients, bytes_sent[:-1], largest[0]
 
         weight = torch.randn(1, 6)
         given = f"{ranks} ranks, {count} micro-batches of {size} samples"
-        results = on_ranks(accumulate_twice, ranks, x, y, weight, given=given)
+        results = on_ranks(accumulate_twice, ranks, x, y, weight, given=given, gpu=GPU)
         for turn in range(2):
             flat_x, flat_y = x[turn].flatten(0, 2), y[turn].flatten(0, 2)
             expected = 2 * ((flat_x @ weight.T - flat_y) * flat_x).mean(0, keepdim=True)

@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from helpers import devices
+from helpers.calls import counted
 from helpers.checks.core import Wrong, exercise, for_input
-from helpers.checks.on_ranks import counted, on_ranks
+from helpers.checks.on_ranks import on_ranks
 from helpers.memory import Moment, StepRecord, peaks_during
 from helpers.units import format_bytes
 

@@ -4,7 +4,7 @@ from broken_claims import Broken
 
 BY_HAND = {"claim": "C07", "cell": "by-hand-proved"}
 REAL = {"claim": "C07", "cell": "run-the-real-one"}
-REAL_RUN = "enumerate(launch.run(on_a_rank, world_size, DDP))"
+REAL_RUN = 'enumerate(launch.run(on_a_rank, world_size, DDP, gpu="V100"))'
 DEAL = "[DistributedSampler(range(length), world_size, rank, **options)"
 
 
@@ -75,7 +75,12 @@ BROKEN = [
         "C15",
         "buffers stay on their ranks",
         cell="buffers-at-init",
-        edits=[("running_mean, 2, True)", "running_mean, 2, False)")],
+        edits=[
+            (
+                'together, separate = launch.run(running_mean, 2, True, gpu="V100")',
+                'together, separate = launch.run(running_mean, 2, False, gpu="V100")',
+            )
+        ],
     ),
     Broken(
         "C15",
@@ -125,8 +130,8 @@ BROKEN = [
         cell="unequal-hang",
         edits=[
             (
-                "    for _ in range(3 + rank):\n        model(torch.ones(2, 3))",
-                "    for _ in range(3):\n        model(torch.ones(2, 3))",
+                "    for _ in range(3 + rank):\n        model(x)",
+                "    for _ in range(3):\n        model(x)",
             )
         ],
     ),
@@ -134,6 +139,6 @@ BROKEN = [
         "C21",
         "the other host's share of the training is lost",
         cell="resume-the-run",
-        edits=[("launch.run(train, 2, cut_run)", "launch.run(train, 2, cut_run, 5)")],
+        edits=[("launch.run(train, 2, cut_run, ", "launch.run(train, 2, cut_run, 4, ")],
     ),
 ]

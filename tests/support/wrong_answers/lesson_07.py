@@ -21,7 +21,7 @@ _AVERAGE = "dist.all_reduce(p.grad); p.grad /= dist.get_world_size()"
 _LOSS = "def loss_for_ddp(losses):\n    "
 _COUNT = (
     "def loss_for_ddp(losses):\n"
-    "    count = torch.tensor(float(len(losses)))\n"
+    "    count = losses.new_tensor(len(losses))\n"
     "    dist.all_reduce(count)\n"
     "    return "
 )
@@ -70,6 +70,10 @@ WRONG = {
             ),
             "send parameter.data",
         ),
+        (
+            _HANDMADE.format(start=_SEND.replace("tensor,", "tensor.cpu(),"), hook=_AVERAGE),
+            "broadcast was given a CPU tensor, and NCCL carries only what is on the rank's GPU",
+        ),
         ("HandmadeDDP = DDP", "write yours from broadcast"),
         ("def HandmadeDDP(module):\n    pass", "it must be a module"),
     ],
@@ -78,6 +82,10 @@ WRONG = {
         (_LOSS + "return losses.mean() * dist.get_world_size()", "usual mistake"),
         (_LOSS + "return losses.sum()", "These are sums"),
         (_LOSS + "return losses.sum() * dist.get_world_size()", "Nothing has been divided"),
+        (
+            _COUNT.replace("losses.new_tensor(", "torch.tensor(1.0 * ") + "losses.sum() / count",
+            "all_reduce was given a CPU tensor",
+        ),
         (_COUNT + "losses.sum() / count", "too small by that factor"),
         (_COUNT + "losses.sum() * dist.get_world_size()", "Nothing has been divided"),
         (_COUNT + "losses.mean() * count", "Compare with"),
@@ -93,7 +101,7 @@ WRONG = {
         (_COUNT + "losses.sum().detach() / count", "does not require grad"),
         (_COUNT + "losses.sum() / cuont", "line 4 of your cell"),
         (
-            _LOSS + "if dist.get_rank() == 0:\n        dist.all_reduce(torch.ones(1))\n"
+            _LOSS + "if dist.get_rank() == 0:\n        dist.all_reduce(losses.new_ones(1))\n"
             "    return losses.mean()",
             "not every rank returned",
         ),
