@@ -13,8 +13,9 @@ import csv
 import io
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 
 from teaching import lessons
 from teaching.handed_in import Learner, answers, handed_in, printable
-from teaching.limits import Judged, Limits, NotPrepared, judged
+from teaching.limits import Judged, Limits, NotPrepared, Stopped, judged
 
 MARKS = {
     "right": "✓",
@@ -32,6 +33,7 @@ MARKS = {
     "missing": "-",
     "too slow": "T",
     "too much memory": "M",
+    "not judged": "?",
 }
 
 
@@ -45,8 +47,13 @@ class Verdict:
     message: str = ""
 
 
-def judge(who: str, notebook: Path, lesson: Path, limits: Limits) -> list[Verdict]:
-    """The verdicts on all exercises of one learner's lesson, whatever happens."""
+def judge(
+    who: str, notebook: Path, lesson: Path, limits: Limits, stop: threading.Event
+) -> list[Verdict]:
+    """The verdicts on all exercises of one learner's lesson, whatever happens.
+
+    What has none when ``stop`` is set is "not judged".
+    """
     ids = lessons.exercise_ids(lesson)
     verdicts = {name: Verdict(who, name, "missing", "its cells are gone") for name in ids}
     try:
@@ -54,10 +61,14 @@ def judge(who: str, notebook: Path, lesson: Path, limits: Limits) -> list[Verdic
     except ValueError as error:
         return [Verdict(who, name, "missing", printable(str(error))) for name in ids]
     try:
-        for result in _judged(lesson, waiting, limits):
+        for result in _judged(lesson, waiting, limits, stop):
             status = result.status if result.status in MARKS else "error"
             message = printable(result.message)
             verdicts[result.exercise] = Verdict(who, result.exercise, status, message)
+    except Stopped:
+        for name in waiting:
+            if verdicts[name].status == "missing":
+                verdicts[name] = Verdict(who, name, "not judged", "stopped before its verdict")
     except Exception as error:
         # Nothing that one learner hands in may end the run: the others want their verdicts.
         message = printable(f"could not be judged: {type(error).__name__}: {error}")
@@ -67,13 +78,15 @@ def judge(who: str, notebook: Path, lesson: Path, limits: Limits) -> list[Verdic
     return [verdicts[name] for name in ids]
 
 
-def _judged(lesson: Path, answers: dict[str, list[str]], limits: Limits) -> Iterator[Judged]:
+def _judged(
+    lesson: Path, answers: dict[str, list[str]], limits: Limits, stop: threading.Event
+) -> Iterator[Judged]:
     """One result for each answer. An answer that ends the process leaves the others a new one."""
     waiting = dict(answers)
     earlier: dict[str, list[str]] = {}
     while waiting:
         try:
-            with closing(judged(lesson, dict(waiting), earlier, limits)) as results:
+            with closing(judged(lesson, dict(waiting), earlier, limits, stop)) as results:
                 for result in results:
                     if earlier and result.status == "error" and not result.survived:
                         # An earlier answer may have left what did it: once more, without those.
@@ -94,14 +107,22 @@ def _judged(lesson: Path, answers: dict[str, list[str]], limits: Limits) -> Iter
 def check_class(folder: Path, limits: Limits, jobs: int = 1) -> list[Verdict]:
     """The verdicts on everything that a class handed in, learner by learner.
 
-    A learner without any lesson has one verdict, of no exercise. Raises ValueError for a folder
-    without a class.
+    A learner without any lesson has one verdict, of no exercise. After Ctrl-C the rest is "not
+    judged". Raises ValueError for a folder without a class.
     """
     learners = handed_in(folder)
-    work = [(each.who, copy, lesson) for each in learners for copy, lesson in each.copies]
+    stop = threading.Event()
     with ThreadPoolExecutor(jobs) as pool:
-        done = pool.map(lambda item: judge(item[0], item[1], item[2], limits), work)
-        verdicts = [verdict for found in done for verdict in found]
+        work = [
+            pool.submit(judge, each.who, copy, lesson, limits, stop)
+            for each in learners
+            for copy, lesson in each.copies
+        ]
+        try:
+            wait(work)
+        except KeyboardInterrupt:
+            stop.set()
+        verdicts = [verdict for done in work for verdict in done.result()]
     return verdicts + [_nothing(each) for each in learners if not each.copies]
 
 
@@ -163,6 +184,9 @@ def main(arguments: list[str] | None = None) -> None:
         if options.csv:
             write_csv(options.csv, verdicts)
             print(f"{options.csv}: {len(verdicts)} verdicts with their messages")
+        left = sum(verdict.status == "not judged" for verdict in verdicts)
+        if left:
+            sys.exit(f"class_check: stopped; {left} of {len(verdicts)} exercises are not judged")
     except (OSError, ValueError) as error:
         sys.exit(f"class_check: {error}")
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections import deque
@@ -51,16 +52,25 @@ class NotPrepared(Exception):
     """The process ended, or the lesson's own cells failed, before an exercise began."""
 
 
+class Stopped(Exception):
+    """Nothing more is to be judged."""
+
+
 def judged(
-    lesson: Path, todo: dict[str, list[str]], earlier: dict[str, list[str]], limits: Limits
+    lesson: Path,
+    todo: dict[str, list[str]],
+    earlier: dict[str, list[str]],
+    limits: Limits,
+    stop: threading.Event,
 ) -> Generator[Judged, None, None]:
     """Judge answers, given as cells by exercise id, one after the other, as they come.
 
     Later ones may use the names of those in ``earlier``, which have been judged. The answer that
-    breaks a limit or ends the process is the last one. Raises NotPrepared.
+    breaks a limit or ends the process is the last one. Raises NotPrepared, and Stopped once ``stop``
+    is set.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        judge = _Judge(lesson, todo, earlier, limits, Path(folder))
+        judge = _Judge(lesson, todo, earlier, limits, Path(folder), stop)
         try:
             for name in todo:
                 judge.wait_for_begin(name)
@@ -81,8 +91,10 @@ class _Judge:
         earlier: dict[str, list[str]],
         limits: Limits,
         folder: Path,
+        stop: threading.Event,
     ) -> None:
         self.limits = limits
+        self._stop = stop
         self._mark = uuid.uuid4().hex
         self._reports = folder / "reports"
         self._read = 0
@@ -141,6 +153,8 @@ class _Judge:
             ended = self.process.poll() is not None
             self._waiting += self._new_reports()
             if not self._waiting and not ended:
+                if self._stop.is_set():
+                    raise Stopped
                 time.sleep(LOOK_EVERY_S)
             while self._waiting:
                 yield self._waiting.popleft()

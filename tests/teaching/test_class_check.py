@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -85,6 +86,36 @@ def test_an_answer_that_ends_the_process_or_prints_is_reported_and_the_rest_goes
     assert found["one", "4.1"].status == "error" and "exit code 3" in found["one", "4.1"].message
     assert found["one", "4.2"].status == "error" and "batch_for_all" in found["one", "4.2"].message
     assert found["one", "4.3"].status == "error" and "SystemExit" in found["one", "4.3"].message
+
+
+def test_ctrl_c_leaves_a_whole_table_of_what_was_judged(tmp_path):
+    begun, results = tmp_path / "begun", tmp_path / "results.csv"
+    endless = f"open({str(begun)!r}, 'w').close()\nwhile True: pass"
+    right = lessons.solution(LESSON, "4.1")
+    hand_in(tmp_path / "class", "ann", {"4.1": right})
+    hand_in(tmp_path / "class", "bob", {"4.1": right, "4.2": endless})
+    hand_in(tmp_path / "class", "cy", {"4.1": right})
+    run = subprocess.Popen(
+        [sys.executable, "-m", "teaching.class_check", tmp_path / "class", "--csv", results],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell ignores the signal for what it starts in the background, tests included.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    while not begun.exists():
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    shown, errors = run.communicate()
+    read = csv.DictReader(results.read_text("utf-8").splitlines())
+    rows = {(row["who"], row["exercise"]): row["status"] for row in read}
+    ids = lessons.exercise_ids(LESSON)
+    assert set(rows) == {(who, name) for who in ("ann", "bob", "cy") for name in ids}
+    assert rows["ann", "4.1"] == rows["bob", "4.1"] == "right"
+    assert {rows["bob", "4.2"], rows["cy", "4.1"], rows["cy", "4.2"]} == {"not judged"}
+    assert run.returncode == 1 and "? not judged" in shown
+    assert f"stopped; {2 * len(ids) - 1} of {3 * len(ids)} exercises are not judged" in errors
 
 
 def test_cells_that_are_gone_files_that_are_broken_and_the_newest_copy(tmp_path):
