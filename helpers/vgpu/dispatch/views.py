@@ -13,14 +13,18 @@ from typing import Any
 
 import torch
 
-# Methods that change sizes and strides and leave the memory as it is.
-RESHAPING = ("as_strided_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_")
+# Methods that change sizes and strides; the second ones may change how much memory there is, too.
+_RESHAPING = ("as_strided_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_")
+_RESIZING = ("resize_", "resize_as_")
+RESHAPING = _RESHAPING + _RESIZING
 
 _creation = torch._C._autograd.CreationMeta
 
 
 def keeping_views(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A method of ``RESHAPING`` after which every view still shows the same elements."""
+
+    resizes = method.__name__ in _RESIZING
 
     @functools.wraps(method)
     def reshaped(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -29,7 +33,7 @@ def keeping_views(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
             for view in _views_of(self):
                 if _follows(view, self):
                     _take_by_strides(view, self, view)
-        if base is None or not _follows(self, base) or _refuses_changes(base):
+        if base is None or resizes or not _follows(self, base) or _refuses_changes(base):
             return method(self, *args, **kwargs)
         probe = method(self.data, *args, **kwargs)
         if not _looks_like(self, probe):
@@ -54,14 +58,19 @@ def _follows(view: torch.Tensor, base: torch.Tensor) -> bool:
     """Whether autograd takes the history of a view from its base, by size and strides on the CPU."""
     if torch._C._autograd._get_creation_meta(view) != _creation.DEFAULT:
         return False  # autograd refuses it after the change
-    if base.layout is not torch.strided or view.dtype != base.dtype:
+    if base.layout is not torch.strided or (view.dtype != base.dtype and not _is_part(view, base)):
         return False  # autograd replays it on the CPU, too
-    if view.is_conj() != base.is_conj():
+    if view.is_conj() != base.is_conj() or view.is_neg() != base.is_neg():
         return False  # likewise
     try:
         return not (view.requires_grad and view.is_leaf)
     except RuntimeError:
         return False  # of an earlier shape of the base: only a graph still has it
+
+
+def _is_part(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether the view shows real or imaginary parts of its base."""
+    return base.is_complex() and not base.is_conj() and view.dtype is base.dtype.to_real()
 
 
 def _refuses_changes(base: torch.Tensor) -> bool:
@@ -76,7 +85,8 @@ def _take_by_strides(view: Any, base: Any, like: Any) -> None:
     """
     geometry = like.size(), like.stride(), like.storage_offset()
     with torch.enable_grad():
-        same = base.as_strided(*geometry)
+        parts: Any = torch.view_as_real(base) if _is_part(view, base) else base
+        same = parts.as_strided(*geometry)
     inner = same._inner if view._inner.is_meta else view._inner.as_strided(*geometry)
     if view.retains_grad or (view.is_leaf and view.grad is not None):
         raise RuntimeError(

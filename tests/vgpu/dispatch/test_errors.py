@@ -310,5 +310,5 @@ def test_compiling_what_is_virtual_is_refused_clearly():
     def double(x):
         return 2 * x
 
-    with pytest.raises(NotImplementedError, match="argument is on vgpu:1: call the function"):
+    with pytest.raises(NotImplementedError, match="argument is on vgpu:1: call what was"):
         double(on(1, 2))

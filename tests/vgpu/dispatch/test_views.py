@@ -99,6 +99,22 @@ def transposed_view_of_a_base_that_was_given_other_data(x):
     return view.square().sum()
 
 
+def resized_base(x):
+    base = torch.zeros(4, 3, device=x.device)
+    row = base[1]
+    base.resize_(6)
+    base.copy_(x.reshape(-1)[:6])
+    return (row * weights(3, like=x)).sum()
+
+
+def imaginary_part_of_a_transposed_base(x):
+    base = torch.complex(x[:3], x[:3] * 2)
+    part = base.imag
+    base.t_()
+    part.mul_(3)
+    return (part * weights(3, 3, like=x)).sum() + (base.abs() * weights(3, 3, like=x)).sum()
+
+
 PROGRAMS = [
     transposed_base,
     row_written_after_the_base_was_transposed,
@@ -108,6 +124,8 @@ PROGRAMS = [
     restrided_base,
     view_squeezed_before_its_base_requires_a_gradient,
     complex_base,
+    imaginary_part_of_a_transposed_base,
+    resized_base,
     values_of_a_sparse_base,
     view_of_a_base_that_was_given_other_data,
     transposed_view_of_a_base_that_was_given_other_data,
