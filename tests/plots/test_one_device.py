@@ -36,6 +36,7 @@ def test_memories_hold_each_tensor_once(shown):
     assert drawn.count("x  (3,)") == 1 and "y, z  (3,)" in drawn and ".to" in drawn
     with pytest.raises(ValueError, match="not in list"):
         plots.memories({"x": y}, gpus[:1])
+    assert not plt.get_fignums(), "a figure that cannot be drawn is not left open"
 
 
 def test_relabelled_cards_are_joined_to_their_ordinals(shown):

@@ -22,6 +22,7 @@ def memories(
     copies: pairs of names, from and to. Two names of one tensor share a box.
     """
     devices = [torch.device("cpu"), *gpus]
+    places = _in_memories(tensors, devices)
     made, axes = figure(width=7.5, height=2.3)
     axes.set(xlim=(0, 3 * len(devices)), ylim=(0.1, 3.1))
     axes.set_axis_off()
@@ -30,7 +31,6 @@ def memories(
         corner = (3 * column + 0.25, 0.75)
         axes.add_patch(FancyBboxPatch(corner, 2.5, 1.7, fc="#F5F5F5", ec="#999999", **_BOX))
         axes.text(3 * column + 1.5, 2.62, name, ha="center", fontsize=10)
-    places = _in_memories(tensors, devices)
     for (x, y), names in places.items():
         colour = COLOURS["orange" if x < 3 else "blue"]
         axes.add_patch(FancyBboxPatch((x - 0.9, y - 0.25), 1.8, 0.5, fc="white", ec=colour, **_BOX))
