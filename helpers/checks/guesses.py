@@ -136,5 +136,5 @@ def _text(value: Any, unit: str) -> str:
 
 def _number(value: Any) -> str:
     if isinstance(value, list | tuple):
-        return ", ".join(map(_number, value))
+        return ", ".join(map(_number, value)) or "an empty list"
     return f"{value:.3g}" if isinstance(value, float) else str(value)

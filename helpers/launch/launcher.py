@@ -4,7 +4,8 @@ def hello(rank, world_size):
     print("hello from rank", rank)
     return rank
 
-launch.run(hello, 4)    # [0, 1, 2, 3]
+launch.run(hello, 4)                # [0, 1, 2, 3]
+launch.run(hello, 4, gpu="V100")    # each rank with a GPU of its own, real or virtual
 """
 
 import linecache

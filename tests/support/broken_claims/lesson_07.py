@@ -139,6 +139,6 @@ BROKEN = [
         "C21",
         "the other host's share of the training is lost",
         cell="resume-the-run",
-        edits=[("launch.run(train, 2, cut_run, ", "launch.run(train, 2, cut_run, 4, ")],
+        edits=[("launch.run(train, 2, cut_run, ", "launch.run(train, 2, cut_run, 3, ")],
     ),
 ]
