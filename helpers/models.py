@@ -1,7 +1,10 @@
 """The few networks that several lessons share."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 
 class DigitsCNN(nn.Module):
@@ -29,3 +32,121 @@ class DigitsCNN(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.head(self.features(images))
+
+
+@dataclass(frozen=True)
+class TransformerSizes:
+    """The sizes of a decoder-only transformer in the form of Llama."""
+
+    layers: int
+    width: int
+    heads: int
+    key_value_heads: int  # each serves heads / key_value_heads heads
+    feed_forward: int
+    vocabulary: int
+    sequence: int = 8192  # the longest that it takes
+
+
+# Grattafiori et al., 2024, The Llama 3 herd of models, table 3.
+LLAMA = {
+    "8B": TransformerSizes(32, 4096, 32, 8, 14336, 128_256),
+    "70B": TransformerSizes(80, 8192, 64, 8, 28672, 128_256),
+    "405B": TransformerSizes(126, 16384, 128, 8, 53248, 128_256),
+}
+
+
+class Transformer(nn.Module):
+    """A decoder-only transformer in the form of Llama: one small enough to train here, or a shape.
+
+    (B, S) integers in, (B, S, vocabulary) logits out. RMSNorm before each part, rotary positions,
+    grouped key and value heads, SwiGLU, no biases.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, sizes: TransformerSizes) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.blocks = nn.ModuleList(TransformerBlock(sizes) for _ in range(sizes.layers))
+        self.norm = nn.RMSNorm(sizes.width)
+        self.output = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        angles = rotary_angles(sizes.sequence, sizes.width // sizes.heads)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        length = tokens.size(1)
+        cos, sin = self.cos[:length], self.sin[:length]
+        hidden = self.embedding(tokens)  # (B, S, width)
+        for block in self.blocks:
+            hidden = block(hidden, cos, sin)
+        return self.output(self.norm(hidden))
+
+
+class TransformerBlock(nn.Module):
+    """Attention, then two linear layers with a gate; each adds to its input."""
+
+    def __init__(self, sizes: TransformerSizes) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(sizes.width)
+        self.attention = CausalAttention(sizes)
+        self.feed_forward_norm = nn.RMSNorm(sizes.width)
+        self.feed_forward = FeedForward(sizes)
+
+    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin)
+        return hidden + self.feed_forward(self.feed_forward_norm(hidden))
+
+
+class CausalAttention(nn.Module):
+    """Each position sees itself and those before it. (B, S, width) in and out."""
+
+    def __init__(self, sizes: TransformerSizes) -> None:
+        super().__init__()
+        self.head_width = sizes.width // sizes.heads
+        narrow = sizes.key_value_heads * self.head_width
+        self.query = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.key = nn.Linear(sizes.width, narrow, bias=False)
+        self.value = nn.Linear(sizes.width, narrow, bias=False)
+        self.output = nn.Linear(sizes.width, sizes.width, bias=False)
+
+    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        # Heads are counted from the widths, so that a rank may hold only some of them.
+        query, key, value = (
+            layer(hidden).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )  # (B, heads, S, head_width)
+        seen = F.scaled_dot_product_attention(
+            rotated(query, cos, sin), rotated(key, cos, sin), value, is_causal=True, enable_gqa=True
+        )
+        return self.output(seen.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer, 2020): one product decides how much of the other passes."""
+
+    def __init__(self, sizes: TransformerSizes) -> None:
+        super().__init__()
+        self.gate = nn.Linear(sizes.width, sizes.feed_forward, bias=False)
+        self.up = nn.Linear(sizes.width, sizes.feed_forward, bias=False)
+        self.down = nn.Linear(sizes.feed_forward, sizes.width, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+
+
+def rotary_angles(length: int, head_width: int, base: float = 500_000.0) -> torch.Tensor:
+    """The angle by which each position turns each pair of numbers: (length, head_width / 2).
+
+    Su et al., 2021, RoFormer; the base is Llama 3's.
+    """
+    pairs = torch.arange(0, head_width, 2) / head_width
+    return torch.arange(length)[:, None] / base**pairs
+
+
+def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """(B, heads, S, head_width), each pair of numbers turned by its position's angle."""
+    first, second = heads.float().chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+    return turned.type_as(heads)

@@ -1,6 +1,7 @@
 """``cluster()``: this process as one rank of a cluster that does not exist."""
 
 import dataclasses
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -80,6 +81,7 @@ def cluster(
             "torch.distributed.destroy_process_group() first, or leave the other cluster's block"
         )
     between = get_network(network)
+    gc.collect()  # an earlier cluster's modules may lie in cycles, and would count as bytes
     with ExitStack() as stack:
         stack.enter_context(backend.enable(gpus_per_host, gpu, memory_bytes, link))
         made = Cluster(hosts, gpus_per_host, gpus.by_index(0).spec, between, rank)

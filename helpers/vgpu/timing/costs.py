@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from helpers.vgpu.device.links import Link
 from helpers.vgpu.device.networks import Network
 from helpers.vgpu.device.specs import GPUSpec
-from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
+from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator, named_arguments
 from helpers.vgpu.timing import collectives
 from helpers.vgpu.timing.collectives import Way
 from helpers.vgpu.timing.traits import tensors_in
@@ -183,6 +183,8 @@ def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Work:
     """FLOPs and bytes of one call that has happened: the tensors may have no values."""
     count = flop_registry.get(func._overloadpacket)
     flop = int(count(*args, **kwargs, out_val=result)) if count else 0
+    if flop and named_arguments(func, args, kwargs).get("is_causal"):
+        flop //= 2  # fused attention skips the half that the mask hides; the counter counts it
     # Each argument is read once, each result is written once; one changed in place is both.
     touched = [*tensors_in((args, tuple(kwargs.values()))), *tensors_in(result)]
     size_bytes = sum(touched_bytes(tensor) for tensor in touched)
