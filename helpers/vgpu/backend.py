@@ -23,7 +23,7 @@ from helpers.vgpu.device.links import Link, get_link
 from helpers.vgpu.device.specs import GPUSpec, get_spec
 from helpers.vgpu.dispatch import device_names, kernels, refusals
 from helpers.vgpu.dispatch.gpu_only import sync_batch_norm
-from helpers.vgpu.distributed import ddp, groups, nccl_only, wrappers
+from helpers.vgpu.distributed import ddp, futures, groups, nccl_only, wrappers
 from helpers.vgpu.torch_api import (
     accelerator,
     attention,
@@ -45,6 +45,7 @@ _CHANGING = (
     ddp,
     device_names,
     functions,
+    futures,
     groups,
     kernels,
     nccl_only,
