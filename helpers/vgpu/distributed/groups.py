@@ -9,12 +9,14 @@ Left out: what only NCCL offers (nccl_only.py).
 """
 
 import collections
+import functools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
@@ -23,6 +25,8 @@ from helpers.vgpu.dispatch.operations import compute
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator, named_arguments
 from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.distributed.nccl_only import BACKEND
+
+_CPU = torch.device("cpu")
 
 # Operators of process groups, whose calls and bytes are counted.
 _NAMESPACES = ("c10d::", "_c10d_functional::")
@@ -38,12 +42,12 @@ def install(changes: Changes) -> None:
     changes.set(backends, "backend_list", [*backends.backend_list, BACKEND])
     changes.item(backends._plugins, BACKEND.upper(), plugin)
     changes.item(backends.backend_type_map, BACKEND, dist.ProcessGroup.BackendType.CUSTOM)
-    # Devices of one backend share it: gloo takes both kinds.
-    changes.item(backends.backend_capability, BACKEND, [gpus.DEVICE_TYPE, "cpu"])
+    changes.item(backends.backend_capability, BACKEND, [gpus.DEVICE_TYPE])
     changes.item(backends.default_device_backend_map, gpus.DEVICE_TYPE, BACKEND)
     # A script may ask for gloo by name: it takes CUDA tensors too.
     gloo = backends.backend_capability["gloo"]
     changes.item(backends.backend_capability, "gloo", [*gloo, gpus.DEVICE_TYPE])
+    changes.wrap(distributed_c10d, "_new_process_group_helper", _with_the_cpu)
 
 
 ranks_are_absent = False
@@ -55,14 +59,31 @@ def _make_backend(options: Any, backend_options: object) -> Any:
     if ranks_are_absent:
         from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
 
-        # It only has a rank and a size. Without a backend for CPU tensors they are refused, as
-        # NCCL refuses them.
+        # It only has a rank and a size.
         return FakeProcessGroup._create_internal(options.group_rank, options.group_size, None)
     if not dist.is_gloo_available():
         raise RuntimeError("process groups of virtual GPUs need gloo, and this torch has none")
     return dist.ProcessGroupGloo(
         options.store, options.group_rank, options.group_size, timeout=options.timeout
     )
+
+
+def _with_the_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What makes every group; one for virtual GPUs takes CPU tensors too, the same way."""
+
+    @functools.wraps(plain)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        group, *others = plain(*args, **kwargs)
+        # Of absent ranks, CPU tensors are refused, as NCCL refuses them.
+        if isinstance(group, dist.ProcessGroup) and not ranks_are_absent:
+            types = {device.type for device in group._device_types}
+            if gpus.DEVICE_TYPE in types and _CPU.type not in types:
+                backend = group._get_backend(torch.device(gpus.DEVICE_TYPE))
+                custom = dist.ProcessGroup.BackendType.CUSTOM
+                group._register_backend(_CPU, custom, backend)
+        return (group, *others)
+
+    return made
 
 
 # Counting

@@ -178,12 +178,22 @@ def test_every_collective_gives_what_it_gives_on_the_cpu(bodies, laters):
     assert not [name for name, dtype in refused if dtype == "float32" and "B" not in name]
 
 
-def test_the_default_group_of_virtual_gpus_takes_both_kinds_of_tensors(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("backend", "named"),
+    [
+        (None, "vccl"),
+        ("vccl", "vccl"),
+        ("vgpu:vccl", "vgpu:vccl"),
+        ("cpu:gloo,vgpu:vccl", "cpu:gloo,vgpu:vccl"),
+        ("vgpu:gloo", "vgpu:gloo"),
+    ],
+)
+def test_every_group_of_virtual_gpus_takes_both_kinds_of_tensors(backend, named, tmp_path):
     source = """
-    def main(rank, world):
+    def main(rank, world, backend, store):
         dist.destroy_process_group()
-        store = dist.FileStore(os.environ["STORE"], world)
-        dist.init_process_group(store=store, rank=rank, world_size=world,
+        store = dist.FileStore(store, world)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world,
                                 device_id=torch.device("vgpu", rank))
         x, y = torch.ones(2, device="vgpu"), torch.ones(2)
         dist.all_reduce(x)
@@ -191,9 +201,8 @@ def test_the_default_group_of_virtual_gpus_takes_both_kinds_of_tensors(tmp_path,
         dist.barrier()
         return dist.get_backend(), str(x.device), x.tolist(), y.tolist()
     """
-    monkeypatch.setenv("STORE", str(tmp_path / "store"))
-    found = launch.run(cell(source)["main"], 2, gpu="V100")
-    assert found == [("vccl", f"vgpu:{rank}", [2.0, 2.0], [2.0, 2.0]) for rank in range(2)]
+    found = launch.run(cell(source)["main"], 2, backend, str(tmp_path / "store"), gpu="V100")
+    assert found == [(named, f"vgpu:{rank}", [2.0, 2.0], [2.0, 2.0]) for rank in range(2)]
 
 
 def test_each_rank_has_the_memory_that_was_asked_for():
