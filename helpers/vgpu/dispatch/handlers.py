@@ -7,7 +7,7 @@ import torch
 
 from helpers.vgpu.device import gpus
 from helpers.vgpu.device.generators import default_generator
-from helpers.vgpu.dispatch.operations import counting_versions, unwrap, wrap_result
+from helpers.vgpu.dispatch.operations import compute, counting_versions, unwrap, wrap_result
 from helpers.vgpu.dispatch.operators import Args, Handler, Kwargs, Operator
 from helpers.vgpu.dispatch.refusals import refuse_tangents
 from helpers.vgpu.dispatch.same_device import check_for
@@ -137,6 +137,12 @@ def sparse_mm_reduce(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     with torch.enable_grad():
         results = func(matrix.detach().requires_grad_(), other, *args[2:])
     return wrap_result([result.detach() for result in results], gpu, "_sparse_mm_reduce_impl")
+
+
+@special("aten::_efficientzerotensor")
+def efficient_zeros(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """Autograd's zeros without memory: the CPU's kernels, called from here, would read there."""
+    return compute(torch.ops.aten.zeros.default, args, kwargs)
 
 
 @special("prim::layout")

@@ -58,3 +58,15 @@ def test_torch_functions_work_with_python_dispatch_off():
         total = a + b
     assert str(total.device) == "vgpu:1"
     assert total.item() == 3.5
+
+
+@pytest.mark.parametrize("function", [torch.abs, lambda x: x.sgn() * x])
+def test_zeros_that_autograd_makes_without_memory_can_be_read(function):
+    found = []
+    for device in ("cpu", "vgpu:1"):
+        x = torch.tensor([-2.0, 0.0, 3.0], device=device, requires_grad=True)
+        (gradient,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        found.append(x.grad.cpu())
+    assert torch.equal(*found)
+    assert torch._efficientzerotensor((2, 3), device="vgpu:1").add(1).sum().item() == 6
