@@ -29,12 +29,16 @@ def keeping_views(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     @functools.wraps(method)
     def reshaped(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         base = self._base
-        if base is None:
+        if resizes and self.requires_grad:
+            return method(self, *args, **kwargs)  # autograd raises
+        if base is None and not _refuses_changes(self):
             for view in _views_of(self):
                 if _follows(view, self):
                     _take_by_strides(view, self, view)
         if base is None or resizes or not _follows(self, base) or _refuses_changes(base):
             return method(self, *args, **kwargs)
+        if self._backward_hooks:
+            raise _refusal(self, "has a hook")
         probe = method(self.data, *args, **kwargs)
         if not _looks_like(self, probe):
             _take_by_strides(self, base, probe)
@@ -74,7 +78,7 @@ def _is_part(view: torch.Tensor, base: torch.Tensor) -> bool:
 
 
 def _refuses_changes(base: torch.Tensor) -> bool:
-    """Whether autograd refuses to change a view of the tensor in place."""
+    """Whether autograd refuses to change the tensor, or a view of it, in place."""
     return torch.is_grad_enabled() and base.requires_grad and base.is_leaf
 
 
@@ -89,13 +93,17 @@ def _take_by_strides(view: Any, base: Any, like: Any) -> None:
         same = parts.as_strided(*geometry)
     inner = same._inner if view._inner.is_meta else view._inner.as_strided(*geometry)
     if view.retains_grad or (view.is_leaf and view.grad is not None):
-        raise RuntimeError(
-            f"a view of size {tuple(view.size())} on {view.device} has or retains a gradient, and "
-            "so no tensor that shares its memory can change its shape in place on a virtual GPU: "
-            "use the operation that returns a new view (t() for t_(), and so on)"
-        )
+        raise _refusal(view, "has or retains a gradient")
     torch._C._swap_tensor_impl(view, same)
     same._inner, view._inner = view._inner, inner
+
+
+def _refusal(view: torch.Tensor, found: str) -> RuntimeError:
+    return RuntimeError(
+        f"a view of size {tuple(view.size())} on {view.device} {found}, and so no tensor that "
+        "shares its memory can change its shape in place on a virtual GPU: use the operation that "
+        "returns a new view (t() for t_(), and so on)"
+    )
 
 
 def _looks_like(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -170,6 +170,24 @@ def test_a_view_whose_shape_stays_the_same_keeps_its_gradient():
         matrix.t_()
 
 
+def test_a_change_that_autograd_refuses_leaves_the_hooks_of_views():
+    for change in (torch.Tensor.t_, lambda x: x.resize_(1)):
+        x = torch.ones(2, 2, device="vgpu:0", requires_grad=True)
+        row = x[0]
+        row.register_hook(lambda gradient: gradient * 3)
+        with pytest.raises(RuntimeError, match=r"leaf Variable that requires|cannot resize"):
+            change(x)
+        row.sum().backward()
+        assert x.grad.tolist() == [[3, 3], [0, 0]]
+
+
+def test_a_view_with_a_hook_is_named():
+    row = (torch.ones(2, 2, device="vgpu:1", requires_grad=True) * 1)[:1]
+    row.register_hook(lambda gradient: gradient * 3)
+    with pytest.raises(RuntimeError, match=r"a view of size \(1, 2\) on vgpu:1 has a hook"):
+        row.t_()
+
+
 def test_a_changed_shape_is_a_new_version():
     for device in ("cpu", "vgpu:1"):
         base = torch.ones(2, 3, device=device)
