@@ -4,17 +4,18 @@ A block belongs to a storage, so it is counted once however many tensors view it
 the last reference goes, be it a variable or what autograd saved. The block hangs on the storage's
 Python object, which torch keeps for as long as the storage itself lives.
 
-Left out: the room that CUDA's own context takes, fragmentation, and what the caching allocator
-keeps in reserve. Here reserved equals allocated.
+Left out: the room that CUDA's own context takes. What the caching allocator would keep in reserve
+is replayed from a record (memory_record.py); in these counters reserved equals allocated.
 """
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from helpers.vgpu.device.memory_record import MemoryRecord
 
 # CUDACachingAllocator.cpp, kMinBlockSize: every request is rounded up to a multiple of it.
 _ROUNDING_BYTES = 512
@@ -27,42 +28,16 @@ def rounded(request_bytes: int) -> int:
 
 # A finalizer may run between any two instructions, also in a thread that holds the lock.
 _lock = threading.RLock()
-
-
-@dataclass(frozen=True)
-class MemoryEvent:
-    """One allocation (size above zero) or release (below zero) on one device."""
-
-    device: torch.device
-    size_bytes: int
-    allocated_bytes: int  # on this device, after the event
-    operation: str  # for a release: the operation that had allocated the block
-
-
-@dataclass
-class MemoryRecord:
-    """The events of a ``record_memory`` block, in order."""
-
-    events: list[MemoryEvent] = field(default_factory=list)
-
-    def allocated_bytes(self, device: torch.device | str) -> list[int]:
-        """Bytes on ``device`` after each of its events."""
-        wanted = torch.device(device)
-        return [event.allocated_bytes for event in self.events if event.device == wanted]
-
-    def peak_bytes(self, device: torch.device | str) -> int:
-        """The most that ``device`` held during the record; 0 where nothing happened there."""
-        return max(self.allocated_bytes(device), default=0)
-
-
+_memories: "list[DeviceMemory]" = []
 _records: list[MemoryRecord] = []
 
 
 @contextmanager
 def record_memory() -> Iterator[MemoryRecord]:
     """Collect every allocation and release on any virtual GPU while the block runs."""
-    record = MemoryRecord()
     with _lock:
+        begin = {one.device: (one.allocated_bytes, one.capacity_bytes) for one in _memories}
+        record = MemoryRecord(begin)
         _records.append(record)
     try:
         yield record
@@ -81,6 +56,7 @@ class DeviceMemory:
         self.peak_bytes = 0
         self.allocation_count = 0
         self.live_block_count = 0
+        _memories.append(self)
 
     def require(self, request_bytes: int) -> int:
         """The rounded size of a request; OutOfMemoryError where it does not fit."""
@@ -95,18 +71,29 @@ class DeviceMemory:
             size_bytes = self.require(request_bytes)
             self.allocation_count += 1
             self.live_block_count += 1
-            self.change(size_bytes, operation)
-            return Block(self, size_bytes, operation)
+            block = Block(self, size_bytes, operation)
+            self.change(block, size_bytes, size_bytes, operation)
+            return block
 
-    def change(self, size_bytes: int, operation: str) -> None:
-        """Add to, or with a negative size take from, what is allocated; the lock is held."""
+    def change(self, block: "Block", size_bytes: int, block_bytes: int, operation: str) -> None:
+        """Add to, or with a negative size take from, what is allocated; the lock is held.
+
+        block_bytes: what the block has from now on.
+        """
         if size_bytes == 0:
             return
         self.allocated_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        if self.allocated_bytes > self.peak_bytes:
+            self.peak_bytes = self.allocated_bytes
         for record in _records:
-            record.events.append(
-                MemoryEvent(self.device, size_bytes, self.allocated_bytes, operation)
+            record.note(
+                self.device,
+                self.capacity_bytes,
+                block,
+                size_bytes,
+                block_bytes,
+                self.allocated_bytes,
+                operation,
             )
 
     def reset_peak(self) -> None:
@@ -172,7 +159,7 @@ class Block:
             size_bytes = rounded(request_bytes)
             if size_bytes > self.size_bytes:
                 self.memory.require(size_bytes - self.size_bytes)
-            self.memory.change(size_bytes - self.size_bytes, operation)
+            self.memory.change(self, size_bytes - self.size_bytes, size_bytes, operation)
             self.size_bytes = size_bytes
 
     def __del__(self) -> None:
@@ -180,7 +167,7 @@ class Block:
             self.uses.freed(self.made)
         with _lock:
             self.memory.live_block_count -= 1
-            self.memory.change(-self.size_bytes, self.operation)
+            self.memory.change(self, -self.size_bytes, 0, self.operation)
 
 
 def format_size(size_bytes: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from helpers.vgpu.device import gpus
+from helpers.vgpu.device import gpus, memory_record
 from helpers.vgpu.timing import recording
 from helpers.vgpu.timing.lanes import StreamTime
 from helpers.vgpu.timing.recording import Recording
@@ -183,16 +183,28 @@ def set_stream_number(index: int) -> int | None:
     return None if stream is None else stream.stream_id
 
 
+def current_number(index: int) -> int:
+    """The id of the stream that is current on a GPU in this thread; 0 is the default one.
+
+    In a backward pass it is the node's in a recording only, unless a hook has set one.
+    """
+    number = set_stream_number(index)
+    if number is None:
+        now = recording.under_way
+        number = 0 if now is None else now.current_stream(index)
+    return number
+
+
+memory_record.streams_from(current_number)
+
+
 def _time_of(stream: torch.Stream, now: Recording) -> StreamTime:
     return now.clock.stream(gpus.by_index(stream.device_index), stream.stream_id)
 
 
 def current_stream(device: Any = None) -> Stream:
     index = _index(device)
-    stream = _current.streams.get(index)
-    if stream is None and recording.under_way is not None:
-        return Stream(index, stream_id=recording.under_way.current_stream(index))
-    return stream or default_stream(index)
+    return _current.streams.get(index) or Stream(index, stream_id=current_number(index))
 
 
 def set_stream(stream: Stream) -> None:

@@ -1,0 +1,165 @@
+"""A record of what was allocated and released when, and what CUDA would reserve for it."""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from helpers.vgpu.device.caching_allocator import CachingAllocator
+
+
+def _default_stream(index: int) -> int:
+    return 0
+
+
+_current_stream: Callable[[int], int] = _default_stream
+
+
+def streams_from(current_stream: Callable[[int], int]) -> None:
+    """Let ``current_stream`` say which stream is current, by a GPU's index, in this thread."""
+    global _current_stream
+    _current_stream = current_stream
+
+
+@dataclass(frozen=True)
+class MemoryEvent:
+    """One allocation (size above zero) or release (below zero) on one device.
+
+    A storage that grows or shrinks in place changes the size of its block, in one event.
+    """
+
+    device: torch.device
+    size_bytes: int
+    allocated_bytes: int  # on this device, after the event
+    operation: str  # for a release: the operation that had allocated the block
+    block: int  # a number that the events of one block share
+    block_bytes: int  # what the block has after the event
+    stream: int | None  # where the block was allocated; None for one from before the record
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """What CUDA's caching allocator makes of the events of one device.
+
+    The names are those of ``torch.cuda``: ``peak_reserved_bytes`` is what its
+    ``max_memory_reserved()`` gives. Where a block is not worth splitting, allocated counts all of
+    it, up to 1 MiB more than was asked for.
+    """
+
+    reserved_bytes: int  # in the end
+    peak_reserved_bytes: int
+    allocated_bytes: int  # in the end
+    peak_allocated_bytes: int
+    segments: int  # in the end
+    retries: int  # how often cached segments had to be given back for want of memory
+
+    @property
+    def lost_bytes(self) -> int:
+        """What was reserved at the peak over what was ever allocated at once.
+
+        Lost to fragmentation, to the size of segments, and to streams, which share nothing.
+        """
+        return self.peak_reserved_bytes - self.peak_allocated_bytes
+
+
+class MemoryRecord:
+    """The events of a ``record_memory`` block, in order."""
+
+    def __init__(self, begin: Mapping[torch.device, tuple[int, int]]) -> None:
+        """begin: the bytes that each device holds before the record, and its capacity."""
+        self.events: list[MemoryEvent] = []
+        self._held_bytes = {device: held for device, (held, _) in begin.items()}
+        self._capacity_bytes = {device: capacity for device, (_, capacity) in begin.items()}
+        self._numbers = itertools.count()
+        self._live: dict[int, tuple[int, int]] = {}  # id of a block → its number and stream
+
+    def allocated_bytes(self, device: torch.device | str) -> list[int]:
+        """Bytes on ``device`` after each of its events."""
+        return [event.allocated_bytes for event in self._on(device)]
+
+    def peak_bytes(self, device: torch.device | str) -> int:
+        """The most that ``device`` held during the record; 0 where nothing happened there."""
+        return max(self.allocated_bytes(device), default=0)
+
+    def reserved(
+        self,
+        device: torch.device | str,
+        expandable_segments: bool = False,
+        capacity_bytes: int | None = None,
+    ) -> Reserved:
+        """What CUDA's caching allocator would reserve on ``device`` for the same events.
+
+        expandable_segments: as in ``PYTORCH_CUDA_ALLOC_CONF``. capacity_bytes: what the GPU has, in
+        place of the virtual one's. OutOfMemoryError where the allocator would find no room.
+
+        Blocks from before the record lie where they would if they had been allocated first, those
+        that are never released as one: begin the record before the model is made.
+        """
+        events = self._on(device)
+        wanted = torch.device(device)
+        if capacity_bytes is None:
+            capacity_bytes = self._capacity_bytes.get(wanted, 0)
+        allocator = CachingAllocator(wanted, capacity_bytes, expandable_segments)
+        _allocate_older(events, self._held_bytes.get(wanted, 0), allocator)
+        for event in events:
+            before_bytes = event.block_bytes - event.size_bytes
+            if event.block_bytes == 0:
+                allocator.free(event.block)
+            elif before_bytes == 0:
+                allocator.allocate(event.block, event.block_bytes, event.stream or 0)
+            else:
+                allocator.resize(event.block, event.block_bytes, event.stream or 0)
+        return Reserved(
+            reserved_bytes=allocator.reserved_bytes,
+            peak_reserved_bytes=allocator.peak_reserved_bytes,
+            allocated_bytes=allocator.allocated_bytes,
+            peak_allocated_bytes=allocator.peak_allocated_bytes,
+            segments=allocator.segments,
+            retries=allocator.retries,
+        )
+
+    def note(
+        self,
+        device: torch.device,
+        capacity_bytes: int,
+        block: object,
+        size_bytes: int,
+        block_bytes: int,
+        allocated_bytes: int,
+        operation: str,
+    ) -> None:
+        """Add the event of a change by ``size_bytes``; ``block`` may be a dying object."""
+        number, stream = self._live.pop(id(block), (None, None))
+        if number is None:
+            number = next(self._numbers)
+        if block_bytes:
+            stream = _current_stream(device.index)
+            self._live[id(block)] = number, stream
+        self._capacity_bytes[device] = capacity_bytes
+        self.events.append(
+            MemoryEvent(device, size_bytes, allocated_bytes, operation, number, block_bytes, stream)
+        )
+
+    def _on(self, device: torch.device | str) -> list[MemoryEvent]:
+        wanted = torch.device(device)
+        return [event for event in self.events if event.device == wanted]
+
+
+def _allocate_older(
+    events: list[MemoryEvent], held_bytes: int, allocator: CachingAllocator
+) -> None:
+    """Allocate what was there before the first event, on the default stream."""
+    older: dict[int, int] = {}  # block → bytes
+    seen = set()
+    for event in events:
+        if event.block not in seen and event.block_bytes != event.size_bytes:
+            older[event.block] = event.block_bytes - event.size_bytes
+        seen.add(event.block)
+    if never_released_bytes := held_bytes - sum(older.values()):
+        allocator.allocate(_NEVER_RELEASED, never_released_bytes, 0)
+    for block, size_bytes in older.items():
+        allocator.allocate(block, size_bytes, 0)
+
+
+_NEVER_RELEASED = -2  # beside the numbers of blocks
