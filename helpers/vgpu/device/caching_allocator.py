@@ -236,7 +236,9 @@ class CachingAllocator:
         """``try_allocate_expandable_block``: the segment grows by whole pages."""
         piece = pool.room(size_bytes)
         if piece is None:
-            piece = self._new_segment(pool, _APART_BYTES, is_mapped=False)
+            addresses = self.capacity_bytes + self.capacity_bytes // 8
+            addresses = _rounded_up(addresses, pool.page_bytes)
+            piece = self._new_segment(pool, addresses, is_mapped=False)
             pool.add(piece)
         if not piece.is_mapped and not self._map(piece, min(size_bytes, piece.size_bytes)):
             return None
@@ -288,7 +290,8 @@ class CachingAllocator:
         self.reserved_bytes -= piece.size_bytes
         piece.is_mapped = False
         piece.merge()
-        pool.add(piece)
+        if piece.before is not None or piece.after is not None:  # else nothing is left of it
+            pool.add(piece)
 
     def _out_of_memory(self, size_bytes: int, stream: int) -> torch.OutOfMemoryError:
         advice = "" if self.expandable_segments else "; expandable_segments=True may find room"
