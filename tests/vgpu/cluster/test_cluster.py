@@ -21,6 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers import vgpu
 from helpers.vgpu.device import gpus
 
+# torch 2.13 renames collectives.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
+
 LINK = vgpu.Link("toy link", 1e9, 1e-6, "made for this test")
 NETWORK = vgpu.Network("toy network", 0.5e9, 10e-6, "made for this test")
 EXACT = {
