@@ -32,9 +32,11 @@ def keeping_views(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         if resizes and self.requires_grad:
             return method(self, *args, **kwargs)  # autograd raises
         if base is None and not _refuses_changes(self):
-            for view in _views_of(self):
-                if _follows(view, self):
-                    _take_by_strides(view, self, view)
+            views = [view for view in _views_of(self) if _follows(view, self)]
+            if views:
+                method(self.data, *args, **kwargs)  # what it cannot do, it refuses here
+            for view in views:
+                _take_by_strides(view, self, view)
         if base is None or resizes or not _follows(self, base) or _refuses_changes(base):
             return method(self, *args, **kwargs)
         if self._backward_hooks:

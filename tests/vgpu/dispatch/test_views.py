@@ -181,6 +181,16 @@ def test_a_change_that_autograd_refuses_leaves_the_hooks_of_views():
         assert x.grad.tolist() == [[3, 3], [0, 0]]
 
 
+def test_a_change_that_is_impossible_leaves_the_hooks_of_views():
+    x = torch.ones(2, device="vgpu:0", requires_grad=True)
+    part = x[:1]
+    part.register_hook(lambda gradient: gradient * 3)
+    with torch.no_grad(), pytest.raises(IndexError):
+        x.swapaxes_(0, 1)
+    part.sum().backward()
+    assert x.grad.tolist() == [3, 0]
+
+
 def test_a_view_with_a_hook_is_named():
     row = (torch.ones(2, 2, device="vgpu:1", requires_grad=True) * 1)[:1]
     row.register_hook(lambda gradient: gradient * 3)
