@@ -77,8 +77,8 @@ BROKEN = [
         cell="buffers-at-init",
         edits=[
             (
-                'together, separate = launch.run(running_mean, 2, True, gpu="V100")',
-                'together, separate = launch.run(running_mean, 2, False, gpu="V100")',
+                'together = launch.run(running_mean, 2, True, gpu="V100")',
+                'together = launch.run(running_mean, 2, False, gpu="V100")',
             )
         ],
     ),
