@@ -266,14 +266,18 @@ def _attempt(rank: _Rank, job: Job) -> Result | Failure:
 def _join_group(job: Job, scratch: Path) -> None:
     if job.gpus is not None or "nccl" in job.backend:
         torch.accelerator.set_device_index(job.rank)
+    store = dist.FileStore(str(scratch / "store"), job.world_size)
     dist.init_process_group(
         job.backend,
-        store=dist.FileStore(str(scratch / "store"), job.world_size),
+        store=store,
         rank=job.rank,
         world_size=job.world_size,
         # The parent's limit comes first: the parent knows more about a hang than the group does.
         timeout=timedelta(days=1),
     )
+    # A function may leave the group at once, and so close connections that others still make.
+    store.set(f"joined/{job.rank}", "")
+    store.wait([f"joined/{rank}" for rank in range(job.world_size)])
     if job.connected:
         # NCCL connects at its first collective. One that hangs there is in no flight recorder.
         dist.all_reduce(torch.zeros(1, device="cuda"))

@@ -47,6 +47,30 @@ def test_warming_up_starts_the_process_that_ranks_come_from():
     assert started is not None and server._forkserver_pid == started
 
 
+def test_no_function_begins_before_every_rank_has_joined():
+    """It may leave the group at once, whose connections others would still be making."""
+    names = cell(
+        """
+        class Late:
+            def __reduce__(self):
+                return delay, ()
+
+        def delay():
+            plain = dist.init_process_group
+            def init(*args, **kwargs):
+                plain(*args, **kwargs)
+                time.sleep(0.5 * int(os.environ["RANK"]))
+                os.environ["JOINED"] = str(time.monotonic())
+            dist.init_process_group = init
+
+        def main(rank, world_size, late):
+            return float(os.environ["JOINED"]), time.monotonic()
+        """
+    )
+    joined_s, began_s = zip(*launch.run(names["main"], 2, names["Late"]()), strict=True)
+    assert min(began_s) >= max(joined_s)
+
+
 def test_what_the_function_refers_to_travels_along():
     names = cell(
         """
