@@ -153,7 +153,9 @@ def _virtual_gpus(
     return None if real else (spec, capacity_bytes)
 
 
-def _jobs(world_size: int, gpus: tuple[vgpu.GPUSpec, int] | None, *, connected: bool) -> list[Job]:
+def _jobs(
+    world_size: int, gpus: tuple[vgpu.GPUSpec, int] | None, *, connected: bool = False
+) -> list[Job]:
     threads = machine.threads_per_rank(world_size)
     on = "vgpu" if gpus else "cuda" if machine.real_gpus_for(world_size) else "cpu"
     backend = machine.backend(on)
