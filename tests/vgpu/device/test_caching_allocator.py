@@ -174,3 +174,45 @@ def test_what_is_free_is_whole_again_when_all_is_freed():
         assert made.allocated_bytes == 0
         assert len(pieces) == made.segments
         assert sum(piece.size_bytes for piece in pieces) == made.reserved_bytes
+
+
+def counts_of_a_random_program(made, seed):
+    """What the allocator has counted after each event, and how often it has run out of memory."""
+    generator = random.Random(seed)
+    live, counted, out_of_memory = [], [], 0
+    for block in range(600):
+        if live and generator.random() < (0.55 if len(live) > 15 else 0.35):
+            made.free(live.pop(generator.randrange(len(live))))
+        else:
+            most = generator.choice([2_000, 20_000, 200_000])  # units of 512 bytes
+            try:
+                made.allocate(block, 512 * generator.randint(1, most), generator.randrange(2))
+                live.append(block)
+            except torch.OutOfMemoryError:
+                out_of_memory += 1
+        counted.append(
+            (made.reserved_bytes, made.allocated_bytes, made.segments, made.retries, out_of_memory)
+        )
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("capacity_mib", "expandable", "expected"),
+    [
+        (81920, False, (589_645_742_080, 167_323_998_208, 12_566, 0, 0)),
+        (81920, True, (416_500_678_656, 166_997_034_496, 2_392, 0, 0)),
+        (700, False, (369_612_554_240, 195_705_296_896, 7_063, 2_892, 875)),
+        (700, True, (370_103_287_808, 193_379_826_176, 3_599, 2_808, 585)),
+        (333, False, (185_316_933_632, 104_511_281_152, 4_923, 16_967, 13_858)),
+        (333, True, (187_233_730_560, 129_558_452_224, 3_053, 16_177, 11_535)),
+    ],
+)
+def test_random_programs_end_as_with_pytorch_s_own_allocator(capacity_mib, expandable, expected):
+    """The sums of all counts after each of 600 events, as the allocator of PyTorch 2.15 has them.
+
+    Its compiled code (libc10_cuda.so) got the same events, over functions in place of CUDA's that
+    only count bytes.
+    """
+    made = allocator(capacity_mib, expandable)
+    counted = counts_of_a_random_program(made, seed=capacity_mib)
+    assert tuple(map(sum, zip(*counted, strict=True))) == expected
