@@ -1,5 +1,7 @@
 """Bytes by cause add up to what the device counts."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -139,3 +141,9 @@ def test_capacity_holds_inside_its_block_only(step):
     with memory.capacity(gpu, 2**20), wanted:
         torch.empty(2**20, device=gpu)
     assert torch.empty(2**20, device=gpu).nbytes == 2**22
+
+
+def test_collections_leave_out_what_lives_already():
+    with memory.only_new_garbage():
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
