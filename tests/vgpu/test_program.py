@@ -111,7 +111,11 @@ def test_a_script_ends_as_under_python(kinds, options, tmp_path):
 
 
 def test_ctrl_c_ends_a_script_as_under_python(tmp_path):
-    (tmp_path / "script.py").write_text("print('begun', flush=True)\nwhile True:\n    pass\n")
+    # A shell's background jobs start with Ctrl-C switched off, and so might this test.
+    (tmp_path / "script.py").write_text(
+        "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "print('begun', flush=True)\ntime.sleep(100)\n"
+    )
     ended = []
     for module in ([], ["-m", "helpers.vgpu"]):
         program = subprocess.Popen(

@@ -77,6 +77,9 @@ def _with_the_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
         # Of absent ranks, CPU tensors are refused, as NCCL refuses them.
         if isinstance(group, dist.ProcessGroup) and not ranks_are_absent:
             types = {device.type for device in group._device_types}
+            if gpus.DEVICE_TYPE in types and group.name() == "undefined":
+                # Before torch 2.13, one of several backends; C++ warns where it finds no default.
+                group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
             if gpus.DEVICE_TYPE in types and _CPU.type not in types:
                 backend = group._get_backend(torch.device(gpus.DEVICE_TYPE))
                 custom = dist.ProcessGroup.BackendType.CUSTOM

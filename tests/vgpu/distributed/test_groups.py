@@ -115,6 +115,8 @@ AT_ONCE = {
     ),
     "barriers": ("dist.barrier(group); dist.monitored_barrier(group); out = [make(1)]"),
 }
+# gloo has no all_to_all of lists before torch 2.15, and monitored_barrier wants a group named gloo.
+LACKED = {"all_to_all", "barriers"}
 DTYPES = (
     "float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64", "bool",
     "complex64",
@@ -175,7 +177,8 @@ def test_every_collective_gives_what_it_gives_on_the_cpu(bodies, laters):
     # Where gloo refuses, it does on both; most of the table are values.
     refused = {tuple(o[:2]) for o in ranks[0] if isinstance(o[-1], str)}
     assert len(refused) < len(bodies) * len(DTYPES) / 3, refused
-    assert not [name for name, dtype in refused if dtype == "float32" and "B" not in name]
+    found = {name for name, dtype in refused if dtype == "float32" and "B" not in name}
+    assert found <= (LACKED if torch.__version__ < "2.15" else set())
 
 
 @pytest.mark.parametrize(
