@@ -150,7 +150,9 @@ def test_a_killed_rank_is_restarted_and_the_end_is_the_same_bits(tmp_path):
     options += ["--save-every", 5, "--checkpoints", folder, "--lose", "1:18"]
     done = torchrun(*options, mark=mark)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "exitcode: -9" in done.stderr, "no rank was killed"
+    # torchrun names what it takes for the first failure: rank 1, which was killed, or rank 0, which
+    # had lost its peer and said so before it was ended.
+    assert re.search(r"exitcode: -(9|15)\)", done.stderr), "no rank was killed"
     shown = done.stdout.splitlines()
     assert shown[2:4] == [shown[0], f"resumed from {folder / 'step-00000015'}"]
     assert [line[:7] for line in shown if "epoch" in line] == ["epoch 1", "epoch 2"]
