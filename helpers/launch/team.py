@@ -41,6 +41,8 @@ END_LIMIT_S = 10.0
 """How long a rank, and all that it has started, may take to end."""
 
 _PIPE_BYTES = 1 << 16
+# 103 bytes on macOS, 107 on Linux, less "/pymp-xxxxxxxx/listener-xxxxxxxx".
+_LONGEST_SOCKETS_PARENT = 103 - 32
 _starting = threading.Lock()
 
 
@@ -241,12 +243,27 @@ def _context() -> Any:
     with _main_module_hidden():
         # A parent that is killed does not remove the folder of multiprocessing's sockets. The
         # forkserver, which outlives it by a moment, learns its name here and does.
-        os.environ[SOCKETS_FOLDER] = multiprocessing.util.get_temp_dir()
+        os.environ[SOCKETS_FOLDER] = _sockets_folder()
         try:
             multiprocessing.forkserver.ensure_running()
         finally:
             del os.environ[SOCKETS_FOLDER]
     return context
+
+
+def _sockets_folder() -> str:
+    """multiprocessing's own folder, made in /tmp if a socket's name would be too long elsewhere.
+
+    A system allows a socket about a hundred bytes for its path. Python takes TMPDIR, however long,
+    and fails with "AF_UNIX path too long" when the forkserver starts.
+    """
+    set_by_user = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_SOCKETS_PARENT and os.path.isdir("/tmp"):
+        tempfile.tempdir = "/tmp"
+    try:
+        return multiprocessing.util.get_temp_dir()
+    finally:
+        tempfile.tempdir = set_by_user
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -50,13 +51,38 @@ def litter(folder, *others):
     return [path for path in folder.iterdir() if not path.name.startswith(known)]
 
 
+@pytest.fixture
+def short_folder():
+    """A loader's workers open sockets in TMPDIR; a test's own folder is too long for their names."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        yield Path(folder)
+
+
+def test_a_temporary_folder_too_long_for_a_socket_will_do(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "from helpers import launch\nprint(launch.run(lambda rank, world_size: rank, 2))\n"
+    )
+    temporary = tmp_path / ("long" * 25)
+    temporary.mkdir()
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "[0, 1]\n", done.stderr
+    assert not litter(temporary)
+
+
 @needs_shared_memory
 @pytest.mark.parametrize("killed", ["parent", "group"])
-def test_a_killed_parent_leaves_no_process_no_file_no_shared_memory(tmp_path, killed):
+def test_a_killed_parent_leaves_no_process_no_file_no_shared_memory(short_folder, killed):
     # A script without a __main__ guard, on purpose: its ranks must not run it again.
-    script = tmp_path / "parent.py"
+    script = short_folder / "parent.py"
     script.write_text(PARENT)
-    temporary = tmp_path / "tmp"
+    temporary = short_folder / "tmp"
     temporary.mkdir()
     parent = subprocess.Popen(
         [sys.executable, str(script)],
