@@ -45,6 +45,7 @@ class TransformerSizes:
     feed_forward: int
     vocabulary: int
     sequence: int = 8192  # the longest that it takes
+    rotary_base: float = 500_000.0  # Llama 3's; a larger one tells positions apart further away
 
 
 # Grattafiori et al., 2024, The Llama 3 herd of models, table 3.
@@ -53,6 +54,10 @@ LLAMA = {
     "70B": TransformerSizes(80, 8192, 64, 8, 28672, 128_256),
     "405B": TransformerSizes(126, 16384, 128, 8, 53248, 128_256),
 }
+
+# A GPT of 352,896 parameters that learns letters (helpers.text) in about a hundred steps. In 64
+# positions a base of 100 makes each pair of numbers turn far enough to be of use.
+LETTERS = TransformerSizes(2, 128, 4, 4, 256, 96, sequence=64, rotary_base=100.0)
 
 
 class Transformer(nn.Module):
@@ -71,12 +76,17 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(TransformerBlock(sizes) for _ in range(sizes.layers))
         self.norm = nn.RMSNorm(sizes.width)
         self.output = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
-        angles = rotary_angles(sizes.sequence, sizes.width // sizes.heads)
+        angles = rotary_angles(sizes.sequence, sizes.width // sizes.heads, sizes.rotary_base)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         length = tokens.size(1)
+        if length > len(self.cos):
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than the {len(self.cos)} that this "
+                "Transformer was made for: cut it, or make the model with a larger sequence."
+            )
         cos, sin = self.cos[:length], self.sin[:length]
         hidden = self.embedding(tokens)  # (B, S, width)
         for block in self.blocks:
@@ -136,10 +146,10 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(hidden)) * self.up(hidden))
 
 
-def rotary_angles(length: int, head_width: int, base: float = 500_000.0) -> torch.Tensor:
+def rotary_angles(length: int, head_width: int, base: float) -> torch.Tensor:
     """The angle by which each position turns each pair of numbers: (length, head_width / 2).
 
-    Su et al., 2021, RoFormer; the base is Llama 3's.
+    Su et al., 2021, RoFormer.
     """
     pairs = torch.arange(0, head_width, 2) / head_width
     return torch.arange(length)[:, None] / base**pairs

@@ -59,6 +59,7 @@ ORDER = [
     "helpers.launch.launcher",
     "helpers.launch",
     "helpers.data",
+    "helpers.text",
     "helpers.models",
     "helpers.train",
     "helpers.schedules",

@@ -1,0 +1,146 @@
+"""English letters that need no download: the topics of Python's own ``help()``, cut into batches.
+
+    tokens = letters(train=True)                          # (N,) whole numbers, one a letter
+    inputs, targets = next(batches(tokens, 8, length=64))  # (8, 64) each; targets are one further
+
+The text differs a little from one version of Python to the next; the vocabulary does not.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from pydoc_data.topics import topics
+
+import torch
+from torch import nn
+
+VOCABULARY = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
+"""A line's end and the 95 printable characters of ASCII: 96 letters, whose place is their number."""
+
+_NUMBERS = {letter: number for number, letter in enumerate(VOCABULARY)}
+
+# What the topics have beyond ASCII, and how a typewriter would write it.
+_PLAIN = str.maketrans(
+    {"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-", "—": "--", "…": "...", "\t": "    "}
+)
+
+
+def encode(text: str) -> torch.Tensor:
+    """(N,) int64: the number of each letter. Raises ValueError for one that VOCABULARY lacks."""
+    for place, letter in enumerate(text):
+        if letter not in _NUMBERS:
+            raise ValueError(
+                f"letter {letter!r} at place {place} is none of the {len(VOCABULARY)} of "
+                "helpers.text.VOCABULARY (a line's end and printable ASCII). Leave it out, or "
+                "write it in ASCII."
+            )
+    return torch.tensor([_NUMBERS[letter] for letter in text], dtype=torch.int64)
+
+
+def decode(tokens: torch.Tensor) -> str:
+    """The text of (N,) whole numbers. Raises ValueError for other shapes, kinds and numbers."""
+    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():
+        raise ValueError(
+            f"decode takes whole numbers of shape (N,); found {tokens.dtype} of shape "
+            f"{tuple(tokens.shape)}. A batch is decoded row by row; logits need argmax first."
+        )
+    numbers = tokens.tolist()
+    for place, number in enumerate(numbers):
+        if not 0 <= number < len(VOCABULARY):
+            raise ValueError(
+                f"number {number} at place {place} stands for no letter: they go from 0 to "
+                f"{len(VOCABULARY) - 1}."
+            )
+    return "".join(VOCABULARY[number] for number in numbers)
+
+
+@cache
+def _all_letters() -> torch.Tensor:
+    text = "\n\n".join(topics[name] for name in sorted(topics)).translate(_PLAIN)
+    return encode("".join(letter for letter in text if letter in _NUMBERS))
+
+
+def letters(train: bool = True) -> torch.Tensor:
+    """(N,) int64: the letters of all topics, in the order of their names.
+
+    ``train=True`` is the first nine tenths, more than 300,000 letters; ``train=False`` the last
+    tenth, which no training should see. A few sentences stand in both: topics quote each other.
+    """
+    every = _all_letters()
+    cut = len(every) * 9 // 10
+    return every[:cut] if train else every[cut:]
+
+
+def batches(
+    tokens: torch.Tensor,
+    batch_size: int,
+    length: int,
+    *,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Without end: inputs and targets, (batch_size / world_size, length) int64 each, of one rank.
+
+    The sequences begin at random places, drawn anew for each batch; a target is the letter after
+    its input. ``batch_size`` counts the sequences of all ranks together. The same seed draws the
+    same ones for any ``world_size``, and the ranks share them out in order. So the batches of all
+    ranks, one below another, are the batch of one process. Raises ValueError for what does not
+    fit.
+    """
+    if tokens.dim() != 1 or len(tokens) <= length or length < 1:
+        raise ValueError(
+            f"sequences of {length} letters and the one that follows cannot be cut from tokens of "
+            f"shape {tuple(tokens.shape)}: it takes (N,) with N above {length}, and a positive "
+            "length."
+        )
+    if world_size < 1 or batch_size < 1 or batch_size % world_size:
+        raise ValueError(
+            f"{batch_size} sequences cannot be shared out equally among {world_size} ranks: "
+            "batch_size counts those of all ranks, and must be a multiple of world_size."
+        )
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is none of {world_size} ranks, which count from 0.")
+    return _drawn(tokens, batch_size, length, seed, rank, world_size)
+
+
+def _drawn(
+    tokens: torch.Tensor, batch_size: int, length: int, seed: int, rank: int, world_size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    window = torch.arange(length + 1)
+    while True:
+        starts = torch.randint(len(tokens) - length, (batch_size,), generator=generator)
+        own = starts.chunk(world_size)[rank]
+        sequences = tokens[own[:, None] + window]  # (batch_size / world_size, length + 1)
+        yield sequences[:, :-1], sequences[:, 1:]
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module,
+    prompt: str = "The ",
+    count: int = 200,
+    *,
+    window: int = 64,
+    temperature: float = 0.7,
+    seed: int = 0,
+) -> str:
+    """The prompt, and ``count`` letters that the model continues it with, one after another.
+
+    ``model`` makes (1, S) integers into (1, S, 96) logits, and sees the last ``window`` letters. A
+    low temperature keeps to likely letters. The draws are made on the CPU, so they depend on the
+    seed and the logits only. Every letter is a forward: on a sharded model all ranks must sample.
+    Raises ValueError for an empty prompt, and for a temperature that is not positive.
+    """
+    if not prompt:
+        raise ValueError("the prompt is empty; the model needs a letter to continue, such as 'T'.")
+    if temperature <= 0:
+        raise ValueError(f"the temperature must be positive; found {temperature}.")
+    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    tokens = encode(prompt)
+    for _ in range(count):
+        logits = model(tokens[None, -window:].to(device))[0, -1].float().cpu()  # (96,)
+        drawn = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
+        tokens = torch.cat([tokens, drawn])
+    return decode(tokens)
