@@ -17,7 +17,8 @@ from urllib.parse import unquote, urlsplit
 
 import nbformat
 
-from helpers import claims, course
+from helpers import course
+from helpers.course import claims
 from teaching import lessons, rendered
 
 PAGES = Path(__file__).parent / "pages"

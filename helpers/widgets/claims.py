@@ -6,7 +6,7 @@ from typing import Any
 import ipywidgets
 from IPython.display import Code, display
 
-from helpers.claims import ANY, Claim, listing, search
+from helpers.course.claims import ANY, Claim, listing, search
 
 
 def findings(

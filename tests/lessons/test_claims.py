@@ -6,7 +6,7 @@ import pytest
 import yaml
 from broken_claims import all_broken, cells_to_run, proving
 
-from helpers.claims import VERDICTS
+from helpers.course.claims import VERDICTS
 from teaching import lessons
 
 LEDGER = yaml.safe_load((lessons.ROOT / "notebooks" / "claims.yml").read_text(encoding="utf-8"))

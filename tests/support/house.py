@@ -22,7 +22,7 @@ ORDER = [
     "helpers.errors",
     "helpers.units",
     "helpers.tables",
-    "helpers.claims",
+    "helpers.course.claims",
     "helpers.calls",
     "helpers.shell",
     "helpers.autograd_graph",

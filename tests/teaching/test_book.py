@@ -2,7 +2,7 @@
 
 import pytest
 
-from helpers import claims
+from helpers.course import claims
 from teaching import book, lessons
 
 SHELL = "<html><body>{}</body></html>"

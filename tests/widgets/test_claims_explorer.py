@@ -3,7 +3,7 @@
 import pytest
 from IPython.display import Code
 
-from helpers import claims
+from helpers.course import claims
 from helpers.tables import Table
 from helpers.widgets.claims import claims_explorer, findings, show_claims
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from helpers import claims
+from helpers.course import claims
 from teaching import lessons
 
 NOTEBOOKS = lessons.ROOT / "notebooks"
