@@ -8,6 +8,7 @@ shape concerns becomes a view by size and strides first.
 
 import functools
 import gc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ _RESIZING = ("resize_", "resize_as_")
 RESHAPING = _RESHAPING + _RESIZING
 
 _creation = torch._C._autograd.CreationMeta
+_grad: Any = torch._C.TensorBase.grad
+_data: Any = torch._C.TensorBase.data
 
 
 def keeping_views(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -94,10 +97,48 @@ def _take_by_strides(view: Any, base: Any, like: Any) -> None:
         parts: Any = torch.view_as_real(base) if _is_part(view, base) else base
         same = parts.as_strided(*geometry)
     inner = same._inner if view._inner.is_meta else view._inner.as_strided(*geometry)
-    if view.retains_grad or (view.is_leaf and view.grad is not None):
-        raise _refusal(view, "has or retains a gradient")
-    torch._C._swap_tensor_impl(view, same)
+    if view.retains_grad:
+        raise _refusal(view, "retains a gradient")
     same._inner, view._inner = view._inner, inner
+    swap_insides(view, same)
+
+
+def swap_insides(tensor: Any, other: Any) -> None:
+    """Swap what two Python tensors are in C++.
+
+    Tensors whose gradient is ``tensor`` keep it, and ``tensor`` keeps its own.
+    """
+    grad, holders = _grad_of(tensor), holders_of(tensor)
+    torch._C._swap_tensor_impl(tensor, other)
+    if grad is not None:
+        _set_grad(tensor, grad)
+    for holder in holders:
+        _set_grad(holder, tensor)
+
+
+def holders_of(grad: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors whose gradient is ``grad``."""
+    if grad._use_count() == 1:  # C++ does not hold it
+        return []
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    return [one for one in tensors if _grad_of(one) is grad]
+
+
+def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    with warnings.catch_warnings():  # torch warns where the tensor is not a leaf
+        warnings.simplefilter("ignore")
+        grad: torch.Tensor | None = _grad.__get__(tensor)
+    return grad
+
+
+def _set_grad(tensor: Any, grad: Any) -> None:
+    """``tensor.grad = grad``, also of another size, as a change in place makes it."""
+    own = tensor.data
+    if own.size() != grad.size():
+        _data.__set__(tensor, grad.data)
+    _grad.__set__(tensor, grad)
+    if own.size() != grad.size():
+        _data.__set__(tensor, own)
 
 
 def _refusal(view: torch.Tensor, found: str) -> RuntimeError:
