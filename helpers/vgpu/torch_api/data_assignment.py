@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from helpers.vgpu.changes import Changes
+from helpers.vgpu.dispatch import views
 from helpers.vgpu.dispatch.tensor import HELD, VirtualTensor
 from helpers.vgpu.torch_api import uninitialized
-
-_compatible_in_cpp = torch._has_compatible_shallow_copy_type
 
 
 def install(changes: Changes) -> None:
@@ -38,6 +37,9 @@ def data_across_devices(plain: Any) -> property:
         if _of_other_kind(tensor, source):
             become(tensor, source)
             return
+        if isinstance(tensor, VirtualTensor) and tensor.layout is source.layout is torch.strided:
+            torch._C._set_conj(tensor, source.is_conj())
+            torch._C._set_neg(tensor, source.is_neg())
         plain.__set__(tensor, source)
         if isinstance(tensor, VirtualTensor) and isinstance(source, VirtualTensor):
             tensor.__class__ = source.__class__
@@ -66,10 +68,18 @@ def has_compatible_type(plain: Callable[..., bool]) -> Callable[..., bool]:
 def _of_other_kind(tensor: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether C++ takes the two for tensors of different types."""
     if isinstance(tensor, VirtualTensor) and isinstance(source, VirtualTensor):
-        # Other keys: a shape on the host, what was made in inference mode, a lazy conjugate.
+        # Other keys: a shape on the host, what was made in inference mode.
         strided = tensor.layout is source.layout is torch.strided
-        return strided and not _compatible_in_cpp(tensor, source)
+        return strided and _keys(tensor) != _keys(source)
     return isinstance(tensor, VirtualTensor) != isinstance(source, VirtualTensor)
+
+
+def _keys(tensor: torch.Tensor) -> int:
+    """The dispatch keys by which C++ compares two tensors, but for marks that it can change."""
+    keys = torch._C._dispatch_keys(tensor)
+    for mark in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative):
+        keys = keys.remove(mark)
+    return keys.raw_repr()
 
 
 def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
@@ -78,12 +88,18 @@ def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
     The two are of different kinds: one is virtual and the other not, one is a shape on the host, or
     one was made in inference mode. ``requires_grad`` and other attributes stay; a gradient follows
     to the device.
-    RuntimeError for a tensor that autograd computed.
+    RuntimeError for a tensor that autograd computed, and for another's gradient.
     """
     if not tensor.is_leaf:
         raise RuntimeError(
             "assigning .data of another device type to a tensor that is not a leaf is not "
             "supported on virtual GPUs; use .to(device) on it"
+        )
+    if not tensor.requires_grad and (holders := views.holders_of(tensor)):
+        raise RuntimeError(
+            "assigning .data of another device type to the gradient of a tensor of size "
+            f"{tuple(holders[0].size())} on {holders[0].device} is not supported on virtual GPUs: "
+            "move that tensor, whose gradient follows it"
         )
     grad = tensor.grad
     if grad is not None:

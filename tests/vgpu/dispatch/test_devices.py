@@ -247,6 +247,9 @@ def test_assigning_data_moves_as_on_cuda():
     y = p * 2
     with pytest.raises(RuntimeError, match="not a leaf"):
         y.data = torch.ones(2, device="vgpu:0")
+    p.grad = torch.ones(2)
+    with pytest.raises(RuntimeError, match=r"the gradient of a tensor of size \(2,\) on cpu"):
+        p.grad.data = torch.ones(2, device="vgpu:0")
 
 
 def test_hooks_of_a_parameter_move_with_it():
@@ -444,3 +447,13 @@ def test_data_of_another_kind_can_be_assigned():
         assert (z.tolist(), z._version, target._version) == ([2 + 2j, 4], 0, 1)
         target.data = z
         assert target._version == 1
+
+
+def test_a_view_that_is_given_data_counts_its_base_s_changes():
+    for device in ("cpu", "vgpu:1"):
+        base = torch.tensor([1 + 2j, 3], device=device)
+        view = base.conj()
+        view.data = torch.zeros(2, dtype=torch.complex64, device=device)
+        assert (view.is_conj(), view.tolist()) == (False, [0, 0])
+        base.add_(1)
+        assert view._version == base._version == 1
