@@ -183,6 +183,8 @@ def in_place(p: Draft, r: Random) -> None:
     line = r.choice(IN_PLACE).format(x=x)
     if "requires_grad_" in line and p.value(x)._is_view():
         raise StopIteration  # its views would have no history on the CPU, and raise on use here
+    if ("squeeze_" in line or "strided_" in line) and leaf(p.value(x)):
+        raise StopIteration  # autograd would compare a gradient's strides with others past the end
     p.add(f"with torch.no_grad(): {line}" if r.random() < 0.3 else line)
 
 
@@ -295,7 +297,9 @@ def sparse(p: Draft, r: Random) -> None:
     made = r.choice(("{x}.to_dense()", "{x} * 2", "{x}.coalesce()", "{x} + {x}", "{x}.t()", "{x}.coalesce().values()",
                      "torch.sparse.sum({x})", "{x}.clone()"))  # fmt: skip
     p.add(f"{p.name()} = " + made.format(x=x), p.places[x])
-    if r.random() < 0.3:
+    # Of a view of what changes then, its values, the CPU takes the gradient by strides: wrong ones.
+    base = p.value(x)
+    if r.random() < 0.3 and not any(p.value(name)._base is base for name in p.places):
         p.add(r.choice(("{x}.add_({x})", "{x}.mul_(2)", "{x}.zero_()")).format(x=x))
 
 

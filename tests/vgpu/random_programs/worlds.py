@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import re
 import warnings
 import weakref
 from typing import Any
@@ -148,6 +149,8 @@ def difference(lines: list[str]) -> str:
             world.names.clear()
     torch.vgpu.set_device(0)
     if _allocated() != before:
+        # After an error autograd's queue keeps what it has not run until the next backward.
+        torch.ones(1, requires_grad=True).sum().backward()
         gc.collect()
     left = [now - then for now, then in zip(_allocated(), before, strict=True)]
     if any(left) and not _leaks_on_the_cpu(lines):
@@ -179,6 +182,8 @@ def _impossible_bytes() -> str:
 def _compare(lines: list[str], cpu: World, gpu: World) -> str:
     for line, expected, found in zip(lines, cpu.errors, gpu.errors, strict=True):
         if expected != found:
+            if _is_cut_short(line, cpu) or _is_cut_short(line, gpu):
+                return ""
             return f"{line!r} raised {found or 'nothing'}, on the CPU {expected or 'nothing'}"
     variables, others = cpu.variables(), gpu.variables()
     if variables.keys() != others.keys():
@@ -198,6 +203,16 @@ def _compare(lines: list[str], cpu: World, gpu: World) -> str:
             if (_storage(others[name]) == _storage(others[other]) is not None) != shared:
                 return f"{name} and {other}: shared memory {not shared}, on the CPU {shared}"
     return ""
+
+
+def _is_cut_short(line: str, world: World) -> bool:
+    """Whether a line is about a tensor that has a history and no elements.
+
+    Without elements autograd may cut a graph short; what it refuses on the CPU is chance then.
+    """
+    named = [world.names.get(name) for name in re.findall(r"\bv\d+", line)]
+    tensors = [value for value in named if isinstance(value, torch.Tensor)]
+    return any(one.numel() == 0 and one.requires_grad for one in tensors)
 
 
 def _grad(tensor: torch.Tensor) -> torch.Tensor | None:
