@@ -201,6 +201,8 @@ def binary_in_place(p: Draft, r: Random) -> None:
     to, of = p.value(x), p.value(y)
     if ("data" in line or "out" in line) and (to.shape, to.dtype) != (of.shape, of.dtype):
         raise StopIteration  # views of what takes another size so fail on use, and not on the CPU
+    if "grad" in line and to.untyped_storage().data_ptr() == of.untyped_storage().data_ptr():
+        raise StopIteration  # what has a view of itself as its gradient holds itself for good
     p.add(f"with torch.no_grad(): {line}" if r.random() < 0.3 else line)
 
 
