@@ -9,6 +9,7 @@ from helpers.vgpu.device.specs import PRESETS, GPUSpec, get_spec
 from helpers.vgpu.iterations import data_parallel_iteration, ddp_iteration
 from helpers.vgpu.shapes import NoValueError, is_shape, shapes_only
 from helpers.vgpu.timing.costs import CostModel, fit_share
+from helpers.vgpu.timing.play.joint import Deadlock, joined, replay
 from helpers.vgpu.timing.recorder import record, spend
 from helpers.vgpu.timing.trace import FreedInUse, Race, Timeline, TraceEvent, covered_s
 
@@ -18,6 +19,7 @@ __all__ = [
     "PRESETS",
     "Cluster",
     "CostModel",
+    "Deadlock",
     "FreedInUse",
     "GPUSpec",
     "Link",
@@ -36,8 +38,10 @@ __all__ = [
     "get_spec",
     "is_enabled",
     "is_shape",
+    "joined",
     "record",
     "record_memory",
+    "replay",
     "shapes_only",
     "spend",
 ]

@@ -23,7 +23,8 @@ from helpers.vgpu.device.links import Link, get_link
 from helpers.vgpu.device.specs import GPUSpec, get_spec
 from helpers.vgpu.dispatch import device_names, kernels, refusals
 from helpers.vgpu.dispatch.gpu_only import sync_batch_norm
-from helpers.vgpu.distributed import ddp, futures, groups, nccl_only, wrappers
+from helpers.vgpu.distributed import ddp, futures, groups, nccl_only, recorded, wrappers
+from helpers.vgpu.timing.play import joint
 from helpers.vgpu.torch_api import (
     accelerator,
     attention,
@@ -50,6 +51,7 @@ _CHANGING = (
     kernels,
     nccl_only,
     processes,
+    recorded,
     refusals,
     serialization,
     shapes,
@@ -180,6 +182,8 @@ def _name_device_type() -> None:
     kernels.register_once()
     _named = True
 
+
+joint.name_with(_name_device_type)
 
 # What torch generates for a new device type: Tensor.vgpu, Tensor.is_vgpu, Module.vgpu and so on.
 _methods: list[tuple[Any, str, Any]] = []

@@ -1,12 +1,10 @@
-"""Virtual time: when the hosts, streams, events and copies of one recording do what.
+"""The virtual time of one recording, while it is made: each step is kept, and played at once.
 
-The host needs a few microseconds to hand an operation over. The operation starts on its stream
-when the host has handed it over, the stream is free, and the events it waits for have happened. A
-copy between GPUs occupies the current streams of both. A host that asks for a value waits.
-
-Nothing here depends on real time or on how threads interleave.
+Here stands who does a step and what is known of its order; what time it takes is the player's
+business (play/player.py). Nothing here depends on real time or on how threads interleave.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -18,32 +16,58 @@ from helpers.vgpu.timing.lanes import (
     Hosts,
     HostTime,
     Known,
-    Mark,
+    Marked,
     StreamTime,
-    Unit,
     in_backward,
     learn,
 )
-from helpers.vgpu.timing.trace import HOST, TraceEvent
+from helpers.vgpu.timing.play.player import Player
+from helpers.vgpu.timing.play.steps import (
+    Ask,
+    Collective,
+    Copy,
+    HostWait,
+    Join,
+    Kernel,
+    Mark,
+    Spend,
+    Step,
+    Stream,
+    Thread,
+    Together,
+    Wait,
+)
 
 
 class Clock:
     """The time of one recording. All times are seconds since it began."""
 
-    def __init__(self, model: CostModel, current_stream: Callable[[int], int]) -> None:
+    def __init__(
+        self, model: CostModel, current_stream: Callable[[int], int], rank: int = 0
+    ) -> None:
         """current_stream: for the index of a GPU, the number of the thread's current stream."""
-        self.model = model
-        self.events: list[TraceEvent] = []
-        self.hosts = Hosts(model)
+        self.steps: list[Step] = []
+        self.player = Player(model, rank)
+        self._lock = threading.Lock()  # steps are numbered, and DataParallel has several threads
+        self.hosts = Hosts(self._begin_thread, self._do)
         self.several_streams = False  # whether a GPU has had more than its default stream
         self._current_stream = current_stream
         self._streams: dict[tuple[int, int], StreamTime] = {}
-        self._compute: dict[int, Unit] = {}
-        self._links: dict[tuple[int, int], Unit] = {}
-        self._wires: dict[tuple[int, bool], Unit] = {}  # of a GPU: inside its host, and out of it
-        self._marks: dict[int, Mark] = {}  # by the id of their event
+        self._marks: dict[int, Marked] = {}  # by the id of their event
         self._host_known: Known = {}
         self._backward_streams: set[StreamTime] = set()
+
+    def _do(self, step: Step) -> int | None:
+        with self._lock:
+            self.steps.append(step)
+            return self.player.do(step)
+
+    def _begin_thread(self, step: Thread) -> HostTime:
+        with self._lock:
+            self.steps.append(step)
+            self.player.do(step)
+            index = len(self.player.threads) - 1
+        return HostTime(index, self.player.threads[index])
 
     # Streams, threads and events
 
@@ -52,8 +76,12 @@ class Clock:
         key = (gpu.index, number)
         stream = self._streams.get(key)
         if stream is None:
-            compute = self._compute.setdefault(gpu.index, Unit())
-            stream = self._streams[key] = StreamTime(self, gpu.device, number, compute)
+            with self._lock:
+                step = Stream(gpu.index, number)
+                self.steps.append(step)
+                self.player.do(step)
+                index = len(self.player.lanes) - 1
+            stream = self._streams[key] = StreamTime(self, index, self.player.lanes[index])
             self.several_streams = self.several_streams or number != 0
         return stream
 
@@ -63,6 +91,10 @@ class Clock:
             self.hosts.join_engines()
             self._join_backward_streams()
         return self.hosts.current()
+
+    def follow(self, host: HostTime, other: HostTime) -> None:
+        """A thread goes on when another has got as far."""
+        self._do(Join(host.index, (other.index,)))
 
     def in_backward(self, stream: StreamTime) -> None:
         """The autograd engine gives work to the stream."""
@@ -74,20 +106,31 @@ class Clock:
             index = stream.device.index
             current = self._streams.get((index, self._current_stream(index)))
             if current is not None and current is not stream:
-                current.wait_stream(stream)
+                self.wait_stream(current, stream)
         self._backward_streams.clear()
+
+    def wait_stream(self, stream: StreamTime, other: StreamTime) -> None:
+        """What comes later on ``stream`` starts after all that ``other`` has been given."""
+        self._do(Wait(stream.index, self._moment(Mark(other.index))))
+        learn(stream.known, other, other.count, other.known)
+
+    def wait_done(self, stream: StreamTime, done: Done) -> None:
+        """What comes later on ``stream`` starts after one operation of another stream."""
+        self._do(Wait(stream.index, done.moment))
+        stream.learn(done)
 
     def record_event(self, event: torch.Event, stream: StreamTime) -> float:
         """Let ``event`` mark what the stream has been given so far; returns its time."""
-        ready_s = max(stream.free_s, self.host().now_s)
-        self._marks[id(event)] = Mark(event, stream, ready_s, stream.count, dict(stream.known))
-        return ready_s
+        moment = self._moment(Mark(stream.index, self.host().index))
+        done = self._done(stream, moment, "event", False)._replace(known=dict(stream.known))
+        self._marks[id(event)] = Marked(event, done)
+        return done.end_s
 
     def wait_event(self, stream: StreamTime, event: torch.Event) -> None:
         """The stream's later work starts after the event; one never recorded holds up nothing."""
         mark = self._marks.get(id(event))
         if mark is not None:
-            stream.wait_mark(mark)
+            self.wait_done(stream, mark.done)
 
     def comes_after(self, stream: StreamTime, done: Done) -> bool:
         """Whether the next operation of ``stream`` is sure to start after ``done`` has ended."""
@@ -103,58 +146,42 @@ class Clock:
         """The host computes something itself for so long."""
         if duration_s < 0:
             raise ValueError(f"duration_s must not be negative, got {duration_s}")
-        self.host().now_s += duration_s
-
-    def is_done(self, time_s: float) -> bool:
-        """Whether what ends at ``time_s`` has ended for the calling thread."""
-        return self.host().now_s >= time_s
+        self._do(Spend(self.host().index, duration_s))
 
     def ask_stream(self, stream: StreamTime) -> bool:
         """Whether all work given to the stream has ended; then the host knows of it."""
-        return self._ask(stream.free_s, stream, stream.count, stream.known)
+        moment = self._moment(Mark(stream.index))
+        return self._ask(self._done(stream, moment, "query", False)._replace(known=stream.known))
 
     def ask_event(self, event: torch.Event) -> bool:
         mark = self._marks.get(id(event))
-        return mark is None or self._ask(mark.time_s, mark.stream, mark.position, mark.known)
+        return mark is None or self._ask(mark.done)
 
-    def _ask(self, time_s: float, stream: StreamTime, count: int, known: Known) -> bool:
-        done = self.is_done(time_s)
-        if done:
-            learn(self._host_known, stream, count, known)
-        else:
-            self.host().now_s += self.model.python_launch_s  # so that a loop that asks ends
-        return done
+    def _ask(self, done: Done) -> bool:
+        host = self.host()
+        has_ended = host.now_s >= done.end_s
+        self._do(Ask(host.index, done.moment))
+        if has_ended:
+            learn(self._host_known, done.stream, done.position, done.known or {})
+        return has_ended
 
     def host_waits(self, streams: Iterable[StreamTime], name: str, host: HostTime) -> None:
         """The thread goes on when all work given to the streams has ended."""
         for stream in streams:
-            self._wait_until(stream.free_s, name, host)
+            self._do(HostWait(host.index, self._moment(Mark(stream.index)), name))
             learn(self._host_known, stream, stream.count, stream.known)
 
     def host_waits_for_event(self, event: torch.Event) -> None:
         mark = self._marks.get(id(event))
         if mark is not None:
-            self._wait_until(mark.time_s, "synchronize", self.host())
-            learn(self._host_known, mark.stream, mark.position, mark.known)
+            done = mark.done
+            self._do(HostWait(self.host().index, done.moment, "synchronize"))
+            learn(self._host_known, done.stream, done.position, done.known or {})
 
     def synchronize(self, gpu: VirtualGPU) -> None:
         """``torch.vgpu.synchronize``: wait for every stream of the GPU."""
         of_gpu = [stream for stream in self._streams.values() if stream.device == gpu.device]
         self.host_waits(of_gpu, "synchronize", self.host())
-
-    def _wait_until(self, time_s: float, name: str, host: HostTime) -> None:
-        if time_s > host.now_s:
-            wait = TraceEvent(
-                name=name,
-                kind="wait",
-                device=HOST,
-                stream=host.number,
-                start_s=host.now_s,
-                end_s=time_s,
-                launch_s=host.now_s,
-            )
-            self.events.append(wait)
-            host.now_s = time_s
 
     # Work for GPUs
 
@@ -162,63 +189,23 @@ class Clock:
         """When the next operation could start on the stream at the earliest."""
         return max(host.now_s + host.launch_s, stream.free_s)
 
-    def kernel(
-        self, name: str, stream: StreamTime, host: HostTime, work: Work, duration_s: float
-    ) -> Done:
+    def kernel(self, name: str, stream: StreamTime, host: HostTime, work: Work) -> Done:
         """Hand one operation over."""
-        host.now_s += host.launch_s
-        launch_s = host.now_s
-        ready_s = launch_s if launch_s > stream.free_s else stream.free_s
-        start_s = stream.compute.place(ready_s, duration_s)
-        event = TraceEvent(
-            name=name,
-            kind="kernel",
-            device=stream.device,
-            stream=stream.number,
-            start_s=start_s,
-            end_s=start_s + duration_s,
-            launch_s=launch_s,
-            module=host.module,
-            backward=host.backward,
-            flop=work.flop,
-            size_bytes=work.size_bytes,
-        )
-        return self._ran(event, stream)
+        step = Kernel(name, host.index, stream.index, host.module, host.backward, work.settled())
+        moment = self._moment(step)
+        stream.count += 1
+        return self._done(stream, moment, name, host.backward)
 
     def collective(
-        self,
-        name: str,
-        streams: Sequence[StreamTime],
-        host: HostTime,
-        size_bytes: int,
-        duration_s: float,
+        self, name: str, streams: Sequence[StreamTime], host: HostTime, size_bytes: int
     ) -> None:
         """Hand the GPUs' parts of a collective over: these streams are busy, kernels are not.
 
         It starts when all of them are free, and their later work comes after it.
         """
-        host.now_s += host.launch_s * len(streams)
-        start_s = max(host.now_s, *(stream.free_s for stream in streams))
-        for stream in streams:
-            self._ran(
-                TraceEvent(
-                    name=name,
-                    kind="collective",
-                    device=stream.device,
-                    stream=stream.number,
-                    start_s=start_s,
-                    end_s=start_s + duration_s,
-                    launch_s=host.now_s,
-                    module=host.module,
-                    backward=host.backward,
-                    size_bytes=size_bytes,
-                ),
-                stream,
-            )
-        for stream in streams:
-            for other in streams:
-                if other is not stream:
-                    stream.met(other)
+        numbers = tuple(stream.index for stream in streams)
+        self._do(Together(name, host.index, numbers, host.module, host.backward, size_bytes))
+        self._met(streams)
 
     def joined(
         self,
@@ -227,31 +214,26 @@ class Clock:
         host: HostTime,
         size_bytes: int,
         ranks: Sequence[int],
+        group: str,
     ) -> Done:
         """Hand over this rank's part of a collective, on a stream of its group.
 
         Collectives take turns on a GPU's links, and on its host's adapters.
         """
-        host.now_s += host.launch_s
-        duration_s = self.model.group_time_s(name, size_bytes, ranks)
-        between = len(self.model.hosts_of(ranks)) > 1
-        wire = self._wires.setdefault((stream.device.index, between), Unit())
-        start_s = wire.place(max(host.now_s, stream.free_s), duration_s)
-        event = TraceEvent(
-            name=name,
-            kind="collective",
-            device=stream.device,
-            stream=stream.number,
-            start_s=start_s,
-            end_s=start_s + duration_s,
-            launch_s=host.now_s,
-            module=host.module,
-            backward=host.backward,
-            size_bytes=size_bytes,
-            ranks=tuple(ranks),
-            link=self.model.link_name(ranks),
+        step = Collective(
+            name,
+            host.index,
+            stream.index,
+            host.module,
+            host.backward,
+            size_bytes,
+            tuple(ranks),
+            group,
         )
-        return self._ran(event, stream)._replace(known=dict(stream.known))
+        moment = self._moment(step)
+        stream.count += 1
+        done = self._done(stream, moment, name, host.backward)
+        return done._replace(known=dict(stream.known))
 
     def copy(
         self,
@@ -266,61 +248,45 @@ class Clock:
         Between GPUs it starts when both streams are free and occupies both; their later work
         comes after it (``copy_kernel_cuda`` in Copy.cu does so with two events).
         """
-        streams = [stream for stream in (source, target) if stream is not None]
-        host.now_s += host.launch_s
-        if len(streams) == 2:
-            duration_s = self.model.copy_time_s(size_bytes)
-        else:
-            duration_s = self.model.host_copy_time_s(size_bytes)
-        ready_s = max(host.now_s, *(stream.free_s for stream in streams))
-        start_s = self._link(source, target).place(ready_s, duration_s)
-        dones = [
-            self._ran(
-                TraceEvent(
-                    name="copy",
-                    kind="copy",
-                    device=stream.device,
-                    stream=stream.number,
-                    start_s=start_s,
-                    end_s=start_s + duration_s,
-                    launch_s=host.now_s,
-                    module=host.module,
-                    backward=host.backward,
-                    size_bytes=size_bytes,
-                    source=HOST if source is None else source.device,
-                    target=HOST if target is None else target.device,
-                ),
-                stream,
+        moment = self._moment(
+            Copy(
+                host.index,
+                host.module,
+                host.backward,
+                size_bytes,
+                None if source is None else source.index,
+                None if target is None else target.index,
             )
-            for stream in streams
-        ]
-        if source is not None and target is not None:
-            source.met(target)
-            target.met(source)
+        )
+        streams = [stream for stream in (source, target) if stream is not None]
+        self._met(streams)
+        dones = [self._done(stream, moment, "copy", host.backward) for stream in streams]
         if blocking:
             self.host_waits(streams, "copy", host)
         return dones
 
-    def _ran(self, event: TraceEvent, stream: StreamTime) -> Done:
-        """Keep the event as the stream's last."""
-        self.events.append(event)
-        stream.free_s = event.end_s
-        stream.count += 1
-        return Done(stream, stream.count, event.end_s, event.name, event.backward)
+    def _met(self, streams: Sequence[StreamTime]) -> None:
+        """They took part in one operation: what comes later on each starts after it."""
+        for stream in streams:
+            stream.count += 1
+        for stream in streams:
+            for other in streams:
+                if other is not stream:
+                    learn(stream.known, other, other.count, other.known)
 
     def allocation(self, name: str, stream: StreamTime, backward: bool) -> Done:
         """Memory handed out on the stream: what came before there may still use it."""
-        return Done(stream, stream.count, stream.free_s, name, backward)
+        return self._done(stream, self._moment(Mark(stream.index)), name, backward)
 
-    def _link(self, source: StreamTime | None, target: StreamTime | None) -> Unit:
-        """The way from one device to another; copies in one direction take turns on it."""
-        key = (
-            -1 if source is None else source.device.index,
-            -1 if target is None else target.device.index,
-        )
-        return self._links.setdefault(key, Unit())
+    def _moment(self, step: Step) -> int:
+        moment = self._do(step)
+        assert moment is not None
+        return moment
+
+    def _done(self, stream: StreamTime, moment: int, name: str, backward: bool) -> Done:
+        return Done(stream, stream.count, moment, self.player.come(moment), name, backward)
 
     def end(self) -> tuple[float, float]:
         """Seconds until the host had ended, and until everything had."""
-        host_s = self.host().now_s
-        return host_s, max([host_s, *(stream.free_s for stream in self._streams.values())])
+        self.host()
+        return self.player.end()

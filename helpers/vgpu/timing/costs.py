@@ -31,6 +31,7 @@ from helpers.vgpu.timing.traits import tensors_in
 # float32 that goes to tensor cores if torch allows TF32 for it, which may change at any time.
 FLOAT32, FLOAT16, BFLOAT16 = "float32", "float16", "bfloat16"
 PRODUCT, CONVOLUTION = "product", "convolution"
+TF32 = "tf32"  # one that is sure to go there, if the GPU has it
 _TF32_SWITCH = {PRODUCT: "matmul", CONVOLUTION: "conv"}  # in torch.backends.cuda and .cudnn
 _float32_precision = torch._C._get_fp32_precision_getter
 
@@ -49,8 +50,16 @@ class Work(NamedTuple):
         By default they do for convolutions (``torch.backends.cudnn.allow_tf32``) and not for matrix
         products (``torch.backends.cuda.matmul.allow_tf32``, ``set_float32_matmul_precision``).
         """
+        if self.arithmetic == TF32:
+            return True
         switch = _TF32_SWITCH.get(self.arithmetic)
         return switch is not None and _float32_precision("cuda", switch) == "tf32"
+
+    def settled(self) -> "Work":
+        """The same work by torch's settings of this moment, whatever they are later."""
+        if self.arithmetic not in _TF32_SWITCH:
+            return self
+        return self._replace(arithmetic=TF32 if self.allows_tf32 else FLOAT32)
 
 
 _SHARES = ("arithmetic_share", "memory_share", "link_share", "network_share", "locked_share")

@@ -1,58 +1,18 @@
-"""What virtual time moves on: streams, threads of the host, and units that do one thing at a time.
+"""Who hands work over, and what is known of the order in which it runs.
 
 Whether one operation must have ended before another begins is kept apart from the times, as a
 vector clock (Lamport, 1978; Mattern, 1989): a race is a race even if the times happen to fit.
 """
 
-import bisect
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from helpers.vgpu.device import gpus
-from helpers.vgpu.timing.costs import CostModel
-
-
-class Unit:
-    """Something that does one thing at a time: a GPU's multiprocessors, one direction of a link.
-
-    Streams take turns. One whose turn comes late leaves a gap, and work that is handed over later
-    but can start earlier may fill it.
-    """
-
-    __slots__ = ("ends", "starts")
-
-    def __init__(self) -> None:
-        self.starts: list[float] = []
-        self.ends: list[float] = []
-
-    def place(self, ready_s: float, duration_s: float) -> float:
-        """Take the first ``duration_s`` that are free from ``ready_s`` on; returns their start."""
-        starts, ends = self.starts, self.ends
-        if not ends or ready_s >= ends[-1]:
-            if ends and ready_s == ends[-1]:
-                ends[-1] = ready_s + duration_s
-            else:
-                starts.append(ready_s)
-                ends.append(ready_s + duration_s)
-            return ready_s
-        index = bisect.bisect_right(ends, ready_s)
-        start_s = ready_s
-        while index < len(starts) and start_s + duration_s > starts[index]:
-            start_s = max(start_s, ends[index])
-            index += 1
-        end_s = start_s + duration_s
-        if index and ends[index - 1] == start_s:
-            index -= 1
-            ends[index] = end_s
-        else:
-            starts.insert(index, start_s)
-            ends.insert(index, end_s)
-        if index + 1 < len(starts) and starts[index + 1] == ends[index]:
-            ends[index] = ends.pop(index + 1)
-            starts.pop(index + 1)
-        return start_s
+from helpers.vgpu.timing.play.player import Lane, ThreadTime
+from helpers.vgpu.timing.play.steps import Join, Step, Thread
 
 
 class Done(NamedTuple):
@@ -60,20 +20,18 @@ class Done(NamedTuple):
 
     stream: "StreamTime"
     position: int  # how many operations the stream had been given, this one included
+    moment: int  # the number of its end, among the steps of the recording
     end_s: float
     operation: str
     backward: bool = False
     known: "Known | None" = None  # what is sure to have ended before it, where that is kept
 
 
-class Mark(NamedTuple):
+class Marked(NamedTuple):
     """A recorded event: its stream as it was then."""
 
     event: torch.Event  # held, so that no other event can have its id
-    stream: "StreamTime"
-    time_s: float
-    position: int  # how many operations the stream had been given
-    known: "Known"
+    done: Done
 
 
 Known = dict["StreamTime", int]
@@ -88,51 +46,58 @@ def learn(known: Known, stream: "StreamTime", position: int, also: Known) -> Non
 
 
 class StreamTime:
-    """One stream: when it is free, and which operations are sure to have ended before its next."""
+    """One stream, and which operations are sure to have ended before its next."""
 
-    __slots__ = ("clock", "compute", "count", "device", "free_s", "known", "number")
+    __slots__ = ("_lane", "clock", "count", "index", "known")
 
-    def __init__(self, clock: object, device: torch.device, number: int, compute: Unit) -> None:
+    def __init__(self, clock: object, index: int, lane: Lane) -> None:
         self.clock = clock  # only compared, to tell the streams of one recording from another's
-        self.device = device
-        self.number = number  # 0 is the device's default stream
-        self.compute = compute  # shared by all streams of the device
-        self.free_s = 0.0
+        self.index = index  # among the streams of the recording
+        self._lane = lane
         self.count = 0  # operations that it has been given
         self.known: Known = {}
 
-    def wait_stream(self, other: "StreamTime") -> None:
-        """What comes later here starts after all that ``other`` has been given."""
-        self.free_s = max(self.free_s, other.free_s)
-        learn(self.known, other, other.count, other.known)
+    @property
+    def device(self) -> torch.device:
+        return self._lane.device
 
-    def wait_mark(self, mark: Mark) -> None:
-        """What comes later here starts after a recorded event."""
-        self.free_s = max(self.free_s, mark.time_s)
-        learn(self.known, mark.stream, mark.position, mark.known)
+    @property
+    def number(self) -> int:
+        """0 is the device's default stream."""
+        return self._lane.number
 
-    def wait_done(self, done: Done) -> None:
-        """What comes later here starts after one operation of another stream."""
-        self.free_s = max(self.free_s, done.end_s)
+    @property
+    def free_s(self) -> float:
+        return self._lane.free_s
+
+    def learn(self, done: Done) -> None:
+        """What comes later here starts after an operation of another stream."""
         learn(self.known, done.stream, done.position, done.known or {})
-
-    def met(self, other: "StreamTime") -> None:
-        """Both took part in one operation: what comes later here starts after it."""
-        learn(self.known, other, other.count, other.known)
 
 
 class HostTime:
-    """One thread of the host: its time, and how long it takes to hand an operation over."""
+    """One thread of the host."""
 
-    __slots__ = ("backward", "launch_s", "module", "now_s", "number")
+    __slots__ = ("_time", "backward", "index", "module")
 
-    def __init__(self, number: int, now_s: float, launch_s: float) -> None:
-        self.number = number
-        self.now_s = now_s
-        self.launch_s = launch_s
+    def __init__(self, index: int, time: ThreadTime) -> None:
+        self.index = index  # among the threads of the recording
+        self._time = time
         # What its next operation belongs to; the recording sets it.
         self.module = ""
         self.backward = False
+
+    @property
+    def number(self) -> int:
+        return self._time.number
+
+    @property
+    def now_s(self) -> float:
+        return self._time.now_s
+
+    @property
+    def launch_s(self) -> float:
+        return self._time.launch_s
 
 
 class _OfThread(threading.local):
@@ -146,14 +111,15 @@ class Hosts:
     one for each GPU. The engine launches from C++, without the interpreter's lock.
     """
 
-    def __init__(self, model: CostModel) -> None:
-        self.main = HostTime(0, 0.0, model.launch_s(threads=1))
+    def __init__(self, begin: Callable[[Thread], HostTime], do: Callable[[Step], object]) -> None:
+        """begin: what makes a thread of the step that begins it."""
+        self._begin, self._do = begin, do
+        self.main = begin(Thread(0, None, 1))
         self.engines: dict[int, HostTime] = {}
-        self._model = model
         self._of_thread = _OfThread()
         self._of_thread.host = self.main
         self._parent = self.main  # new threads start at its time
-        self._forked_launch_s = self.main.launch_s
+        self._sharing = 1
         self._forked: list[HostTime] = []
 
     def current(self) -> HostTime:
@@ -162,7 +128,7 @@ class Hosts:
             return self._of_thread.host
         except AttributeError:
             number = gpus.current_index() + 1
-            host = HostTime(number, self._parent.now_s, self._forked_launch_s)
+            host = self._begin(Thread(number, self._parent.index, self._sharing))
             self._of_thread.host = host
             self._forked.append(host)
             return host
@@ -172,14 +138,13 @@ class Hosts:
         engine = self.engines.get(index)
         if engine is None:
             caller = getattr(self._of_thread, "host", self.main)
-            engine = HostTime(caller.number, caller.now_s, self._model.engine_launch_s)
-            self.engines[index] = engine
+            engine = self.engines[index] = self._begin(Thread(caller.number, caller.index, 0))
         return engine
 
     def join_engines(self) -> None:
         """``backward()`` has returned: its caller waited until all was handed over."""
-        caller = self.current()
-        caller.now_s = max(caller.now_s, *(engine.now_s for engine in self.engines.values()))
+        engines = tuple(engine.index for engine in self.engines.values())
+        self._do(Join(self.current().index, engines))
         self.engines.clear()
 
     def fork(self, caller: HostTime, threads: int) -> None:
@@ -188,14 +153,14 @@ class Hosts:
         They share one interpreter, and each gets an equal part of it: by arithmetic, not by turns,
         so that nothing depends on how the real threads interleave.
         """
-        self._parent = HostTime(0, caller.now_s, caller.launch_s)
-        self._forked_launch_s = self._model.launch_s(threads)
+        self._parent = self._begin(Thread(0, caller.index, 1))
+        self._sharing = threads
 
     def join(self, caller: HostTime) -> None:
         """The caller goes on when all threads since ``fork`` have ended."""
-        caller.now_s = max([caller.now_s, *(forked.now_s for forked in self._forked)])
+        self._do(Join(caller.index, tuple(forked.index for forked in self._forked)))
         self._forked.clear()
-        self._parent, self._forked_launch_s = self.main, self.main.launch_s
+        self._parent, self._sharing = self.main, 1
 
 
 _graph_task = torch._C._current_graph_task_id

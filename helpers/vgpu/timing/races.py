@@ -107,7 +107,7 @@ class Accesses:
         if before.stream.clock is not self._clock or self._clock.comes_after(stream, before):
             return False
         if in_backward():
-            stream.wait_done(before)
+            self._clock.wait_done(stream, before)
             return False
         self._note(
             Race(

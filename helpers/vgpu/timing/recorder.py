@@ -7,13 +7,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
+
 from helpers.vgpu.device import gpus
 from helpers.vgpu.device.links import get_link
 from helpers.vgpu.timing import module_names, recording
 from helpers.vgpu.timing.costs import CostModel
+from helpers.vgpu.timing.play.steps import Program
 from helpers.vgpu.timing.recording import Recording
 from helpers.vgpu.timing.streams import set_stream_number
-from helpers.vgpu.timing.trace import Timeline
+from helpers.vgpu.timing.trace import HOST, Timeline, in_order
 
 assumed: dict[str, Any] = {}
 """Fields of CostModel that a virtual cluster gives to every recording."""
@@ -33,7 +36,10 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
     costs = replace(costs, **changes)
     devices = [gpus.by_index(index).device for index in range(gpus.device_count())]
     timeline = Timeline(costs.spec.name.removeprefix("Virtual "), devices)
-    made = Recording(costs, timeline, set_stream_number)
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    timeline.ranks = [rank]
+    program = Program(costs, rank, gpus.current_index(), gpus.device_count())
+    made = Recording(costs, timeline, set_stream_number, rank)
     # Events are many and stay: looking through them for cycles again and again would be in vain.
     thresholds = gc.get_threshold()
     try:
@@ -43,9 +49,10 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
     finally:
         gc.set_threshold(*thresholds)
         timeline.host_s, timeline.makespan_s = made.end()
-        timeline.events = sorted(
-            made.clock.events, key=lambda e: (e.start_s, str(e.device), e.stream, e.launch_s)
-        )
+        timeline.events = in_order(made.clock.player.events)
+        program.steps = made.clock.steps
+        program.races = [(r.device.index, replace(r, device=HOST)) for r in timeline.races]
+        timeline.programs = (program,)
 
 
 def spend(duration_s: float) -> None:

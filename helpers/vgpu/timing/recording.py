@@ -7,7 +7,7 @@ host, which module, in which pass. The clock then says when it happens.
 Left out: operations on the CPU take no virtual time (``spend`` adds some).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
 from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.timing import module_names, signatures
 from helpers.vgpu.timing.clock import Clock
-from helpers.vgpu.timing.costs import CONVOLUTION, PRODUCT, CostModel, Work, work_of
+from helpers.vgpu.timing.costs import CostModel, Work, work_of
 from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime, in_backward
 from helpers.vgpu.timing.module_names import Nodes
 from helpers.vgpu.timing.races import Accesses, poisoned, replaced
@@ -27,6 +27,14 @@ from helpers.vgpu.timing.trace import Timeline
 from helpers.vgpu.timing.traits import Traits, traits_of
 
 under_way: "Recording | None" = None
+
+Taken = Callable[["Recording", Operator, Args, Kwargs], Any]
+_handlers: dict[str, Taken] = {}
+
+
+def use_handlers(handlers: Mapping[str, Taken]) -> None:
+    """Let each of ``handlers`` run and record the operator whose name is its key, with values."""
+    _handlers.update(handlers)
 
 
 @contextmanager
@@ -71,26 +79,36 @@ class Part(Protocol):
     @property
     def ranks(self) -> list[int]: ...
 
+    @property
+    def group_name(self) -> str: ...
+
 
 class Recording:
     """Modules, streams, threads and races around a clock."""
 
     def __init__(
-        self, costs: CostModel, timeline: Timeline, set_stream: Callable[[int], int | None]
+        self,
+        costs: CostModel,
+        timeline: Timeline,
+        set_stream: Callable[[int], int | None],
+        rank: int = 0,
     ) -> None:
         """set_stream: for the index of a GPU, the number of the stream that the thread has set."""
-        self.clock = Clock(costs, self.current_stream)
+        self.clock = Clock(costs, self.current_stream, rank)
         self._accesses = Accesses(self.clock, timeline)
         self._set_stream = set_stream
         self.stream_numbers: dict[tuple[Any, ...], int] = {}  # of process groups
         self._nodes = Nodes()
-        self._seconds: dict[Work, float] = {}
+        self._kept: list[object] = []
         self._work: dict[tuple[Any, ...], Work] = {}
 
     # Tensors with values
 
     def run(self, func: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Compute ``func`` with values, and record it."""
+        taken = _handlers.get(func._schema.name)
+        if taken is not None:
+            return taken(self, func, args, kwargs)
         traits = traits_of(func)
         if traits.copies:
             return self._run_copy(func, args, kwargs)
@@ -110,7 +128,7 @@ class Recording:
                 return result  # a factory of another device
             stream, host = self.place(traits.name, outputs[0]._gpu)
         work = self._work_of(func, args, kwargs, result)
-        done = self._kernel(traits.name, stream, host, work)
+        done = self.clock.kernel(traits.name, stream, host, work)
         self._accesses.note(done, inputs, written)
         if written:  # an in-place operation gives back what it was given
             outputs = [out for out in outputs if not any(out is given for given in written)]
@@ -183,7 +201,7 @@ class Recording:
         stream, host = self.place(traits.name, gpu)
         if self.clock.several_streams:
             self._accesses.check(traits.name, inputs, written, stream, host)
-        done = self._kernel(traits.name, stream, host, work)
+        done = self.clock.kernel(traits.name, stream, host, work)
         if written or self.clock.several_streams:
             self._accesses.note(done, inputs, written)
         if waits:
@@ -222,7 +240,7 @@ class Recording:
             stream, host = self.place("copy", source_gpu)
             self._accesses.check("copy", [], overwritten, stream, host)
             work = Work(0, size_bytes + target.numel() * target.element_size())
-            done = self._kernel("copy", stream, host, work)
+            done = self.clock.kernel("copy", stream, host, work)
             self._accesses.note(done, read, overwritten)
             if not in_place:
                 self._accesses.note_made(done, written)
@@ -240,7 +258,7 @@ class Recording:
         if between and target_gpu is not None and in_backward():
             # The next node runs in the thread of the target's device.
             engine = self.clock.hosts.engine(target_gpu.index)
-            engine.now_s = max(engine.now_s, host.now_s)
+            self.clock.follow(engine, host)
         self._accesses.note(dones[0], read, [])
         self._accesses.note(dones[-1], [], overwritten)
         if not in_place:
@@ -250,8 +268,7 @@ class Recording:
         """Record one collective of the GPUs, on their current streams."""
         places = [self.place(name, gpu, note=False) for gpu in gpus]
         streams = [stream for stream, _ in places]
-        duration_s = self.clock.model.collective_time_s(name, size_bytes, len(gpus))
-        self.clock.collective(name, streams, places[0][1], size_bytes, duration_s)
+        self.clock.collective(name, streams, places[0][1], size_bytes)
 
     def joined(self, name: str, gpu: VirtualGPU, part: "Part", number: int) -> Done:
         """Record a collective of a process group, on the group's stream of this number.
@@ -260,10 +277,10 @@ class Recording:
         """
         current, host = self.place(name, gpu, note=False)
         stream = self.clock.stream(gpu, number)
-        stream.wait_stream(current)
+        self.clock.wait_stream(stream, current)
         read, written, made = _virtual(part.given), _virtual(part.received), _virtual(part.made)
         self._accesses.check(name, read, written, stream, host)
-        done = self.clock.joined(name, stream, host, part.size_bytes, part.ranks)
+        done = self.clock.joined(name, stream, host, part.size_bytes, part.ranks, part.group_name)
         self._accesses.note(done, read, [*written, *made])
         for used in (*read, *written, *made):  # NCCL's side keeps them until it has ended
             self._accesses.record_stream(used, stream)
@@ -275,13 +292,17 @@ class Recording:
         if by_host:
             self.clock.host_waits([done.stream], done.operation, host)
         else:
-            current.wait_done(done)
+            self.clock.wait_done(current, done)
 
     def wait_for_last_write(self, tensor: VirtualTensor) -> None:
         """``wait_tensor``: the current stream goes on when the tensor has been written."""
         done = self._accesses.last_write(tensor)
         if gpu_of(tensor) is not None and done is not None:
             self.wait_for(done, tensor._gpu)
+
+    def keep(self, work: object) -> None:
+        """Let something live as long as the recording."""
+        self._kept.append(work)
 
     # Who asked for it
 
@@ -327,14 +348,6 @@ class Recording:
     def end(self) -> tuple[float, float]:
         """Seconds until the host had ended, and until everything had."""
         return self.clock.end()
-
-    def _kernel(self, name: str, stream: StreamTime, host: HostTime, work: Work) -> Done:
-        duration_s = self._seconds.get(work)
-        if duration_s is None:
-            duration_s = self.clock.model.kernel_time_s(work)
-            if work.arithmetic not in (PRODUCT, CONVOLUTION):  # they depend on torch's settings
-                self._seconds[work] = duration_s
-        return self.clock.kernel(name, stream, host, work, duration_s)
 
 
 def gpu_of(value: torch.Tensor) -> VirtualGPU | None:

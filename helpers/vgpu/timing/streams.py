@@ -85,7 +85,7 @@ class Stream(torch.Stream):
         """Work given later starts after all work that ``stream`` has got so far."""
         now = recording.under_way
         if now is not None:
-            _time_of(self, now).wait_stream(_time_of(stream, now))
+            now.clock.wait_stream(_time_of(self, now), _time_of(stream, now))
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
         event = Event() if event is None else event

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from helpers.vgpu.timing.play.steps import Program
+
 HOST = torch.device("cpu")
 
 
@@ -32,10 +34,16 @@ class TraceEvent(NamedTuple):
     target: torch.device | None = None
     ranks: tuple[int, ...] = ()  # of a collective over process groups: who takes part
     link: str = ""  # and what it goes over
+    ready_s: float | None = None  # of the same: when this rank was ready; it starts when all are
 
     @property
     def duration_s(self) -> float:
         return self.end_s - self.start_s
+
+    @property
+    def waited_s(self) -> float:
+        """How long a collective over process groups waited for other ranks, or for its link."""
+        return 0.0 if self.ready_s is None else self.start_s - self.ready_s
 
     @property
     def label(self) -> str:
@@ -90,6 +98,9 @@ class Timeline:
     races: list[Race] = field(default_factory=list)
     makespan_s: float = 0.0  # until host, kernels and copies had all ended
     host_s: float = 0.0  # until the host's code had ended; what a clock without synchronize reads
+    # Where several ranks are joined: the rank of each of the devices. One number for a rank alone.
+    ranks: list[int] = field(default_factory=lambda: [0])
+    programs: tuple[Program, ...] = field(default=(), repr=False)  # from which it can be replayed
 
     def busy_s(self, device: torch.device | str) -> float:
         """Seconds in which at least one kernel ran on ``device``; copies do not count."""
@@ -128,6 +139,11 @@ class Timeline:
                 f"({self.utilisation(device):.0%}), copies {self.copying_s(device) * 1e3:.3f} ms"
             )
         return "\n".join([*lines, *(f"  race: {race}" for race in self.races)])
+
+
+def in_order(events: Iterable[TraceEvent]) -> list[TraceEvent]:
+    """By start, device and stream."""
+    return sorted(events, key=lambda e: (e.start_s, str(e.device), e.stream, e.launch_s))
 
 
 def covered_s(events: Iterable[TraceEvent]) -> float:

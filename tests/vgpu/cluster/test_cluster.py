@@ -319,7 +319,7 @@ def test_tensor_parallel_sends_one_all_reduce_each_way():
 def collectives_so_far():
     from helpers.vgpu.timing import recording
 
-    return [e for e in recording.under_way.clock.events if e.kind == "collective"]
+    return [e for e in recording.under_way.clock.player.events if e.kind == "collective"]
 
 
 def test_dtensor_is_a_shape():

@@ -9,7 +9,7 @@ from torch import nn
 
 from helpers import vgpu
 from helpers.vgpu.timing import recording
-from helpers.vgpu.timing.lanes import Unit
+from helpers.vgpu.timing.play.units import Unit
 from helpers.vgpu.timing.trace import covered_s
 
 PLAIN = vgpu.Link("plain", 1e9, 0.0, "made for these tests")

@@ -1,0 +1,295 @@
+"""Collectives of process groups in a recording of virtual time.
+
+A collective takes the time of its group, on a stream of the group's own, as NCCL does it: the
+group's stream waits for the current one, and whoever waits for the collective makes the current
+stream wait for it. So it is whether tensors have values, which gloo carries meanwhile (here), or
+are only shapes (cluster/collectives.py).
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PythonCallbackWork
+from torch.distributed import distributed_c10d
+
+from helpers.vgpu.changes import Changes
+from helpers.vgpu.device import gpus
+from helpers.vgpu.device.gpus import VirtualGPU
+from helpers.vgpu.dispatch import operations
+from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator, named_arguments
+from helpers.vgpu.dispatch.tensor import VirtualTensor
+from helpers.vgpu.distributed import ddp, groups
+from helpers.vgpu.timing import recording
+from helpers.vgpu.timing.lanes import Done, in_backward
+from helpers.vgpu.timing.recording import Recording, gpu_of
+from helpers.vgpu.timing.streams import Stream
+from helpers.vgpu.timing.traits import tensors_in
+
+Tensors = list[torch.Tensor]
+
+
+class Call:
+    """One collective: its group, and what this rank gives and receives."""
+
+    def __init__(self, func: Operator, args: Args, kwargs: Kwargs, made: Tensors) -> None:
+        """made: the results that are new tensors."""
+        self.name = groups.plain_name(func)
+        named = named_arguments(func, args, kwargs)
+        self.group = _group_of(named)
+        in_place = func._schema.name.endswith("_")
+        self.given, self.received = _given_and_received(self.name, named, in_place)
+        self.made = made
+        # Among the group's ranks; for a message, the one at its other end.
+        self.peer: int | None = None
+        if self.name in ("send", "recv"):
+            self.peer = named.get("dst", named.get("src"))
+
+    def check_sizes(self) -> None:
+        """ValueError for what the collective cannot do; what NCCL would read beyond the end."""
+        given = sum(tensor.numel() for tensor in self.given)
+        received = sum(tensor.numel() for tensor in [*self.received, *self.made])
+        count = self.group.size()
+        wanted = {
+            "all_gather": (given * count, received),
+            "reduce_scatter": (given, received * count),
+        }
+        needs, has = wanted.get(self.name, (0, 0))
+        if needs != has:
+            raise ValueError(
+                f"{self.name} among {count} ranks gets {given} elements and has room for {received}: "
+                f"one of them must be {count} times the other"
+            )
+
+    @property
+    def given_bytes(self) -> int:
+        return _bytes(self.given)
+
+    @property
+    def size_bytes(self) -> int:
+        """As ``timing.collectives`` counts: of the whole tensor."""
+        given, received = _bytes(self.given), _bytes([*self.received, *self.made])
+        if self.name in ("all_gather", "recv"):
+            return received
+        if self.name == "gather":
+            return given * self.group.size()
+        if self.name == "scatter":
+            return received * self.group.size()
+        return given
+
+    @property
+    def group_name(self) -> str:
+        return str(self.group.group_name)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The global ranks that take part."""
+        ranks = dist.get_process_group_ranks(self.group)
+        return ranks if self.peer is None else [dist.get_rank(), ranks[self.peer]]
+
+    def record(self, gpu: VirtualGPU) -> Done | None:
+        """Take part in the recording that is under way, if any; returns the end there."""
+        now = recording.under_way
+        if now is None:
+            return None
+        stream = _stream_of(now, gpu, self.group_name, self.peer, self.name)
+        return now.joined(self.name, gpu, self, stream)
+
+
+class Waiting:
+    """What waiting for a collective does: the current stream waits, or the host for a barrier."""
+
+    def __init__(self, done: Done | None, gpu: VirtualGPU, by_host: bool = False) -> None:
+        self._done = done
+        self._gpu = gpu
+        self._by_host = by_host
+        self._recording = recording.under_way
+
+    def __call__(self) -> None:
+        now = recording.under_way
+        if self._done is not None and now is not None and now is self._recording:
+            now.wait_for(self._done, self._gpu, self._by_host)
+
+    def within(self, timeout: timedelta) -> bool:
+        """``Work.wait``; nothing here takes real time."""
+        self()
+        return True
+
+
+# Tensors with values
+
+
+class _Work(PythonCallbackWork):
+    """What gloo works on, and in virtual time what waiting for it does."""
+
+    def __init__(self, work: dist.Work, waiting: Waiting) -> None:
+        def wait(timeout: timedelta) -> bool:
+            finished = work.wait(timeout) if timeout.total_seconds() > 0 else work.wait()
+            waiting()
+            return finished
+
+        super().__init__(wait)
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def result(self) -> Any:
+        return self._work.result()
+
+    def source_rank(self) -> int:
+        return self._work.source_rank()
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
+
+
+def _of_c10d(now: Recording, func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """An operator of ``torch.ops.c10d`` writes to its arguments and hands out what to wait for."""
+    result = operations.run(func, args, kwargs)
+    gpu = _gpu_among(args)
+    call = Call(func, args, kwargs, [])
+    waiting = Waiting(call.record(gpu), gpu, by_host=call.name == "barrier")
+    if in_backward() and call.group_name in ddp.group_names:
+        # C++ waits for the future of gloo's own work when all buckets are on their way.
+        torch.autograd.Variable._execution_engine.queue_callback(waiting)
+        return result
+    *others, boxed = result if isinstance(result, list | tuple) else [result]
+    work = _Work(dist.Work.unbox(boxed), waiting)
+    now.keep(work)
+    boxed = dist.Work.boxed(work)
+    return (*others, boxed) if others else boxed
+
+
+def _functional(now: Recording, func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """An operator of ``torch.ops._c10d_functional`` hands out tensors that someone waits for."""
+    results = operations.run(func, args, kwargs)
+    inputs = list(tensors_in(args))
+    made = [made for made in tensors_in(results) if not any(made is x for x in inputs)]
+    Call(func, args, kwargs, made).record(_gpu_among(args))
+    return results
+
+
+def _wrap_async(now: Recording, func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    return operations.run(func, args, kwargs)
+
+
+def _wait_tensor(now: Recording, func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    for tensor in tensors_in(args):
+        if isinstance(tensor, VirtualTensor):
+            now.wait_for_last_write(tensor)
+    return operations.run(func, args, kwargs)
+
+
+def _of_fsdp(now: Recording, func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """An operator of FSDP's: what its implementation for GPUs does, in place of the CPU's."""
+    return func._op_dk(torch._C.DispatchKey.PrivateUse1, *args, **kwargs)
+
+
+class _Barrier:
+    """A rank's part of a barrier, which moves one byte."""
+
+    size_bytes = 1
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.given: Tensors = []
+        self.received: Tensors = []
+        self.made: Tensors = []
+        self.group_name = str(group.group_name)
+        self.ranks = dist.get_process_group_ranks(group)
+
+
+def _with_virtual_time(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``dist.barrier``, for which gloo takes a CPU tensor, so that no virtual GPU sees it."""
+
+    @functools.wraps(plain)
+    def barrier(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:
+        work = plain(group, async_op, *args, **kwargs)
+        now, of = recording.under_way, group or dist.group.WORLD
+        if now is None or groups.ranks_are_absent or not isinstance(of, dist.ProcessGroup):
+            return work
+        if gpus.DEVICE_TYPE in {device.type for device in of._device_types}:
+            gpu, part = gpus.by_index(gpus.current_index()), _Barrier(of)
+            stream = _stream_of(now, gpu, part.group_name, None, "barrier")
+            done = now.joined("barrier", gpu, part, stream)
+            if not async_op:
+                now.wait_for(done, gpu, by_host=True)
+        return work
+
+    return barrier
+
+
+def install(changes: Changes) -> None:
+    if dist.is_available():
+        barrier = _with_virtual_time(dist.barrier)
+        changes.set(dist, "barrier", barrier)
+        changes.set(distributed_c10d, "barrier", barrier)
+
+
+WAITS = ("wait_tensor", "wait_tensors")
+OF_FSDP = ("fsdp::all_gather_copy_in", "fsdp::chunk_cat", "fsdp::split_with_sizes_copy")
+
+
+def handlers(
+    of_c10d: Any, functional: Any, wrap_async: Any, wait_tensor: Any, of_fsdp: Any
+) -> Mapping[str, Callable[..., Any]]:
+    """By operator, what runs it."""
+    found = {"_c10d_functional::_wrap_tensor_autograd": wrap_async}
+    found |= {f"_c10d_functional::{name}": wait_tensor for name in WAITS}
+    found |= dict.fromkeys(OF_FSDP, of_fsdp)
+    for name in groups.operators():
+        found[name] = of_c10d if name.startswith("c10d::") else functional
+    return found
+
+
+recording.use_handlers(handlers(_of_c10d, _functional, _wrap_async, _wait_tensor, _of_fsdp))
+
+
+# What the arguments say
+
+
+_GIVEN = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors", "tensor")
+_RECEIVED = ("output_tensors", "output_tensor", "output_lists", "outputs", "output", "out")
+
+
+def _given_and_received(
+    name: str, named: dict[str, Any], in_place: bool
+) -> tuple[Tensors, Tensors]:
+    given = [tensor for key in _GIVEN if key in named for tensor in tensors_in(named[key])]
+    received = [tensor for key in _RECEIVED if key in named for tensor in tensors_in(named[key])]
+    if name == "recv":
+        return [], given
+    if in_place and name in ("all_reduce", "broadcast", "reduce"):
+        return given, given
+    return given, received
+
+
+def _group_of(named: dict[str, Any]) -> dist.ProcessGroup:
+    group: Any = named.get("process_group", named.get("group_name"))
+    if isinstance(group, str):
+        return distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
+
+
+def _gpu_among(args: Args) -> VirtualGPU:
+    found = (gpu_of(tensor) for tensor in tensors_in(list(args)))
+    return next(gpu for gpu in found if gpu is not None)
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _stream_of(now: Recording, gpu: VirtualGPU, group: str, peer: int | None, name: str) -> int:
+    """The number of the group's own stream; messages to and from each peer have one each."""
+    key = (gpu.index, group) if peer is None else (gpu.index, group, peer, name)
+    return now.stream_numbers.setdefault(key, Stream(gpu.device).stream_id)

@@ -1,0 +1,412 @@
+"""Plays a program: when the threads, streams and copies of one process do what.
+
+The host needs a few microseconds to hand an operation over. The operation starts on its stream
+when the host has handed it over, the stream is free, and the moments it waits for have come. A
+copy between GPUs occupies the current streams of both. A host that asks for a value waits.
+
+Alone, a rank never waits for others: they are taken to be where it is. Together with them
+(joint.py) a moment may not have come yet. Then what its stream is given later stands in line, and
+the host goes on until it needs that moment itself.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from helpers.vgpu.device import gpus
+from helpers.vgpu.timing.costs import CostModel, Work
+from helpers.vgpu.timing.play.meeting import Meeting, Part
+from helpers.vgpu.timing.play.steps import (
+    Ask,
+    Collective,
+    Copy,
+    HostWait,
+    Join,
+    Kernel,
+    Mark,
+    Spend,
+    Step,
+    Stream,
+    Thread,
+    Together,
+    Wait,
+)
+from helpers.vgpu.timing.play.units import Unit
+from helpers.vgpu.timing.trace import HOST, TraceEvent
+
+
+class ThreadTime:
+    """One thread of the host: its time, and how long it takes to hand an operation over."""
+
+    __slots__ = ("launch_s", "now_s", "number")
+
+    def __init__(self, number: int, now_s: float, launch_s: float) -> None:
+        self.number = number
+        self.now_s = now_s
+        self.launch_s = launch_s
+
+
+class Lane:
+    """One stream: when it is free, and what stands in line for it."""
+
+    __slots__ = ("compute", "device", "free_s", "line", "number")
+
+    def __init__(self, device: torch.device, number: int, compute: Unit) -> None:
+        self.device = device
+        self.number = number
+        self.compute = compute  # shared by all streams of the device
+        self.free_s = 0.0
+        self.line: deque[Turn] = deque()  # the first one waits for something
+
+
+class Turn:
+    """Something that stands in line on each of some streams, and runs when it is first on all."""
+
+    __slots__ = ("lanes", "run")
+
+    def __init__(self, lanes: Sequence[Lane], run: Callable[[], bool]) -> None:
+        self.lanes = lanes
+        self.run = run  # False as long as it has to wait
+
+
+class Player:
+    """The time of one program. All times are seconds since it began."""
+
+    def __init__(self, model: CostModel, rank: int = 0, meeting: Meeting | None = None) -> None:
+        """meeting: where ranks wait for one another; alone in one unless given."""
+        self.model = model
+        self.rank = rank
+        self.events: list[TraceEvent] = []
+        self.threads: list[ThreadTime] = []
+        self.lanes: list[Lane] = []
+        self.moments: list[float | None] = []  # None until it has come
+        self.outstanding: dict[int, Part] = {}  # collectives that have not ended, by their moment
+        self.waits_for: int | None = None  # the moment for which the host waits
+        self._meeting = meeting or Meeting([rank])
+        self._compute: dict[int, Unit] = {}
+        self._links: dict[tuple[int, int], Unit] = {}
+        # Of a GPU: inside its host or out of it, and out of or into the GPU.
+        self._wires: dict[tuple[int, bool, str], Unit] = {}
+        self._seconds: dict[Work, float] = {}
+        self._in_line: dict[int, list[Lane]] = {}  # streams that wait for a moment
+        self._woken: deque[Lane] = deque()
+        self._does: dict[type, Callable[..., int | None]] = {
+            Ask: self._ask,
+            Collective: self._collective,
+            Copy: self._copy,
+            HostWait: self._host_wait,
+            Join: self._join,
+            Kernel: self._kernel,
+            Mark: self._mark,
+            Spend: self._spend,
+            Stream: self._stream,
+            Thread: self._thread,
+            Together: self._together,
+            Wait: self._wait,
+        }
+
+    def do(self, step: Step) -> int | None:
+        """Do one step; returns the number of the moment that it begins, if it begins one."""
+        return self._does[type(step)](step)
+
+    def play(self, steps: Iterable[Step]) -> Iterator[None]:
+        """Do all steps; yields where a collective or the host has to wait for other ranks."""
+        for step in steps:
+            kind = type(step)
+            if kind is HostWait or kind is Ask:
+                self.waits_for = step.moment  # type: ignore[union-attr]
+                while self.moments[self.waits_for] is None:
+                    yield
+                self.waits_for = None
+            self._does[kind](step)
+            if kind is Collective and self.outstanding:
+                yield
+
+    @property
+    def host_waits(self) -> bool:
+        """Whether the host waits for a moment that has not come."""
+        return self.waits_for is not None and self.moments[self.waits_for] is None
+
+    def end(self) -> tuple[float, float]:
+        """Seconds until the first thread had ended, and until everything had."""
+        host_s = self.threads[0].now_s if self.threads else 0.0
+        return host_s, max([host_s, *(lane.free_s for lane in self.lanes)])
+
+    # Threads
+
+    def _thread(self, step: Thread) -> None:
+        now_s = 0.0 if step.parent is None else self.threads[step.parent].now_s
+        model = self.model
+        launch_s = model.launch_s(step.sharing) if step.sharing else model.engine_launch_s
+        self.threads.append(ThreadTime(step.number, now_s, launch_s))
+
+    def _join(self, step: Join) -> None:
+        thread = self.threads[step.thread]
+        thread.now_s = max([thread.now_s, *(self.threads[other].now_s for other in step.others)])
+
+    def _spend(self, step: Spend) -> None:
+        self.threads[step.thread].now_s += step.duration_s
+
+    def _host_wait(self, step: HostWait) -> None:
+        thread, time_s = self.threads[step.thread], self.come(step.moment)
+        if time_s > thread.now_s:
+            self.events.append(
+                TraceEvent(
+                    name=step.name,
+                    kind="wait",
+                    device=HOST,
+                    stream=thread.number,
+                    start_s=thread.now_s,
+                    end_s=time_s,
+                    launch_s=thread.now_s,
+                )
+            )
+            thread.now_s = time_s
+
+    def _ask(self, step: Ask) -> None:
+        thread = self.threads[step.thread]
+        if thread.now_s < self.come(step.moment):
+            thread.now_s += self.model.python_launch_s  # so that a loop that asks ends
+
+    # Moments
+
+    def come(self, moment: int) -> float:
+        """The time of a moment that has come."""
+        time_s = self.moments[moment]
+        assert time_s is not None, f"moment {moment} of rank {self.rank} has not come"
+        return time_s
+
+    def _begin_moment(self) -> int:
+        self.moments.append(None)
+        return len(self.moments) - 1
+
+    def _end_moment(self, moment: int, time_s: float) -> None:
+        self.moments[moment] = time_s
+        if self._in_line:
+            self._woken.extend(self._in_line.pop(moment, ()))
+
+    # Streams
+
+    def _stream(self, step: Stream) -> None:
+        compute = self._compute.setdefault(step.gpu, Unit())
+        self.lanes.append(Lane(torch.device(gpus.DEVICE_TYPE, step.gpu), step.number, compute))
+
+    def _mark(self, step: Mark) -> int:
+        lane, moment = self.lanes[step.stream], self._begin_moment()
+        host_s = 0.0 if step.thread is None else self.threads[step.thread].now_s
+
+        def run() -> bool:
+            self._end_moment(moment, max(lane.free_s, host_s))
+            return True
+
+        if lane.line:
+            lane.line.append(Turn((lane,), run))
+        else:
+            run()
+        return moment
+
+    def _wait(self, step: Wait) -> None:
+        lane = self.lanes[step.stream]
+        if not lane.line and (time_s := self.moments[step.moment]) is not None:
+            lane.free_s = max(lane.free_s, time_s)
+            return
+
+        def run() -> bool:
+            time_s = self.moments[step.moment]
+            if time_s is None:
+                self._in_line.setdefault(step.moment, []).append(lane)
+                return False
+            lane.free_s = max(lane.free_s, time_s)
+            return True
+
+        self._give((lane,), run)
+
+    def _kernel(self, step: Kernel) -> int:
+        thread = self.threads[step.thread]
+        thread.now_s += thread.launch_s
+        launch_s = thread.now_s
+        moment = self._begin_moment()
+        lane = self.lanes[step.stream]
+        if lane.line:
+            lane.line.append(Turn((lane,), lambda: self._run_kernel(step, lane, launch_s, moment)))
+        else:
+            self._run_kernel(step, lane, launch_s, moment)
+        return moment
+
+    def _run_kernel(self, step: Kernel, lane: Lane, launch_s: float, moment: int) -> bool:
+        work = step.work
+        duration_s = self._seconds.get(work)
+        if duration_s is None:
+            duration_s = self._seconds[work] = self.model.kernel_time_s(work)
+        ready_s = launch_s if launch_s > lane.free_s else lane.free_s
+        start_s = lane.compute.place(ready_s, duration_s)
+        lane.free_s = end_s = start_s + duration_s
+        self.events.append(
+            TraceEvent(
+                step.name,
+                "kernel",
+                lane.device,
+                lane.number,
+                start_s,
+                end_s,
+                launch_s,
+                step.module,
+                step.backward,
+                work.flop,
+                work.size_bytes,
+            )
+        )
+        self._end_moment(moment, end_s)
+        return True
+
+    def _together(self, step: Together) -> int:
+        thread = self.threads[step.thread]
+        lanes = [self.lanes[stream] for stream in step.streams]
+        thread.now_s += thread.launch_s * len(lanes)
+        launch_s, moment = thread.now_s, self._begin_moment()
+
+        def run() -> bool:
+            duration_s = self.model.collective_time_s(step.name, step.size_bytes, len(lanes))
+            start_s = max(launch_s, *(lane.free_s for lane in lanes))
+            event = TraceEvent(
+                name=step.name,
+                kind="collective",
+                device=HOST,
+                stream=0,
+                start_s=start_s,
+                end_s=start_s + duration_s,
+                launch_s=launch_s,
+                module=step.module,
+                backward=step.backward,
+                size_bytes=step.size_bytes,
+            )
+            self._ran_on(lanes, event, moment)
+            return True
+
+        self._give(lanes, run)
+        return moment
+
+    def _copy(self, step: Copy) -> int:
+        thread = self.threads[step.thread]
+        source = None if step.source is None else self.lanes[step.source]
+        target = None if step.target is None else self.lanes[step.target]
+        lanes = [lane for lane in (source, target) if lane is not None]
+        thread.now_s += thread.launch_s
+        launch_s, moment = thread.now_s, self._begin_moment()
+
+        def run() -> bool:
+            among = self.model.copy_time_s if len(lanes) == 2 else self.model.host_copy_time_s
+            duration_s = among(step.size_bytes)
+            ready_s = max(launch_s, *(lane.free_s for lane in lanes))
+            start_s = self._link(source, target).place(ready_s, duration_s)
+            event = TraceEvent(
+                name="copy",
+                kind="copy",
+                device=HOST,
+                stream=0,
+                start_s=start_s,
+                end_s=start_s + duration_s,
+                launch_s=launch_s,
+                module=step.module,
+                backward=step.backward,
+                size_bytes=step.size_bytes,
+                source=HOST if source is None else source.device,
+                target=HOST if target is None else target.device,
+            )
+            self._ran_on(lanes, event, moment)
+            return True
+
+        self._give(lanes, run)
+        return moment
+
+    def _link(self, source: Lane | None, target: Lane | None) -> Unit:
+        """The way from one device to another; copies in one direction take turns on it."""
+        key = (
+            -1 if source is None else source.device.index,
+            -1 if target is None else target.device.index,
+        )
+        return self._links.setdefault(key, Unit())
+
+    def _ran_on(self, lanes: Sequence[Lane], event: TraceEvent, moment: int) -> None:
+        """Keep the event as the last one of each of the streams."""
+        for lane in lanes:
+            self.events.append(event._replace(device=lane.device, stream=lane.number))
+            lane.free_s = event.end_s
+        self._end_moment(moment, event.end_s)
+
+    # Collectives
+
+    def _collective(self, step: Collective) -> int:
+        thread = self.threads[step.thread]
+        thread.now_s += thread.launch_s
+        moment = self._begin_moment()
+        lane = self.lanes[step.stream]
+        part = self.outstanding[moment] = Part(self, step, lane, thread.now_s, moment)
+        self._give((lane,), lambda: part.has_ended or self._arrive(part))
+        return moment
+
+    def _arrive(self, part: Part) -> bool:
+        if part.ready_s is None:
+            part.ready_s = max(part.launch_s, part.lane.free_s)
+            self._meeting.arrive(part)
+        return part.has_ended
+
+    def wires(self, part: Part) -> list[Unit]:
+        """What a part of a collective occupies: the ways out of and into its GPU, or one of them."""
+        between = len(self.model.hosts_of(part.step.ranks)) > 1
+        ways = {"send": ("out",), "recv": ("in",)}.get(part.step.name, ("out", "in"))
+        gpu = part.lane.device.index
+        return [self._wires.setdefault((gpu, between, way), Unit()) for way in ways]
+
+    def ended(self, part: Part, start_s: float, end_s: float) -> None:
+        """A part of a collective has its times."""
+        step, lane = part.step, part.lane
+        assert part.ready_s is not None
+        event = TraceEvent(
+            name=step.name,
+            kind="collective",
+            device=lane.device,
+            stream=lane.number,
+            start_s=start_s,
+            end_s=end_s,
+            launch_s=part.launch_s,
+            module=step.module,
+            backward=step.backward,
+            size_bytes=step.size_bytes,
+            ranks=step.ranks,
+            link=self.model.link_name(step.ranks),
+            ready_s=part.ready_s,
+        )
+        part.has_ended = True
+        del self.outstanding[part.moment]
+        self._ran_on([lane], event, part.moment)
+
+    def wake_later(self, lane: Lane) -> None:
+        """What stands first in line for a stream need not wait any longer."""
+        self._woken.append(lane)
+
+    # Lines
+
+    def _give(self, lanes: Sequence[Lane], run: Callable[[], bool]) -> None:
+        turn = Turn(lanes, run)
+        for lane in lanes:
+            lane.line.append(turn)
+        self._go_on(lanes[0])
+
+    def wake(self) -> bool:
+        """Go on with the streams whose moments have come; returns whether there were any."""
+        some = bool(self._woken)
+        while self._woken:
+            self._go_on(self._woken.popleft())
+        return some
+
+    def _go_on(self, lane: Lane) -> None:
+        while lane.line:
+            turn = lane.line[0]
+            if any(other.line[0] is not turn for other in turn.lanes) or not turn.run():
+                return
+            for other in turn.lanes:
+                other.line.popleft()
+                if other is not lane and other.line:
+                    self._woken.append(other)
