@@ -10,24 +10,24 @@ from helpers.vgpu.torch_api import device_module
 
 # Functions behind torch.accelerator; its C++ half knows one device, and no streams.
 _ACCELERATOR = {
-    "getDeviceIndex": gpus.current_index,
-    "setDeviceIndex": gpus.exchange_index,
-    "exchangeDevice": gpus.exchange_index,
-    "maybeExchangeDevice": gpus.exchange_index,
-    "getStream": device_module.current_stream,
-    "setStream": device_module.set_stream,
-    "synchronizeDevice": device_module.synchronize,
-    "getMemoryInfo": device_module.mem_get_info,
-    "emptyCache": device_module.empty_cache,
-    "isAllocatorInitialized": device_module.is_available,
-    "getDeviceStats": device_module.nested_memory_stats,
-    "resetPeakStats": device_module.reset_peak_memory_stats,
+    "_accelerator_getDeviceIndex": gpus.current_index,
+    "_accelerator_setDeviceIndex": gpus.exchange_index,
+    "_accelerator_exchangeDevice": gpus.exchange_index,
+    "_accelerator_maybeExchangeDevice": gpus.exchange_index,
+    "_accelerator_getStream": device_module.current_stream,
+    "_accelerator_setStream": device_module.set_stream,
+    "_accelerator_synchronizeDevice": device_module.synchronize,
+    "_accelerator_getMemoryInfo": device_module.mem_get_info,
+    "_accelerator_emptyCache": device_module.empty_cache,
+    "_accelerator_isAllocatorInitialized": device_module.is_available,
+    "_accelerator_getDeviceStats": device_module.nested_memory_stats,
+    "_accelerator_resetPeakStats": device_module.reset_peak_memory_stats,
 }
 
 
 def install(changes: Changes) -> None:
     for name, function in _ACCELERATOR.items():
-        changes.set(torch._C, f"_accelerator_{name}", function)
+        changes.set(torch._C, name, function)
     # torch asks for CUDA and MPS first; whoever enables virtual GPUs means those.
     for module in (torch._utils, sys.modules["torch.nn.parallel.data_parallel"]):
         changes.set(module, "_get_available_device_type", lambda: gpus.DEVICE_TYPE)

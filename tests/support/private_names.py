@@ -1,0 +1,307 @@
+"""Private names of torch that the course relies upon: what for, and what to do when one goes.
+
+``tests/test_torch_private_names.py`` tries each on the torch that is installed, and holds the list
+to the code: a private name that the code uses and this list lacks fails, and so does the reverse.
+docs/new_torch.md says when to run it.
+"""
+
+from typing import NamedTuple
+
+
+class Reliance(NamedTuple):
+    """Names that serve one purpose; ``without`` says what to do when one of them is gone."""
+
+    purpose: str
+    without: str
+    names: tuple[str, ...]
+
+
+RELIANCES = (
+    Reliance(
+        "a tensor that Python sees on a virtual GPU, and C++ on the device type lazy",
+        "Everything rests on it: look how torch.testing._internal.two_tensor and DTensor make "
+        "their wrappers now, and do it likewise in dispatch/tensor.py, shapes/shape.py and "
+        "distributed/wrappers.py.",
+        (
+            "torch.Tensor._make_wrapper_subclass",
+            "torch._C.TensorBase",
+            "torch._C._disabled_torch_function_impl",
+            "torch._C._set_conj",
+            "torch._C._set_neg",
+            "torch._tensor_str._str",
+            "torch._tensor_str._tensor_str",
+        ),
+    ),
+    Reliance(
+        "seeing each operator, with modes and dispatch keys",
+        "torch.utils._python_dispatch has long been private in name only; follow what FakeTensor "
+        "imports, in dispatch/operations.py, dispatch/device_names.py and shapes/block.py.",
+        (
+            "torch.utils._python_dispatch.TorchDispatchMode",
+            "torch.utils._python_dispatch._disable_current_modes",
+            "torch._C.DisableTorchFunctionSubclass",
+            "torch._C.DispatchKey",
+            "torch._C.DispatchKeySet",
+            "torch._C._ExcludeDispatchKeyGuard",
+            "torch._C._SetExcludeDispatchKeyGuard",
+            "torch._C._TorchDispatchModeKey.FAKE",
+            "torch._C._get_dispatch_mode",
+        ),
+    ),
+    Reliance(
+        "what an operator's schema says, and for which keys it has kernels",
+        "Ask the registry another way (torch.library, torch._ops) in dispatch/rules.py and "
+        "dispatch/kernels.py; as a last resort try the operator on a CPU tensor once.",
+        (
+            "torch._C.FunctionSchema",
+            "torch._C._dispatch_get_all_op_names",
+            "torch._C._dispatch_has_kernel",
+            "torch._C._dispatch_has_kernel_for_dispatch_key",
+            "torch._ops.OpOverloadPacket",
+        ),
+    ),
+    Reliance(
+        "views and versions: a change in place through one name is seen through the others",
+        "Without a substitute in dispatch/views.py and torch_api/data_assignment.py, refuse "
+        "changes of shape in place and p.data = q (dispatch/refusals.py): an error is better "
+        "than a wrong gradient. tests/vgpu/dispatch/test_views.py is the judge.",
+        (
+            "torch.Tensor._version",
+            "torch.Tensor._base",
+            "torch.Tensor._backward_hooks",
+            "torch.Tensor._post_accumulate_grad_hooks",
+            "torch.UntypedStorage._cdata",
+            "torch._C._autograd.CreationMeta",
+            "torch._C._autograd._get_creation_meta",
+            "torch._C._increment_version",
+            "torch._C._storage_Use_Count",
+            "torch._C._swap_tensor_impl",
+            "torch._has_compatible_shallow_copy_type",
+        ),
+    ),
+    Reliance(
+        "operators without a public name: fused attention, functional collectives",
+        "Call F.scaled_dot_product_attention or torch.distributed under a TorchDispatchMode and "
+        "see which operator comes now; dispatch/gpu_only/attention.py, torch_api/attention.py, "
+        "distributed/wrappers.py.",
+        (
+            "torch.ops._c10d_functional._wrap_tensor_autograd",
+            "torch.ops._c10d_functional.reduce_scatter_tensor",
+            "torch.ops.aten._scaled_dot_product_efficient_attention",
+            "torch.ops.aten._scaled_dot_product_flash_attention.default",
+            "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+            "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+        ),
+    ),
+    Reliance(
+        "making the word vgpu a device type, with a device module and guards",
+        "Read torch.utils.backend_registration and the example backend torch_openreg for the way "
+        "of today, then backend.py and device/gpus.py.",
+        (
+            "torch._C._get_privateuse1_backend_name",
+            "torch.library.Library._destroy",
+            "torch.utils.backend_registration._setup_privateuseone_for_python_backend",
+            "torch._C._acc.DeviceGuard",
+            "torch._C._autograd.DeviceType",
+        ),
+    ),
+    Reliance(
+        "torch.accelerator, and who asks which device type there is",
+        "Find what torch/accelerator/__init__.py calls now, and replace that in "
+        "torch_api/accelerator.py.",
+        (
+            "torch._C._accelerator_emptyCache",
+            "torch._C._accelerator_exchangeDevice",
+            "torch._C._accelerator_getDeviceIndex",
+            "torch._C._accelerator_getDeviceStats",
+            "torch._C._accelerator_getMemoryInfo",
+            "torch._C._accelerator_getStream",
+            "torch._C._accelerator_isAllocatorInitialized",
+            "torch._C._accelerator_maybeExchangeDevice",
+            "torch._C._accelerator_resetPeakStats",
+            "torch._C._accelerator_setDeviceIndex",
+            "torch._C._accelerator_setStream",
+            "torch._C._accelerator_synchronizeDevice",
+            "torch._utils._get_available_device_type",
+            "torch._utils._get_device_index",
+            "torch.nn.parallel.data_parallel._get_available_device_type",
+        ),
+    ),
+    Reliance(
+        "knowing in a backward pass which one it is, and which forward operation it undoes",
+        "Names of modules and passes in a timeline rest on it (timing/module_names.py), and the "
+        "stream of a backward operation (device/gpus.py, timing/lanes.py): a backward pass on the "
+        "forward's stream can be had from tensor hooks.",
+        (
+            "torch._C._autograd._get_sequence_nr",
+            "torch._C._current_autograd_node",
+            "torch._C._current_graph_task_id",
+            "torch.autograd.graph.Node._input_metadata",
+            "torch.autograd.graph.Node._sequence_nr",
+            "torch.autograd._engine_run_backward",
+            "torch.autograd.Variable._execution_engine.queue_callback",
+        ),
+    ),
+    Reliance(
+        "functions that compare devices in C++ or read arguments there",
+        "Look how the Python function that users call reaches C++ now, and stand in for that name "
+        "(torch_api/functions.py, torch_api/uninitialized.py, dispatch/refusals.py).",
+        (
+            "torch._C._nn._parse_to",
+            "torch._VF._unpack_dual",
+            "torch._functorch.eager_transforms",
+            "torch._utils._handle_complex",
+            "torch.autograd.forward_ad._current_level",
+            "torch.nn.parameter.UninitializedTensorMixin._allowed_methods",
+            "torch.overrides._get_current_function_mode_stack",
+            "torch.utils._device.DeviceContext",
+            "torch.utils._device._device_constructors",
+        ),
+    ),
+    Reliance(
+        "sparse tensors and nested containers",
+        "There are public counterparts for some (torch.utils._pytree: optree); take those.",
+        (
+            "torch.Tensor._indices",
+            "torch.Tensor._nnz",
+            "torch.Tensor._values",
+            "torch.utils._pytree",
+            "torch.utils._pytree.tree_flatten",
+            "torch.utils._pytree.tree_leaves",
+            "torch.utils._pytree.tree_map",
+        ),
+    ),
+    Reliance(
+        "torch.save and torch.load in the format of CUDA checkpoints; sending to processes",
+        "Save a tensor under torch_api/serialization.py's test and look what its pickle names now; "
+        "old checkpoints must go on loading.",
+        (
+            "torch.Tensor._reduce_ex_internal",
+            "torch._tensor._rebuild_from_type_v2",
+            "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+            "torch._utils._rebuild_parameter",
+            "torch._utils._rebuild_parameter_with_state",
+            "torch._utils._rebuild_tensor",
+            "torch.serialization._package_registry.remove",
+            "torch.serialization._serialization_tls.map_location",
+            "torch.serialization._validate_device",
+            "torch.storage._new_dtypes",
+        ),
+    ),
+    Reliance(
+        "the stream on which DataParallel copies to its replicas",
+        "Replace what nn.parallel.comm and Scatter ask for a stream (torch_api/data_parallel.py); "
+        "without it copies are right and their time is on the wrong stream.",
+        ("torch.nn.parallel._functions._get_stream",),
+    ),
+    Reliance(
+        "virtual time of float32 products with TF32",
+        "Read torch.backends' public fp32_precision in timing/costs.py.",
+        ("torch._C._get_fp32_precision_getter",),
+    ),
+    Reliance(
+        "models whose tensors have no values: what would read one",
+        "Run tests/vgpu/test_shapes.py: the error says who reads; stand in for that in "
+        "shapes/block.py.",
+        (
+            "torch.distributed.Reducer._rebuild_buckets",
+            "torch.nn.init._no_grad_trunc_normal_",
+            "torch.nn.parallel.distributed._verify_param_shape_across_processes",
+        ),
+    ),
+    Reliance(
+        "the backend vccl: process groups of virtual GPUs over gloo",
+        "Backend.register_backend is public and stays; what surrounds it is in "
+        "distributed/groups.py. Compare new_group in torch/distributed/distributed_c10d.py.",
+        (
+            "torch.distributed.Backend._BackendPlugin",
+            "torch.distributed.Backend._plugins",
+            "torch.distributed.ProcessGroup._device_types",
+            "torch.distributed.ProcessGroup._get_backend",
+            "torch.distributed.ProcessGroup._register_backend",
+            "torch.distributed.ProcessGroup._set_default_backend",
+            "torch.distributed.distributed_c10d._get_split_source",
+            "torch.distributed.distributed_c10d._new_process_group_helper",
+        ),
+    ),
+    Reliance(
+        "tensors around virtual ones: DTensor, and results of collectives that are awaited",
+        "They must say the device that their inner tensor says (distributed/wrappers.py); "
+        "tests/vgpu/distributed/test_wrappers.py shows which does not.",
+        (
+            "torch._C._group_tensors_by_device_and_dtype",
+            "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+            "torch.distributed.tensor._api.DTensor",
+            "torch.distributed.tensor._random._PhiloxState",
+            "torch.nn.parallel.DistributedDataParallel._ddp_init_helper",
+        ),
+    ),
+    Reliance(
+        "refusing what only NCCL offers, and doing without its premultiplied sum",
+        "If FSDP2 reduces another way now, change distributed/nccl_only.py to that; gloo then says "
+        "what it cannot do.",
+        (
+            "torch.distributed._symmetric_memory.empty",
+            "torch.distributed.fsdp._fully_shard._fsdp_collectives._get_gradient_divide_factors",
+        ),
+    ),
+    Reliance(
+        "a cluster that does not exist: groups of ranks that are not there",
+        "The fake process group is torch's own test tool and moves with its tests: search torch "
+        "for fake_pg, then cluster/layout.py, cluster/collectives.py and distributed/groups.py.",
+        (
+            "torch._C._distributed_c10d.PythonCallbackWork",
+            "torch._C.fork",
+            "torch.distributed.distributed_c10d._resolve_process_group",
+            "torch.testing._internal.distributed.fake_pg.FakeProcessGroup._create_internal",
+            "torch.testing._internal.distributed.fake_pg.FakeStore",
+        ),
+    ),
+    Reliance(
+        "saying which rank waits for what",
+        "launch/places.py falls back to the ranks' Python stacks where the flight recorder has "
+        "nothing; the messages of lesson 06 are then less certain, and its tests say where.",
+        (
+            "torch._C._distributed_c10d._dump_fr_trace",
+            "torch.distributed.distributed_c10d._world.pg_map",
+        ),
+    ),
+    Reliance(
+        "starting ranks quickly: what the forkserver imports ahead",
+        "Take it out of PRELOAD in launch/team.py; ranks then start more slowly.",
+        ("torch._dynamo",),
+    ),
+    Reliance(
+        "lesson 01's GPUs that NVML would count",
+        "Lesson 01 and its check 1.3 look at torch/cuda/__init__.py by these names; take the names "
+        "of today in both, or leave that part to machines with GPUs.",
+        (
+            "torch._C._cuda_getDeviceCount",
+            "torch.cuda._device_count_nvml",
+            "torch.cuda._get_nvml_device_index",
+            "torch.cuda._is_compiled",
+            "torch.cuda._raw_device_count_nvml",
+        ),
+    ),
+    Reliance(
+        "PyTorch's own test suites, run on a virtual GPU, and peers in benchmarks",
+        "Follow their move in tests/conformance/suites.py; a suite that is gone is a gap to report, "
+        "not to skip in silence.",
+        (
+            "torch._neg_view",
+            "torch._subclasses.fake_tensor.FakeTensorMode",
+            "torch.testing._internal.common_methods_invocations.op_db",
+            "torch.testing._internal.common_modules",
+            "torch.testing._internal.common_modules.module_db",
+            "torch.testing._internal.common_optimizers",
+            "torch.testing._internal.common_optimizers"
+            "._get_optim_inputs_including_global_cliquey_kwargs",
+            "torch.testing._internal.opinfo.core.OpInfo",
+            "torch.testing._internal.two_tensor.TwoTensor",
+        ),
+    ),
+)
+"""In the order in which a new torch is looked at: what everything rests on comes first."""
+
+WITHOUT_CUDA = ("torch._C._cuda_getDeviceCount",)
+"""Missing from PyTorch's CPU builds; lesson 01 makes them there for a moment."""

@@ -1,0 +1,91 @@
+"""Private names of torch that the course relies upon: each is there, and the list is complete."""
+
+import json
+import re
+import subprocess
+import sys
+
+import private_names
+import private_uses
+import pytest
+import torch
+
+from helpers import vgpu
+from helpers.vgpu.changes import Changes
+
+LISTED = {name: each for each in private_names.RELIANCES for name in each.names}
+# Attributes of Python's own, and _untyped_storage, which every torch.TypedStorage object has.
+NOT_TORCH = {"_current_frames", "_exit", "_extra_reducers", "_getframe", "_replace"}
+OF_OBJECTS = {"_untyped_storage"}
+
+
+def covered(name):
+    """Whether a name is listed, or is a module of which a listed name is used."""
+    return any(other == name or other.startswith(f"{name}.") for other in LISTED)
+
+
+# In a process of its own: torch's test suites change settings of the process that imports them.
+LOOK = """
+import json, pkgutil, sys
+import torch, torch.distributed.fsdp, torch.distributed.tensor, torch.utils.backend_registration
+missing = {}
+for name in sys.argv[1:]:
+    try:
+        pkgutil.resolve_name(name)
+    except (AttributeError, ImportError) as error:
+        missing[name] = str(error)
+print(json.dumps(missing))
+"""
+
+
+@pytest.fixture(scope="module")
+def missing():
+    done = subprocess.run([sys.executable, "-c", LOOK, *LISTED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_a_private_name_is_there(name, missing):
+    if name in private_names.WITHOUT_CUDA and torch.version.cuda is None:
+        pytest.skip("PyTorch's CPU builds lack it; lesson 01 makes it there for a moment")
+    needed = LISTED[name]
+    assert name not in missing, (
+        f"torch {torch.__version__} has no {name} ({missing[name]}). It was needed for "
+        f"{needed.purpose}. {needed.without}"
+    )
+
+
+def test_what_the_code_uses_is_listed():
+    missing = {name: files for name, files in private_uses.uses().items() if not covered(name)}
+    assert not missing, "enter them in tests/support/private_names.py"
+
+
+def test_private_attributes_of_objects_are_listed():
+    known = {part for name in LISTED for part in name.split(".")} | NOT_TORCH | OF_OBJECTS
+    found = private_uses.foreign_attributes()
+    missing = {name: place for name, place in found.items() if name not in known}
+    assert not missing, "enter them in tests/support/private_names.py, by their class"
+
+
+def test_what_virtual_gpus_replace_is_listed(monkeypatch):
+    replaced = []
+    plain = Changes.set
+
+    def set_(self, owner, name, value):
+        replaced.append((owner, name))
+        plain(self, owner, name, value)
+
+    monkeypatch.setattr(Changes, "set", set_)
+    with vgpu.enable(2):
+        pass
+    assert (torch._C, "_accelerator_getDeviceIndex") in replaced
+    names = {f"{owner.__name__}.{name}" for owner, name in replaced if re.match(r"_[a-z]", name)}
+    last = {name.rpartition(".")[2] for name in LISTED}
+    assert not {name for name in names if name.rpartition(".")[2] not in last}
+
+
+def test_what_is_listed_is_used():
+    text = private_uses.text()
+    unused = [name for name in LISTED if not re.search(rf"\b{name.split('.')[-1]}\b", text)]
+    assert not unused, "take them out of tests/support/private_names.py"
