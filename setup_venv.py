@@ -213,12 +213,12 @@ def problem(venv, stamp, version=None):
 
 
 def requirements(extra=None):
-    """Packages that pyproject.toml asks for, with their versions; or those of one of its extras."""
+    """The course's packages in pyproject.toml, with their versions; or those of one of its extras."""
+    if not extra:
+        return requirements("dependencies") + requirements("course")
     with open(os.path.join(ROOT, "pyproject.toml"), encoding="utf-8") as file:
         text = file.read()
-    listed = re.search(
-        r"^%s = \[(.*?)\]$" % (extra or "dependencies"), text, re.DOTALL | re.MULTILINE
-    )
+    listed = re.search(r"^%s = \[(.*?)\]$" % extra, text, re.DOTALL | re.MULTILINE)
     if not listed:
         raise SetupError("pyproject.toml has no packages named %s" % extra)
     return re.findall(r'"(.*?)"', listed.group(1))
@@ -288,7 +288,7 @@ def install(python, prefix, cpu):
         run([*command, "uv"], why_failed)
         command = [python, "-m", "uv", "pip", "install", "--python", python]
         command += ["--torch-backend", "cpu"]
-    run([*command, "--editable", ROOT], why_failed)
+    run([*command, "--editable", ROOT + "[course]"], why_failed)
     write(
         os.path.join(prefix, "share", "jupyter", "lab", "settings", "overrides.json"),
         json.dumps(LAB_SETTINGS),

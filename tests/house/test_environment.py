@@ -24,7 +24,8 @@ def recipe(target):
 
 def test_conda_and_pip_install_the_same_packages():
     (pip,) = (item["pip"] for item in CONDA["dependencies"] if isinstance(item, dict))
-    assert pip == [*PROJECT["dependencies"], "--editable ."]
+    course = PROJECT["optional-dependencies"]["course"]
+    assert pip == [*PROJECT["dependencies"], *course, "--editable ."]
 
 
 def test_conda_takes_a_python_that_the_package_allows():

@@ -24,6 +24,10 @@ name = "small-course"
 version = "1"
 dependencies = [
 ]
+
+[project.optional-dependencies]
+course = [
+]
 """
 BACKEND = '''
 """As little of PEP 660 as pip needs to install one module from this folder."""
@@ -34,7 +38,7 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
     with zipfile.ZipFile(pathlib.Path(folder, "small_course-1-py3-none-any.whl"), "w") as wheel:
         info = "small_course-1.dist-info/"
         wheel.writestr("small_course.pth", str(here))
-        wheel.writestr(info + "METADATA", "Metadata-Version: 2.1\\nName: small-course\\nVersion: 1\\n")
+        wheel.writestr(info + "METADATA", "Metadata-Version: 2.1\\nName: small-course\\nVersion: 1\\nProvides-Extra: course\\n")
         wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
         wheel.writestr(info + "RECORD", "")
     return "small_course-1-py3-none-any.whl"

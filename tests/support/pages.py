@@ -1,4 +1,9 @@
-"""The Python of a page in Markdown, run from top to bottom, and what the page says it prints."""
+"""The Python of a page in Markdown, run from top to bottom, and what the page says it prints.
+
+    python tests/support/pages.py docs/vgpu.md multi_gpu_pytorch
+
+runs a page with the package under its name in the wheel.
+"""
 
 import contextlib
 import io
@@ -6,19 +11,24 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 # ```python ... ``` and, where one follows, ```text ... ```
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
 
-def run(path: Path) -> str:
-    """Run a page in a process of its own; returns what is wrong with it, or an empty string."""
-    done = subprocess.run([sys.executable, __file__, path], text=True, capture_output=True)
+def run(path: Path, package: str = "helpers", python: str = sys.executable, **where: Any) -> str:
+    """Run a page in a process of its own; returns what is wrong with it, or an empty string.
+
+    ``where`` goes to ``subprocess.run``: its folder, its environment.
+    """
+    command = [python, __file__, path, package]
+    done = subprocess.run(command, text=True, capture_output=True, **where)
     return done.stdout + done.stderr if done.returncode else ""
 
 
-def _run_here(path: str) -> None:
-    text = Path(path).read_text(encoding="utf-8")
+def _run_here(path: str, package: str) -> None:
+    text = re.sub(r"\bhelpers\b", package, Path(path).read_text(encoding="utf-8"))
     names = {"__name__": "__main__"}
     for found in BLOCK.finditer(text):
         code, expected = found[1], found[2] or ""
@@ -34,4 +44,4 @@ def _run_here(path: str) -> None:
 
 
 if __name__ == "__main__":
-    _run_here(sys.argv[1])
+    _run_here(*sys.argv[1:])
