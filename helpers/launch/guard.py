@@ -4,7 +4,7 @@ A child may begin a session of its own and fork twice: no process group and no l
 it then, and as an orphan it belongs to init. Linux lets a process adopt such orphans
 (PR_SET_CHILD_SUBREAPER, man 2 prctl), so ``enter`` puts a guard above the caller that does so, and
 that ends whatever is left below it. Other systems have nothing of the kind: there ``end`` reaches
-the process and its group, and what has left the group stays.
+the process and its group, or on Windows its descendants, and what has left those stays.
 """
 
 import ctypes
@@ -64,6 +64,17 @@ def end(pid: int) -> None:
         elif hasattr(os, "killpg"):
             # Very early the group does not exist yet, later it may be empty.
             os.killpg(pid, signal.SIGKILL)
+        else:
+            _end_tree(pid)
+
+
+def _end_tree(pid: int) -> None:
+    """End a process and its descendants, as far as the process table still shows them below it."""
+    with suppress(psutil.Error):
+        top = psutil.Process(pid)
+        for process in (top, *top.children(recursive=True)):
+            with suppress(psutil.Error):  # it has just ended, or belongs to another user
+                process.kill()
 
 
 def _guarded(child: int) -> int:
