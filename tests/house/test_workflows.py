@@ -1,0 +1,48 @@
+"""The public CI: it runs commands that there are, on the versions that the project promises."""
+
+import re
+import tomllib
+
+import pytest
+import yaml
+
+from teaching.lessons import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+TESTS = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8"))
+TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+
+
+def commands(path):
+    for job in yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].values():
+        yield from (step["run"] for step in job.get("steps", ()) if "run" in step)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_commands_name_what_is_there(path):
+    for command in commands(path):
+        for target in re.findall(r"\bmake ([a-z-]+)", command):
+            assert target in TARGETS, f"no target {target}: {command}"
+        for name in re.findall(r"\b(?:tests|docs|notebooks|helpers)(?:/[\w.]+)*", command):
+            assert (ROOT / name).exists(), f"no {name}: {command}"
+        for name in re.findall(r"\b\w+\.py\b", command):
+            assert [*ROOT.rglob(name)], f"no {name}: {command}"
+
+
+@pytest.mark.parametrize("job", ["linux", "lessons"])
+def test_the_oldest_versions_that_are_promised_are_tried(job):
+    (oldest,) = (
+        each for each in TESTS["jobs"][job]["strategy"]["matrix"]["include"] if "torch" in each
+    )
+    (torch,) = (text for text in PROJECT["dependencies"] if text.startswith("torch>="))
+    assert oldest["python"] == PROJECT["requires-python"].removeprefix(">=")
+    assert oldest["torch"] == torch.removeprefix("torch>=")
+
+
+def test_the_lessons_run_on_three_systems():
+    systems = TESTS["jobs"]["lessons"]["strategy"]["matrix"]["system"]
+    assert [name.split("-")[0] for name in systems] == ["ubuntu", "macos", "windows"]
+    newest = yaml.safe_load((ROOT / ".github" / "workflows" / "newest.yml").read_text("utf-8"))
+    # YAML reads the word "on" as true.
+    assert newest[True]["schedule"] and newest["jobs"]["test"]["uses"].endswith("/test.yml")
