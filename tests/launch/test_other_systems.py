@@ -12,7 +12,7 @@ import elsewhere
 import psutil
 import pytest
 
-SCRIPT = '''
+SCRIPT = """
 import json, os, subprocess, sys, time
 from pathlib import Path
 import torch
@@ -50,7 +50,7 @@ for function, limit_s in ((raises, 60), (dies, 60), (hangs, 5)):
         found[function.__name__] = [type(error).__name__, str(error)]
 found["children"] = [int(Path(f"child-{rank}").read_text()) for rank in range(2)]
 print("found", json.dumps(found))
-'''
+"""
 
 
 @pytest.mark.parametrize(
