@@ -5,15 +5,14 @@ import re
 import subprocess
 import sys
 
-import private_names
-import private_uses
 import pytest
 import torch
+from private_names import listed, uses
 
 from helpers import vgpu
 from helpers.vgpu.changes import Changes
 
-LISTED = {name: each for each in private_names.RELIANCES for name in each.names}
+LISTED = {name: each for each in listed.RELIANCES for name in each.names}
 # Attributes of Python's own, and _untyped_storage, which every torch.TypedStorage object has.
 NOT_TORCH = {"_current_frames", "_exit", "_extra_reducers", "_getframe", "_replace"}
 OF_OBJECTS = {"_untyped_storage"}
@@ -47,7 +46,7 @@ def missing():
 
 @pytest.mark.parametrize("name", LISTED)
 def test_a_private_name_is_there(name, missing):
-    if name in private_names.WITHOUT_CUDA and torch.version.cuda is None:
+    if name in listed.WITHOUT_CUDA and torch.version.cuda is None:
         pytest.skip("PyTorch's CPU builds lack it; lesson 01 makes it there for a moment")
     needed = LISTED[name]
     assert name not in missing, (
@@ -57,15 +56,15 @@ def test_a_private_name_is_there(name, missing):
 
 
 def test_what_the_code_uses_is_listed():
-    missing = {name: files for name, files in private_uses.uses().items() if not covered(name)}
-    assert not missing, "enter them in tests/support/private_names.py"
+    missing = {name: files for name, files in uses.uses().items() if not covered(name)}
+    assert not missing, "enter them in tests/support/private_names/listed.py"
 
 
 def test_private_attributes_of_objects_are_listed():
     known = {part for name in LISTED for part in name.split(".")} | NOT_TORCH | OF_OBJECTS
-    found = private_uses.foreign_attributes()
+    found = uses.foreign_attributes()
     missing = {name: place for name, place in found.items() if name not in known}
-    assert not missing, "enter them in tests/support/private_names.py, by their class"
+    assert not missing, "enter them in tests/support/private_names/listed.py, by their class"
 
 
 def test_what_virtual_gpus_replace_is_listed(monkeypatch):
@@ -86,6 +85,6 @@ def test_what_virtual_gpus_replace_is_listed(monkeypatch):
 
 
 def test_what_is_listed_is_used():
-    text = private_uses.text()
+    text = uses.text()
     unused = [name for name in LISTED if not re.search(rf"\b{name.split('.')[-1]}\b", text)]
-    assert not unused, "take them out of tests/support/private_names.py"
+    assert not unused, "take them out of tests/support/private_names/listed.py"
