@@ -88,9 +88,9 @@ class Team:
 
     def __enter__(self) -> "Team":
         try:
-            context = _context()
+            started_from = context()
             for job in self._jobs:
-                self._start(context, job)
+                self._start(started_from, job)
             self.scratch.mkdir(mode=0o700)
             function_path(self.scratch).write_bytes(self._payload)
             for member, job in zip(self.members, self._jobs, strict=True):
@@ -154,7 +154,7 @@ class Team:
             name=f"rank {job.rank}",
         )
         try:
-            with _main_module_hidden():
+            with main_module_hidden():
                 process.start()
         except BaseException:
             control.close()
@@ -231,16 +231,16 @@ def warm_up() -> None:
 
     Returns immediately. Nothing happens where the system has no forkserver (Windows).
     """
-    _context()
+    context()
 
 
-def _context() -> Any:
+def context() -> Any:
     """How to start processes: from a forkserver that has imported torch, if the system has one."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
-    with _main_module_hidden():
+    forking = multiprocessing.get_context("forkserver")
+    forking.set_forkserver_preload(list(PRELOAD))
+    with main_module_hidden():
         # A parent that is killed does not remove the folder of multiprocessing's sockets. The
         # forkserver, which outlives it by a moment, learns its name here and does.
         os.environ[SOCKETS_FOLDER] = _sockets_folder()
@@ -248,7 +248,7 @@ def _context() -> Any:
             multiprocessing.forkserver.ensure_running()
         finally:
             del os.environ[SOCKETS_FOLDER]
-    return context
+    return forking
 
 
 def _sockets_folder() -> str:
@@ -267,7 +267,7 @@ def _sockets_folder() -> str:
 
 
 @contextmanager
-def _main_module_hidden() -> Iterator[None]:
+def main_module_hidden() -> Iterator[None]:
     """multiprocessing imports the parent's main script once more in each child.
 
     The function travels by value, so that nothing of it is needed; a script without an
