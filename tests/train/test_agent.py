@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from helpers.launch.agent import torchrun
+from helpers.train.agent import torchrun
 
 PROGRAM = """
 import os, signal, sys, time
