@@ -1,6 +1,7 @@
-"""The training of lesson 07 as a command and as a class: ``python -m helpers.train``."""
+"""A training as a command and as a class: ``python -m helpers.train``."""
 
 from helpers.train.folders import CheckpointError
-from helpers.train.training import Settings, Training
+from helpers.train.tasks import Settings
+from helpers.train.training import Training
 
 __all__ = ["CheckpointError", "Settings", "Training"]

@@ -1,6 +1,7 @@
-"""Train a small network on the digits with DDP: one process, torchrun, or several hosts.
+"""Train a small network on one process, with torchrun, or on several hosts.
 
-The training of lesson 07, started outside a notebook. It needs no download and no GPU.
+The digits of lesson 07, or the GPT of lesson 12, started outside a notebook; with DDP, or divided
+by FSDP2 and tensor parallelism. It needs no download and no GPU.
 """
 
 import argparse
@@ -9,7 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,9 +21,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
 from helpers.launch import machine
+from helpers.parallel import KINDS, named_layout
 from helpers.train.folders import CheckpointError
 from helpers.train.meeting import fresh_store
-from helpers.train.training import DTYPES, Settings, Training
+from helpers.train.tasks import DEFAULTS, DTYPES, TASKS, Settings
+from helpers.train.training import Training
 
 JOIN_LIMIT = timedelta(minutes=5)
 """For all ranks to join; importing torch takes a while on a busy machine."""
@@ -38,12 +41,16 @@ examples:
   see that happen: rank 1 is killed before step 150
     torchrun --nproc-per-node 2 --max-restarts 3 -m helpers.train --checkpoints run --lose 1:150
 
+  the GPT, its parameters divided among four ranks
+    torchrun --nproc-per-node 4 -m helpers.train --model gpt --parallel fsdp
+
   two hosts with two GPUs each: the same command on both; DIR is a folder that both can read
     torchrun --nnodes 2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d \\
       --rdzv-endpoint HOST0:29500 --rdzv-id digits -m helpers.train --checkpoints DIR/run
 
 Give the same command again to continue from the last checkpoint. On as many ranks with as many
-threads, the result is bit for bit that of a run that was never stopped.
+threads, the result is bit for bit that of a run that was never stopped. On another number of ranks,
+or with another --parallel, it goes on from there, too.
 """
 
 
@@ -62,16 +69,24 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    default = Settings()
     what = result.add_argument_group("what is trained")
     where = result.add_argument_group("where, and how it is kept")
 
     def number(name: str, kind: Any, text: str) -> None:
-        shown = getattr(default, name)
+        shown = {model: getattr(default, name) for model, default in DEFAULTS.items()}
         option = f"--{name.replace('_', '-')}"
-        metavar = "N" if isinstance(shown, int) else "X"
-        text = f"{text} (default: {shown})"
-        what.add_argument(option, type=kind, default=shown, metavar=metavar, help=text)
+        metavar = "N" if isinstance(shown["digits"], int) else "X"
+        alike = len(set(shown.values())) == 1
+        words = shown["digits"] if alike else ", ".join(f"{m} {v}" for m, v in shown.items())
+        what.add_argument(option, type=kind, metavar=metavar, help=f"{text} (default: {words})")
+
+    what.add_argument(
+        "--model",
+        choices=TASKS,
+        default="digits",
+        help="a convolutional network that reads digits, or a GPT that learns to write from Python's "
+        "own documentation (default: %(default)s)",
+    )
 
     number("epochs", _count, "passes over the training samples")
     number("batch_size", _count, "samples a step, on all ranks together")
@@ -83,9 +98,23 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--precision",
         choices=DTYPES,
-        default=default.precision,
         help="in double, any number of ranks gives the same parameters to about 1e-12; in single, "
-        "differences in rounding grow (default: %(default)s)",
+        "differences in rounding grow (default: digits double, gpt single)",
+    )
+    where.add_argument(
+        "--parallel",
+        choices=KINDS,
+        default="ddp",
+        help="what the ranks share: nothing but gradients (ddp), all parameters (fsdp), those of each "
+        "host's copy (hsdp; two copies on one host), each layer (tp), or each layer and then the "
+        "parameters (fsdp+tp) (default: %(default)s)",
+    )
+    where.add_argument(
+        "--tensor-ranks",
+        type=_count,
+        default=2,
+        metavar="N",
+        help="ranks that share a layer in fsdp+tp (default: %(default)s)",
     )
     where.add_argument(
         "--checkpoints",
@@ -123,10 +152,16 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     torch.set_num_threads(options.threads or machine.threads_per_rank(ranks_here))
-    settings = Settings(**{field.name: getattr(options, field.name) for field in fields(Settings)})
+    given = {field.name: getattr(options, field.name) for field in fields(Settings)}
+    given = {name: value for name, value in given.items() if value is not None}
+    settings = replace(DEFAULTS[options.model], **given)
     with _group(options.cpu):
         try:
-            training = Training(settings, options.checkpoints, options.cpu)
+            ranks = dist.get_world_size()
+            layout = named_layout(
+                options.parallel, ranks, max(1, ranks // ranks_here), options.tensor_ranks
+            )
+            training = Training(settings, options.checkpoints, options.cpu, layout)
             _check(options, training)
             _run(training, options)
         except (CheckpointError, ValueError) as error:
@@ -160,21 +195,21 @@ def _run(training: Training, options: argparse.Namespace) -> None:
         # None: on a terminal only, not in a file.
         disable=None if training.rank == 0 else True,
     ) as bar:
-        for images, labels in training.batches():
+        for inputs, targets in training.batches():
             if options.lose == (training.rank, training.step) and _is_first(training):
                 os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
-            loss = training.train_on(images, labels)
+            loss = training.train_on(inputs, targets)
             if not bar.disable:
                 bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
             bar.update()
             epoch, left = divmod(training.step, training.steps_per_epoch)
             if left == 0:
-                line = f"epoch {epoch} of {training.settings.epochs}: {_right(training)}"
+                line = f"epoch {epoch} of {training.settings.epochs}: {_score(training)}"
                 _say(training, line)
             last = training.step == training.steps
             if training.folder and (last or training.step % save_every == 0):
                 training.save()
-    _say(training, f"done: {_right(training)}")
+    _say(training, f"done: {_score(training)}")
 
 
 def _is_first(training: Training) -> bool:
@@ -187,8 +222,8 @@ def _ranks(training: Training) -> str:
     return "1 rank" if training.ranks == 1 else f"{training.ranks} ranks"
 
 
-def _right(training: Training) -> str:
-    return f"{training.history[-1]:.2%} of the held-out digits right" if training.history else ""
+def _score(training: Training) -> str:
+    return training.task.described(training.history[-1]) if training.history else ""
 
 
 def _say(training: Training, line: str) -> None:

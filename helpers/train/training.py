@@ -1,13 +1,13 @@
-"""One training of the digits with DDP as one of its ranks sees it: data, model and progress.
+"""One training as one of its ranks sees it: data, model and progress.
 
-Whatever the number of ranks, every step sees the same samples, so the parameters equal those of
-one process up to rounding. Resumed on as many ranks, they are those of an undisturbed run bit for
-bit.
+However many ranks share it, and whatever they share, every step sees the same samples, so the
+parameters equal those of one process up to rounding. Resumed on as many ranks in the same layout,
+they are those of an undisturbed run bit for bit.
 """
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,33 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from helpers.data import Digits
 from helpers.launch import machine
-from helpers.models import DigitsCNN
+from helpers.parallel import Layout, loss_context, shard, share_tensors
 from helpers.train import checkpoints, folders
 from helpers.train.checkpoints import Found
 from helpers.train.folders import CheckpointError
+from helpers.train.tasks import TASKS, Settings
 
-DTYPES = {"single": torch.float32, "double": torch.float64}
 
-
-@dataclass(frozen=True)
-class Settings:
-    """All that the final parameters depend on, up to rounding."""
-
-    epochs: int = 8
-    batch_size: int = 32
-    """Samples a step, on all ranks together; each rank takes an equal part of them."""
-    learning_rate: float = 0.07
-    """At the first step; it decreases linearly to zero."""
-    momentum: float = 0.9
-    dropout: float = 0.0
-    width: int = 16
-    precision: str = "double"
-    seed: int = 0
+SCORED_AT_ONCE = 512
+"""Held-out samples that a model gets at once."""
 
 
 class ResumableSampler(DistributedSampler):
@@ -63,29 +50,49 @@ class ResumableSampler(DistributedSampler):
 class Training:
     """One training as one rank sees it; the default process group exists already.
 
-    Raises ValueError if the ranks cannot share a batch equally; CheckpointError if ``folder`` cannot
-    be written or is in use by another run, or holds a checkpoint that does not fit.
+    ``layout`` says what the ranks share; by default each holds a copy of the model (DDP).
+
+    Raises ValueError if the ranks cannot share a batch or the model equally; CheckpointError if
+    ``folder`` cannot be written or is in use by another run, or holds a checkpoint that does not fit.
     """
 
-    def __init__(self, settings: Settings, folder: Path | None = None, cpu: bool = False) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        folder: Path | None = None,
+        cpu: bool = False,
+        layout: Layout | None = None,
+    ) -> None:
         self.settings = settings
         self.folder = folder
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.device, self.dtype = _device(cpu), DTYPES[settings.precision]
-        if settings.batch_size % self.ranks:
-            lower = settings.batch_size // self.ranks * self.ranks
-            even = " or ".join(str(n) for n in (lower, lower + self.ranks) if n)
+        self.layout = layout or Layout(replicas=self.ranks)
+        if self.layout.ranks != self.ranks:
             raise ValueError(
-                f"a batch of {settings.batch_size} cannot be split evenly among {self.ranks} "
+                f"the layout {self.layout} is one for {self.layout.ranks} ranks, and {self.ranks} "
+                "run here"
+            )
+        self.device = _device(cpu)
+        self.task = TASKS[settings.model](settings)
+        self.task.check(self.layout)
+        parts = self.layout.batches
+        if settings.batch_size % parts:
+            lower = settings.batch_size // parts * parts
+            even = " or ".join(str(n) for n in (lower, lower + parts) if n)
+            raise ValueError(
+                f"a batch of {settings.batch_size} cannot be split evenly among {parts} "
                 f"ranks; use --batch-size {even}"
             )
         self._hold = folders.claim(folder) if folder else None
-        data = TensorDataset(*self._digits(train=True))
+        data = TensorDataset(*self.task.samples(train=True))
         # Dropping the tail keeps the batches the same on any number of ranks: nothing is padded.
-        self.sampler = ResumableSampler(data, seed=settings.seed, drop_last=True)
+        # Ranks that share tensors compute on the same samples.
+        self.sampler = ResumableSampler(
+            data, parts, self.rank // self.layout.tensors, seed=settings.seed, drop_last=True
+        )
         self.loader = DataLoader(
             data,
-            settings.batch_size // self.ranks,
+            settings.batch_size // parts,
             sampler=self.sampler,
             drop_last=True,
             # A loader draws a seed for its workers; that must not move the random state of dropout.
@@ -97,13 +104,13 @@ class Training:
                 f"a batch of {settings.batch_size} is larger than the {len(data)} samples"
             )
         torch.manual_seed(settings.seed)
-        model = DigitsCNN(settings.width, settings.dropout).to(self.device, self.dtype)
-        self.model = DDP(model, device_ids=None if self.device.type == "cpu" else [self.device])
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0, momentum=settings.momentum)
+        self.bare = self.task.model().to(self.device)
+        self.model = self._shared(self.bare)
+        self.optimizer = self.task.optimizer(self.model.parameters())
         torch.manual_seed(settings.seed + 1 + self.rank)  # each rank drops other activations
         self.step = 0
         self.history: list[float] = []
-        """Share of the held-out digits that were right after each epoch; filled on rank 0."""
+        """What ``score`` was after each epoch."""
         self.resumed_from: Path | None = None
         self.passed_over: tuple[str, ...] = ()
         """Newer checkpoints that are damaged: which, and what is wrong with each."""
@@ -121,42 +128,60 @@ class Training:
         while self.step < self.steps:
             epoch, done = divmod(self.step, self.steps_per_epoch)
             self.sampler.set_epoch(epoch)
-            self.sampler.skip = done * self.settings.batch_size // self.ranks
-            for images, labels in self.loader:
-                yield images.to(self.device), labels.to(self.device)
+            self.sampler.skip = done * self.settings.batch_size // self.layout.batches
+            for inputs, targets in self.loader:
+                yield inputs.to(self.device), targets.to(self.device)
 
-    def train_on(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """One step on (b, 1, 8, 8) images and (b,) labels; this rank's loss, a scalar."""
+    def train_on(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """One step on a part of a batch, as ``batches`` yields it; this rank's loss, a scalar."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate * (1 - self.step / self.steps)
         self.optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(self.model(images), labels)
-        loss.backward()
+        with loss_context(self.layout):
+            loss = self.task.loss(self.model(inputs), targets)
+            loss.backward()
         self.optimizer.step()
         self.step += 1
-        if self.step % self.steps_per_epoch == 0 and self.rank == 0:
-            self.history.append(self.accuracy())
-        return loss.detach()
+        if self.step % self.steps_per_epoch == 0:
+            self.history.append(self.score())
+        return _whole(loss.detach())
 
     @torch.no_grad()
-    def accuracy(self) -> float:
-        """Share of the held-out digits that this rank gets right, without asking the others."""
-        images, labels = (tensor.to(self.device) for tensor in self._digits(train=False))
-        self.model.module.eval()
-        right = (self.model.module(images).argmax(1) == labels).double().mean().item()
-        self.model.module.train()
-        return right
+    def score(self) -> float:
+        """What the task measures on its held-out samples; all ranks call it, and all get it."""
+        inputs, targets = (tensor.to(self.device) for tensor in self.task.samples(train=False))
+        self.bare.eval()
+        total = torch.zeros((), dtype=torch.double)
+        with loss_context(self.layout):
+            for part in torch.arange(len(inputs)).split(SCORED_AT_ONCE):
+                scores = self.task.score(self.bare(inputs[part]), targets[part])
+                total += _whole(scores).double().cpu() * len(part)
+        self.bare.train()
+        return (total / len(inputs)).item()
 
     def save(self) -> None:
         """Write a checkpoint into the folder, all ranks together."""
         assert self.folder is not None
-        made_with = {**asdict(self.settings), "ranks": self.ranks, "device": self.device.type}
+        made_with = {**asdict(self.settings), **self._place()}
         checkpoints.save(self.folder, self.step, self._state(), made_with)
         self.saved_step = self.step
 
-    def _digits(self, *, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        digits = Digits(train=train)
-        return digits.data[:, None].to(self.dtype) / 255, digits.targets
+    def _shared(self, model: nn.Module) -> nn.Module:
+        """The model as the layout divides it: in place, or inside DDP."""
+        layout = self.layout
+        if layout.shards == layout.tensors == 1:
+            return DDP(model, device_ids=None if self.device.type == "cpu" else [self.device])
+        mesh = layout.mesh(self.device.type)
+        if layout.tensors > 1:
+            share_tensors(model, mesh["tensors"])
+        if layout.batches > 1:
+            copies = ("replicas", "shards") if layout.replicas > 1 else ("shards",)
+            shard(model, self.task.units(model), mesh[copies])
+        return model
+
+    def _place(self) -> dict[str, Any]:
+        """Where the ranks are and what they share, which may differ when a training resumes."""
+        return {"ranks": self.ranks, "device": self.device.type, "layout": str(self.layout)}
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -177,15 +202,16 @@ class Training:
         found = checkpoint.made_with
         for field in fields(self.settings):
             wanted = getattr(self.settings, field.name)
-            if found.get(field.name) != wanted:
+            made = found.get(field.name, field.default)  # older checkpoints do not name a model
+            if made != wanted:
                 option = f"--{field.name.replace('_', '-')}"
                 raise CheckpointError(
-                    f"{checkpoint.path} was made with {option} {found.get(field.name)}, and this run "
+                    f"{checkpoint.path} was made with {option} {made}, and this run "
                     f"has {option} {wanted}. Use the same, or another folder for --checkpoints."
                 )
         state = self._state()
         random = state[f"random numbers of rank {self.rank}"]
-        alike = (found["ranks"], found["device"]) == (self.ranks, self.device.type)
+        alike = all(found.get(name) == value for name, value in self._place().items())
         if not alike:
             # The numbers there belong to other ranks; this rank goes on with its fresh ones.
             del state[f"random numbers of rank {self.rank}"]
@@ -202,6 +228,11 @@ class Training:
             if self.device.type in random and self.device.type != "cpu":
                 module = torch.get_device_module(self.device)
                 module.set_rng_state(random[self.device.type], self.device)
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    """A scalar that ranks sharing tensors all hold, as an ordinary tensor."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _device(cpu: bool) -> torch.device:

@@ -61,6 +61,7 @@ ORDER = [
     "helpers.data",
     "helpers.text",
     "helpers.models",
+    "helpers.parallel",
     "helpers.train",
     "helpers.schedules",
     "helpers.plots",

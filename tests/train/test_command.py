@@ -198,7 +198,7 @@ def test_the_help_names_every_setting_and_shows_commands_that_parse(capsys):
         assert f"--{field.name.replace('_', '-')}" in shown
     assert "(default: 0.07)" in shown and max(map(len, shown.splitlines())) <= 100
     commands = re.findall(r"^    .*-m helpers\.train(.*)$", shown, re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == 5
     for options in commands:
         command_line.parser().parse_args(options.split())
 
