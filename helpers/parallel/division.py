@@ -80,7 +80,9 @@ def shard(
 
     The mesh has one dimension, or two for shards inside copies (HSDP).
     """
-    options = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
+    policy = policy or MixedPrecisionPolicy()
     for unit in units:
-        fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
-    fully_shard(model, **options)
+        fully_shard(
+            unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
+        )
+    fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
 from helpers import vgpu
 from helpers.models import Transformer, TransformerSizes
 from helpers.parallel import Layout, check_tensors, loss_context, shard, share_tensors
+from helpers.plan.napkin import flop_per_token
 from helpers.vgpu.timing.trace import covered_s
 
 CHECKPOINTS = ("none", "selective", "full")
@@ -60,6 +61,10 @@ class Plan:
         check_tensors(self.sizes, self.layout.tensors, self.sequence)
 
     @property
+    def spec(self) -> vgpu.GPUSpec:
+        return vgpu.get_spec(self.gpu)
+
+    @property
     def hosts(self) -> int:
         return max(1, self.layout.ranks // self.gpus_per_host)
 
@@ -79,9 +84,8 @@ class Step:
     """The most that tensors take at once."""
     reserved_bytes: int
     """The most that PyTorch's allocator takes from the GPU for them."""
-    capacity_bytes: int
     state_bytes: dict[str, int]
-    """Parameters, gradients and optimizer state that stay on this rank."""
+    """Parameters and optimizer state, which stay on this rank from step to step."""
 
     @property
     def seconds(self) -> float:
@@ -93,8 +97,20 @@ class Step:
         return self.plan.tokens / self.plan.layout.ranks / self.seconds
 
     @property
+    def utilisation(self) -> float:
+        """The model's FLOPs, and nothing computed again, over what the datasheet's GPU could do."""
+        flop = flop_per_token(self.plan.sizes, self.plan.sequence) * self.tokens_per_s
+        return flop / self.plan.spec.tensor_flop_per_s
+
+    @property
     def fits(self) -> bool:
-        return self.reserved_bytes <= self.capacity_bytes
+        return self.reserved_bytes <= self.plan.spec.memory_bytes
+
+    @property
+    def bytes_by_cause(self) -> dict[str, int]:
+        """What is allocated at the peak: what stays on this rank, and what comes and goes."""
+        passing = self.allocated_bytes - sum(self.state_bytes.values())
+        return {**self.state_bytes, "gradients, gathered parameters, activations": passing}
 
     @property
     def time_by_cause(self) -> dict[str, float]:
@@ -118,12 +134,11 @@ def predict(plan: Plan, **costs: Any) -> Step:
     bfloat16 parameters and gradients with float32 master copies and reduction, AdamW fused. costs:
     as for ``vgpu.record`` (``arithmetic_share`` and others).
     """
-    spec = vgpu.get_spec(plan.gpu) if isinstance(plan.gpu, str) else plan.gpu
     with (
         vgpu.cluster(
             plan.hosts,
             min(plan.gpus_per_host, plan.layout.ranks),
-            gpu=spec,
+            gpu=plan.spec,
             network=plan.network,
             memory_bytes=_NO_LIMIT_BYTES,
         ) as cluster,
@@ -138,16 +153,15 @@ def predict(plan: Plan, **costs: Any) -> Step:
                 value for state in optimizer.state.values() for value in state.values()
             ),
         }
-        torch.vgpu.reset_peak_memory_stats()
+        torch.get_device_module("vgpu").reset_peak_memory_stats()
         with vgpu.record(**costs) as timeline:
             step()
         assert not timeline.races, timeline.races
         return Step(
             plan,
             timeline,
-            torch.vgpu.max_memory_allocated(),
+            torch.get_device_module("vgpu").max_memory_allocated(),
             memory.reserved(cluster.device, expandable_segments=True).peak_reserved_bytes,
-            spec.memory_bytes,
             kept,
         )
 

@@ -1,7 +1,7 @@
 """What is trained: a model, its samples, its loss, and what is measured on samples held out."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers.data import Digits
-from helpers.models import DigitsCNN, Transformer, TransformerSizes
+from helpers.models import LETTERS, DigitsCNN, Transformer
 from helpers.parallel import Layout, check_tensors
+from helpers.text import letters
 
 DTYPES = {"single": torch.float32, "double": torch.float64}
 
@@ -96,7 +97,55 @@ class DigitsTask:
         return f"{score:.2%} of the held-out digits right"
 
 
-TASKS: dict[str, Callable[[Settings], Task]] = {"digits": DigitsTask}
+class GPTTask:
+    """A small GPT that learns to write English, letter by letter, as in lesson 12."""
 
-DEFAULTS = {"digits": Settings()}
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.sizes = replace(LETTERS, width=settings.width, feed_forward=2 * settings.width)
+        if settings.width < 1 or settings.width % (2 * LETTERS.heads):
+            raise ValueError(
+                f"{LETTERS.heads} heads take a width that divides by {2 * LETTERS.heads}; found "
+                f"--width {settings.width}"
+            )
+        if settings.dropout:
+            raise ValueError("the GPT has no dropout; leave --dropout out")
+
+    def check(self, layout: Layout) -> None:
+        check_tensors(self.sizes, layout.tensors)
+
+    def samples(self, *, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, length = letters(train), self.sizes.sequence
+        count = (len(tokens) - 1) // length
+        inputs, targets = tokens[: count * length], tokens[1 : count * length + 1]
+        return inputs.view(count, length), targets.view(count, length)
+
+    def model(self) -> Transformer:
+        return Transformer(self.sizes).to(DTYPES[self.settings.precision])
+
+    def units(self, model: nn.Module) -> Sequence[nn.Module]:
+        assert isinstance(model, Transformer)
+        return list(model.blocks)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0, betas=(self.settings.momentum, 0.95))
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    def score(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.loss(outputs, targets)
+
+    def described(self, score: float) -> str:
+        return f"a loss of {score:.3f} a letter on held-out text"
+
+
+TASKS: dict[str, Callable[[Settings], Task]] = {"digits": DigitsTask, "gpt": GPTTask}
+
+DEFAULTS = {
+    "digits": Settings(),
+    "gpt": Settings(
+        "gpt", epochs=1, batch_size=32, learning_rate=0.01, width=128, precision="single"
+    ),
+}
 """What each model is trained with unless something else is asked for."""

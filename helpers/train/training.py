@@ -21,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from helpers.launch import machine
+from helpers.models import Transformer
 from helpers.parallel import Layout, loss_context, shard, share_tensors
 from helpers.train import checkpoints, folders
 from helpers.train.checkpoints import Found
 from helpers.train.folders import CheckpointError
 from helpers.train.tasks import TASKS, Settings
-
 
 SCORED_AT_ONCE = 512
 """Held-out samples that a model gets at once."""
@@ -173,6 +173,7 @@ class Training:
             return DDP(model, device_ids=None if self.device.type == "cpu" else [self.device])
         mesh = layout.mesh(self.device.type)
         if layout.tensors > 1:
+            assert isinstance(model, Transformer), "the task's check lets no other pass"
             share_tensors(model, mesh["tensors"])
         if layout.batches > 1:
             copies = ("replicas", "shards") if layout.replicas > 1 else ("shards",)

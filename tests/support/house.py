@@ -62,6 +62,7 @@ ORDER = [
     "helpers.text",
     "helpers.models",
     "helpers.parallel",
+    "helpers.plan",
     "helpers.train",
     "helpers.schedules",
     "helpers.plots",

@@ -1,0 +1,199 @@
+"""Plan the training of a transformer on a cluster, without the cluster.
+
+PyTorch's own FSDP2 and tensor parallelism run as rank 0 of it on virtual GPUs: bytes are counted,
+time is virtual. It needs no GPU.
+"""
+
+import argparse
+import dataclasses
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from helpers import vgpu
+from helpers.models import LLAMA, TransformerSizes
+from helpers.parallel import Layout
+from helpers.plan.remedies import remedies
+from helpers.plan.step import CHECKPOINTS, Plan, Step, predict
+from helpers.tables import Table
+from helpers.units import format_bytes, format_seconds
+
+EXAMPLES = """\
+examples:
+  Llama 3.1 8B, its parameters divided among 128 H100s
+    python -m helpers.plan --model 8B --shards 128 --batch 2 --checkpoint selective
+
+  70B on 256: layers divided inside each host, parameters across hosts
+    python -m helpers.plan --model 70B --shards 32 --tensors 8 --batch 16 --checkpoint full
+
+  a model of your own, from a file; options on the command line win over it
+    python -m helpers.plan --file plan.toml --trace step.json
+
+A file has the same names as the options, and for a model of your own a table of its sizes:
+
+    gpu = "A100"
+    network = "InfiniBand HDR"
+    shards = 64
+    batch = 4
+
+    [model]
+    layers = 24
+    width = 2048
+    heads = 16
+    key_value_heads = 16
+    feed_forward = 5504
+    vocabulary = 32000
+"""
+
+_LAYOUT = [field.name for field in dataclasses.fields(Layout)]
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="python -m helpers.plan",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    result.add_argument("--file", type=Path, metavar="PLAN.toml", help="read options from a file")
+    result.add_argument("--model", choices=LLAMA, help="sizes of Llama 3.1 (default: 8B)")
+    for name, text in (
+        ("replicas", "copies of the model"),
+        ("shards", "ranks among which FSDP2 divides a copy's parameters"),
+        ("tensors", "neighbouring ranks that share each layer"),
+    ):
+        text = f"{text} (default: 1); GPUs are the product of the three"
+        result.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    for name, text in (
+        ("batch", "sequences a step on each rank that has samples of its own"),
+        ("sequence", "tokens of a sequence"),
+        ("gpus-per-host", "GPUs of a host"),
+    ):
+        shown = _default(name.replace("-", "_"))
+        result.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (default: {shown})")
+    result.add_argument(
+        "--checkpoint",
+        choices=CHECKPOINTS,
+        help="what backward computes again: nothing, all but attention and every second matrix "
+        f"product, or all (default: {_default('checkpoint')})",
+    )
+    result.add_argument(
+        "--gpu",
+        choices=vgpu.PRESETS,
+        metavar="NAME",
+        help=f"of every host: {', '.join(vgpu.PRESETS)} (default: {_default('gpu')})",
+    )
+    result.add_argument(
+        "--network",
+        choices=vgpu.NETWORKS,
+        metavar="NAME",
+        help=f"between hosts: {', '.join(vgpu.NETWORKS)} (default: {_default('network')})",
+    )
+    result.add_argument(
+        "--arithmetic-share",
+        type=float,
+        metavar="X",
+        help="of a datasheet's FLOP/s that matrix products reach (default: "
+        f"{vgpu.CostModel(vgpu.get_spec('H100')).arithmetic_share})",
+    )
+    result.add_argument(
+        "--trace", type=Path, metavar="FILE.json", help="write the step for ui.perfetto.dev"
+    )
+    return result
+
+
+def _default(name: str) -> Any:
+    return next(field.default for field in dataclasses.fields(Plan) if field.name == name)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser().parse_args(arguments)
+    try:
+        plan, costs = _read(options)
+        step = predict(plan, **costs)
+        print(report(step))
+        if options.trace:
+            step.timeline.to_chrome_trace(options.trace)
+            print(f"\nThe step is in {options.trace}; https://ui.perfetto.dev opens it.")
+        if not step.fits:
+            print(f"\n{remedies(step, costs)}")
+    except (ValueError, OSError) as error:
+        print(f"python -m helpers.plan: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _read(options: argparse.Namespace) -> tuple[Plan, dict[str, float]]:
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    given.pop("trace", None)
+    if file := given.pop("file", None):
+        given = _from_file(file) | given
+    model = given.pop("model", "8B")
+    sizes = _sizes(model) if isinstance(model, dict) else LLAMA[model]
+    layout = Layout(**{name: given.pop(name) for name in _LAYOUT if name in given})
+    costs = (
+        {"arithmetic_share": given.pop("arithmetic_share")} if "arithmetic_share" in given else {}
+    )
+    return Plan(sizes, layout, **given), costs
+
+
+def _from_file(file: Path) -> dict[str, Any]:
+    try:
+        read = tomllib.loads(file.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{file} is not TOML: {error}") from error
+    read = {name.replace("-", "_"): value for name, value in read.items()}
+    known = {f.name for f in dataclasses.fields(Plan)} - {"sizes", "layout"}
+    known |= {*_LAYOUT, "model", "arithmetic_share"}
+    if unknown := sorted(set(read) - known):
+        raise ValueError(f"{file} has {', '.join(unknown)}; a plan has {', '.join(sorted(known))}")
+    if isinstance(model := read.get("model"), str) and model not in LLAMA:
+        raise ValueError(
+            f"{file} names the model {model!r}; there are {', '.join(LLAMA)}, or a table [model] of "
+            "its sizes"
+        )
+    return read
+
+
+def _sizes(model: dict[str, Any]) -> TransformerSizes:
+    fields = {field.name: field for field in dataclasses.fields(TransformerSizes)}
+    needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+    if missing := sorted(needed - set(model)):
+        raise ValueError(f"[model] lacks {', '.join(missing)}")
+    if unknown := sorted(set(model) - set(fields)):
+        raise ValueError(f"[model] has {', '.join(unknown)}; its sizes are {', '.join(fields)}")
+    return TransformerSizes(**model)
+
+
+def report(step: Step) -> str:
+    """The plan, whether it fits, and where its bytes and seconds go, as text."""
+    plan = step.plan
+    head = (
+        f"{plan.layout} on {plan.layout.ranks} {plan.spec.name.removeprefix('Virtual ')}, "
+        f"{plan.hosts} {'host' if plan.hosts == 1 else 'hosts'}"
+    )
+    bytes_rows = [(cause, format_bytes(size)) for cause, size in step.bytes_by_cause.items()]
+    bytes_rows += [
+        ("allocated at the peak", format_bytes(step.allocated_bytes)),
+        ("reserved by the allocator", format_bytes(step.reserved_bytes)),
+        ("a GPU has", format_bytes(plan.spec.memory_bytes)),
+    ]
+    time_rows = [
+        (cause, format_seconds(time_s), f"{time_s / step.seconds:.1%}")
+        for cause, time_s in step.time_by_cause.items()
+    ]
+    verdict = "It fits." if step.fits else "It does not fit."
+    return "\n\n".join(
+        [
+            head,
+            str(Table(("bytes of rank 0", ""), bytes_rows)),
+            verdict,
+            str(Table((f"a step of {format_seconds(step.seconds)}", "", ""), time_rows)),
+            f"{step.tokens_per_s:,.0f} tokens/s a GPU, {plan.tokens:,} tokens a step; model FLOPs "
+            f"utilisation {step.utilisation:.1%}. Virtual time, a model's prediction.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""What to change in a plan that does not fit."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from tqdm import tqdm
+
+from helpers.plan.step import CHECKPOINTS, Plan, Step, predict
+from helpers.tables import Table
+from helpers.units import format_bytes
+
+
+def remedies(step: Step, costs: dict[str, Any]) -> str:
+    """Changes that make it fit, fastest first, each tried on the cluster; text to print.
+
+    If no single one does, each is tried together with full checkpointing.
+    """
+    plan = step.plan
+    everything_again = dataclasses.replace(plan, checkpoint="full")
+    for changes in (
+        list(_changes(plan)),
+        [(f"--checkpoint full {text}", other) for text, other in _spread(everything_again)],
+    ):
+        tried = [
+            (text, predict(other, **costs))
+            for text, other in tqdm(changes, desc="looking for what fits", leave=False)
+        ]
+        rows = [
+            (text, format_bytes(other.reserved_bytes), f"{other.tokens_per_s:,.0f}")
+            for text, other in sorted(tried, key=lambda one: -one[1].tokens_per_s)
+            if other.fits
+        ]
+        if rows:
+            return str(Table(("what would fit", "reserved", "tokens/s a GPU"), rows))
+    return "None of what was tried makes it fit: smaller batches, more sharing, checkpoints. Use more GPUs."
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    for how in CHECKPOINTS[CHECKPOINTS.index(plan.checkpoint) + 1 :]:
+        yield f"--checkpoint {how}", dataclasses.replace(plan, checkpoint=how)
+    yield from _spread(plan)
+
+
+def _spread(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    layout = plan.layout
+    if plan.batch > 1:
+        half = plan.batch // 2
+        yield f"--batch {half}", dataclasses.replace(plan, batch=half)
+    if layout.replicas > 1:
+        whole = layout.replicas * layout.shards
+        divided = dataclasses.replace(layout, replicas=1, shards=whole)
+        yield f"--replicas 1 --shards {whole}", dataclasses.replace(plan, layout=divided)
+    for by in (2, 4, 8):
+        if layout.shards % by or layout.tensors * by > plan.gpus_per_host:
+            continue
+        shared = dataclasses.replace(
+            layout, shards=layout.shards // by, tensors=layout.tensors * by
+        )
+        try:
+            # Ranks that had samples of their own now share a layer and all of their samples.
+            other = dataclasses.replace(plan, layout=shared, batch=plan.batch * by)
+        except ValueError:
+            continue  # the model's heads do not divide so
+        text = f"--shards {shared.shards} --tensors {shared.tensors} --batch {other.batch}"
+        yield text, other

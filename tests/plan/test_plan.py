@@ -1,0 +1,156 @@
+"""Plans of trainings on clusters: what is counted, what is refused, and what the command prints."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from helpers import vgpu
+from helpers.models import LLAMA, Transformer, TransformerSizes
+from helpers.parallel import Layout
+from helpers.plan import Plan, napkin, predict
+from helpers.plan import __main__ as command
+
+SMALL = TransformerSizes(2, 256, 8, 4, 512, 1024, sequence=128)
+FILE = """\
+gpu = "A100"
+shards = {shards}
+batch = {batch}
+sequence = 128
+gpus-per-host = 4
+
+[model]
+layers = 2
+width = 256
+heads = 8
+key_value_heads = 4
+feed_forward = 512
+vocabulary = 1024
+"""
+
+
+@pytest.mark.parametrize("sizes", [SMALL, *LLAMA.values()])
+def test_a_pencil_counts_the_parameters_that_there_are(sizes):
+    with torch.device("meta"):
+        model = Transformer(sizes)
+    assert napkin.parameters(sizes) == sum(p.numel() for p in model.parameters())
+
+
+def test_a_pencil_counts_the_flops_that_a_counter_sees():
+    model, tokens = Transformer(SMALL), torch.zeros(1, 128, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    # Backward computes attention's scores once more, a sixth of all that attention takes, and the
+    # counter counts it where attention is fused.
+    again = 2 * SMALL.layers * SMALL.width * 128**2
+    expected = 128 * napkin.flop_per_token(SMALL, 128)
+    assert counter.get_total_flops() in (expected, expected + again)
+
+
+def test_what_stays_on_a_rank_is_what_a_pencil_says():
+    step = predict(Plan(SMALL, Layout(shards=4), sequence=128, gpus_per_host=4))
+    whole = 4 * napkin.parameters(SMALL)
+    assert step.state_bytes["parameters"] == whole // 4
+    # Adam's two, and a step's number for each parameter.
+    assert step.state_bytes["optimizer state"] == pytest.approx(2 * whole // 4, rel=1e-3)
+    assert sum(step.bytes_by_cause.values()) == step.allocated_bytes <= step.reserved_bytes
+    assert sum(step.time_by_cause.values()) == pytest.approx(step.seconds)
+    assert step.tokens_per_s == pytest.approx(128 / step.seconds)
+
+
+def test_copies_shards_and_shared_tensors_send_what_they_must():
+    def sent(layout):
+        step = predict(Plan(SMALL, layout, sequence=128, gpus_per_host=4))
+        return {e.name for e in step.timeline.events if e.kind == "collective"}
+
+    assert sent(Layout(shards=8)) == {"all_gather", "reduce_scatter"}
+    assert sent(Layout(replicas=2, shards=4)) == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert "all_gather" in sent(Layout(tensors=4))
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_checkpoints_take_less_memory_and_more_time(how):
+    plan = Plan(SMALL, Layout(shards=4), 8, 128, gpus_per_host=4)
+    plain, again = predict(plan), predict(dataclasses.replace(plan, checkpoint=how))
+    assert again.allocated_bytes < plain.allocated_bytes
+    assert again.timeline.flop > plain.timeline.flop
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": Layout(shards=6)}, "6 ranks .* do not fill hosts of 4 GPUs"),
+        ({"layout": Layout(tensors=8)}, "8 ranks cannot share a layer evenly: key-value heads 4"),
+        ({"checkpoint": "some"}, "one of none, selective, full, got 'some'"),
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"gpu": "Z1"}, "no GPU preset 'Z1'"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        predict(Plan(**{"sizes": SMALL, "layout": Layout(), "gpus_per_host": 4, **options}))
+
+
+def test_leaving_a_plan_leaves_no_group_and_no_gpus():
+    predict(Plan(SMALL, Layout(shards=4), sequence=128, gpus_per_host=4))
+    assert not torch.distributed.is_initialized() and not vgpu.is_enabled()
+
+
+def test_the_command_prints_bytes_time_and_speed_and_writes_a_trace(tmp_path, capsys):
+    file, trace = tmp_path / "plan.toml", tmp_path / "step.json"
+    file.write_text(FILE.format(shards=8, batch=2))
+    command.main(["--file", str(file), "--trace", str(trace)])
+    shown = capsys.readouterr().out
+    assert "8 shards on 8 A100-SXM4-40GB, 2 hosts" in shown and "It fits." in shown
+    assert re.search(r"reserved by the allocator +\S+ MiB", shown)
+    assert re.search(r"[\d,]+ tokens/s a GPU, 2,048 tokens a step", shown)
+    assert any(
+        event.get("cat") == "collective" for event in json.loads(trace.read_text())["traceEvents"]
+    )
+
+
+def test_what_does_not_fit_is_told_what_would(tmp_path, capsys):
+    file = tmp_path / "plan.toml"
+    file.write_text(FILE.format(shards=4, batch=20_000))
+    command.main(["--file", str(file)])
+    shown = capsys.readouterr().out
+    assert "It does not fit." in shown
+    advice = shown.partition("what would fit")[2]
+    assert "--checkpoint full" in advice and "tokens/s" in advice
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("shards = ", "is not TOML"),
+        ("shard = 3", "has shard; a plan has"),
+        ('model = "9B"', "names the model '9B'; there are 8B, 70B, 405B"),
+        ("[model]\nlayers = 3", "[model] lacks feed_forward, heads"),
+        (FILE.format(shards=4, batch=1) + "depth = 3", "[model] has depth"),
+    ],
+)
+def test_a_file_that_says_nothing_sensible_is_refused(tmp_path, capsys, text, message):
+    file = tmp_path / "plan.toml"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as left:
+        command.main(["--file", str(file)])
+    assert left.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_missing_file_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--file", str(tmp_path / "none.toml")])
+    assert "none.toml" in capsys.readouterr().err
+
+
+def test_the_help_s_examples_parse(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    shown = capsys.readouterr().out
+    commands = re.findall(r"-m helpers\.plan (--.*)$", shown, re.MULTILINE)
+    assert len(commands) == 3 and max(map(len, shown.splitlines())) <= 100
+    for options in commands:
+        command.parser().parse_args(options.split())
