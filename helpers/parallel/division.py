@@ -82,7 +82,5 @@ def shard(
     """
     policy = policy or MixedPrecisionPolicy()
     for unit in units:
-        fully_shard(
-            unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
-        )
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
