@@ -1,0 +1,129 @@
+"""The GPT in every layout: equal to one process at each step, and resumed in another layout."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from helpers import launch
+from helpers.parallel import KINDS, Layout, check_tensors, named_layout
+from helpers.train import Settings, Training
+from helpers.train import __main__ as command_line
+from helpers.train.tasks import DEFAULTS, GPTTask
+
+# 5 steps an epoch; in double precision the layouts differ by rounding only.
+SHORT = Settings("gpt", epochs=2, batch_size=1200, learning_rate=0.01, width=16)
+
+
+def trained(rank, world_size, settings, kind="ddp", folder=None, stop_at=None):
+    """On a rank: all parameters after each step of this run, and the scores."""
+    torch.set_num_threads(1)
+    training = Training(settings, folder, layout=named_layout(kind, world_size))
+    after_each_step = []
+    for inputs, targets in training.batches():
+        training.train_on(inputs, targets)
+        after_each_step.append(vector(training.bare))
+        if training.step == stop_at:
+            training.save()
+            break
+    return after_each_step, training.history, training.resumed_from
+
+
+def vector(model):
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return torch.cat([p.detach().cpu().flatten() for p in whole])
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    [(steps, history, _)] = launch.run(trained, 1, SHORT)
+    assert len(steps) == 10 and history[1] < history[0] < 4.6
+    return steps, history
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_equals_one_process_on_the_whole_batch(one_process, kind):
+    expected, scores = one_process
+    for steps, history, _ in launch.run(trained, 4, SHORT, kind, gpu="V100"):
+        # Adam divides by the root of a mean square, so that rounding grows where that is tiny.
+        torch.testing.assert_close(steps, expected, rtol=1e-6, atol=1e-9)
+        assert history == pytest.approx(scores)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "ranks"), [("fsdp", "tp", 2), ("fsdp+tp", "hsdp", 4), ("tp", "ddp", 1)]
+)
+def test_a_checkpoint_goes_on_in_another_layout(tmp_path, one_process, first, then, ranks):
+    expected, scores = one_process
+    launch.run(trained, 4, SHORT, first, tmp_path, 3)
+    for steps, history, found in launch.run(trained, ranks, SHORT, then, tmp_path):
+        assert found == tmp_path / "step-00000003"
+        torch.testing.assert_close(steps, expected[3:], rtol=1e-6, atol=1e-9)
+        assert history == pytest.approx(scores)
+
+
+def test_resumed_in_the_same_layout_it_is_the_same_bits(tmp_path):
+    undisturbed = launch.run(trained, 2, SHORT, "fsdp")
+    launch.run(trained, 2, SHORT, "fsdp", tmp_path, 3)
+    for (steps, *_), (expected, *_) in zip(
+        launch.run(trained, 2, SHORT, "fsdp", tmp_path), undisturbed, strict=True
+    ):
+        torch.testing.assert_close(steps, expected[3:], rtol=0, atol=0)
+
+
+def test_the_digits_are_sharded_as_well():
+    settings = Settings(epochs=1, width=4, batch_size=240)
+    [(expected, scores, _)] = launch.run(trained, 1, settings)
+    for steps, history, _ in launch.run(trained, 2, settings, "fsdp"):
+        torch.testing.assert_close(steps, expected, rtol=1e-9, atol=1e-12)
+        assert history == pytest.approx(scores)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "--parallel tp --tensor-ranks 0",
+            "argument --tensor-ranks: expected a whole number from 1",
+        ),
+        ("--parallel hsdp", "1 ranks cannot be divided into groups for 2 copies of the model"),
+        ("--parallel fsdp+tp", "1 ranks cannot be divided into groups for 2 ranks that share"),
+        ("--parallel zero", "invalid choice: 'zero'"),
+        ("--model gpt --dropout 0.5", "the GPT has no dropout"),
+        ("--model gpt --width 20", "4 heads take a width that divides by 8; found --width 20"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_in_a_sentence(options, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    with pytest.raises(SystemExit) as left:
+        command_line.main([*options.split(), "--cpu"])
+    assert left.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_layer_is_shared_by_as_many_ranks_as_it_has_heads():
+    sizes = GPTTask(DEFAULTS["gpt"]).sizes
+    check_tensors(sizes, 4)
+    with pytest.raises(ValueError, match="heads 4, key-value heads 4; all of them divide by 4"):
+        check_tensors(sizes, 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "expected"),
+    [
+        ("ddp", 4, Layout(replicas=4)),
+        ("hsdp", 16, Layout(replicas=2, shards=8)),
+        ("tp", 4, Layout(tensors=4)),
+        ("fsdp+tp", 8, Layout(shards=4, tensors=2)),
+    ],
+)
+def test_a_layout_by_name(kind, ranks, expected):
+    layout = named_layout(kind, ranks, hosts=2)
+    assert layout == expected and layout.ranks == ranks
+
+
+def test_a_training_says_that_its_layout_is_for_other_ranks():
+    with pytest.raises(launch.RankRaised, match="2 shards is one for 2 ranks, and 1 run here"):
+        launch.run(with_two_shards, 1)
+
+
+def with_two_shards(rank, world_size):
+    Training(SHORT, layout=Layout(shards=2))
