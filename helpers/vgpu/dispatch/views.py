@@ -42,7 +42,7 @@ def keeping_views(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
                 _take_by_strides(view, self, view)
         if base is None or resizes or not _follows(self, base) or _refuses_changes(base):
             return method(self, *args, **kwargs)
-        if self._backward_hooks:
+        if self._backward_hooks and torch.is_grad_enabled():
             raise _refusal(self, "has a hook")
         probe = method(self.data, *args, **kwargs)
         if not _looks_like(self, probe):

@@ -219,6 +219,19 @@ def test_a_view_with_a_hook_is_named():
         row.t_()
 
 
+def test_a_hook_stays_with_the_graph_from_before_a_change_without_history():
+    for device in ("cpu", "vgpu:1"):
+        x = torch.ones(2, 1, device=device, requires_grad=True)
+        view = (x * 1)[:]
+        view.register_hook(lambda gradient: gradient * 3)
+        before = view.sum()
+        with torch.no_grad():
+            view.squeeze_()
+        view.register_hook(lambda gradient: gradient * 5)
+        found = [torch.autograd.grad(y, x, retain_graph=True)[0] for y in (before, view.sum())]
+        assert [gradient.tolist() for gradient in found] == [[[3], [3]], [[5], [5]]]
+
+
 def test_a_changed_shape_is_a_new_version():
     for device in ("cpu", "vgpu:1"):
         base = torch.ones(2, 3, device=device)
