@@ -329,7 +329,7 @@ def run_module(p: Draft, r: Random) -> None:
         p.modules[m] = r.choice((0, 1))
         # A graph from before the move is refused, and what was taken of the module moves as well.
         p.places = {n: k for n, k in p.places.items() if not p.value(n).requires_grad}
-        p.add(f"{m}.to(d[{p.modules[m]}])")
+        p.add(f"move({m}, {p.modules[m]})")
 
 
 STEPS: dict[Callable[[Draft, Random], None], float] = {

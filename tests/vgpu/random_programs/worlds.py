@@ -54,6 +54,7 @@ class World:
             "d": self.devices,
             "leaf": self.leaf,
             "linear": self.linear,
+            "move": self.move,
             "nn": nn,
             "reload": reload,
             "step": step,
@@ -80,7 +81,15 @@ class World:
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.copy_(self.leaf(tuple(parameter.shape), 1, "float64", 2, False))
+        module.place = place
         return module.to(self.devices[place])
+
+    def move(self, module: nn.Module, place: int) -> None:
+        """``module.to``, which copies; where all devices are the CPU, it would not."""
+        if not self.gpus and module.place != place:
+            module._apply(torch.clone)
+        module.place = place
+        module.to(self.devices[place])
 
     def to(self, tensor: torch.Tensor, place: int) -> torch.Tensor:
         """A copy on another device; where all are the CPU, ``to`` would not copy."""
