@@ -17,11 +17,16 @@ _TRY_IT = "Call it through launch.run in a cell of your own: there you can print
 
 
 def on_ranks(
-    function: Callable[..., Any], nprocs: int, *args: Any, given: str, gpu: str | None = None
+    function: Callable[..., Any],
+    nprocs: int,
+    *args: Any,
+    given: str,
+    gpu: str | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> list[Any]:
     """``launch.run``; what goes wrong on the ranks becomes a verdict that says where."""
     try:
-        return launch.run(function, nprocs, *args, timeout_s=TIMEOUT_S, output="by rank", gpu=gpu)
+        return launch.run(function, nprocs, *args, timeout_s=timeout_s, output="by rank", gpu=gpu)
     except TypeError as unsent:
         raise Wrong(
             yours=str(unsent.__cause__ or unsent),

@@ -20,6 +20,7 @@ from helpers.plots.pipeline import data_parallel_against_ddp, parts_of_time, spl
 from helpers.plots.repeats import repeated_times
 from helpers.plots.schedules import schedule, schedules
 from helpers.plots.shares import replica_sizes, share_bars, shares
+from helpers.plots.splits import gained, held, split_times
 from helpers.plots.style import COLOURS, figure, show
 from helpers.plots.timeline import timeline, timelines
 
@@ -35,9 +36,11 @@ __all__ = [
     "figure",
     "fitting",
     "four_parts",
+    "gained",
     "gradients",
     "graph_before_and_after",
     "hands",
+    "held",
     "interrupted",
     "iteration",
     "kept_per_step",
@@ -58,6 +61,7 @@ __all__ = [
     "shares",
     "show",
     "split_sizes",
+    "split_times",
     "step_by_cause",
     "step_by_module",
     "steps_by_cause",

@@ -1,0 +1,97 @@
+"""What a rank sends in collectives, those of DTensors and of the backward pass included."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# What each rank sends around a ring of n, of a tensor's bytes; see vgpu/timing/collectives.py.
+_SENT: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1,
+}
+
+# Operators of torch.ops, by the name that torch.distributed gives to what they do.
+_NAMES = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "allgather_base": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_base": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
+}
+_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
+_ASIDE = ("wait", "_wrap", "mesh_get_process_group", "barrier")
+
+
+class Sent(TorchDispatchMode):
+    """Counts what this rank sends inside a ``with`` block, also in a backward pass that runs there.
+
+    ``calls`` has each collective's name and the bytes of the whole tensor as nccl-tests counts them
+    (doc/PERFORMANCE.md): for ``all_gather`` the gathered one, for ``reduce_scatter`` the one before.
+    ``size_bytes`` is what the rank sends for all of them, each around a ring. NotImplementedError
+    for other collectives than ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` and
+    ``broadcast``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+        self.size_bytes = 0.0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True would import the whole compiler at the first call, which takes seconds.
+        return False
+
+    @property
+    def names(self) -> list[str]:
+        """The collectives' names, in order."""
+        return [name for name, _ in self.calls]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back with the tensors of this rank
+        if func.namespace in _NAMESPACES and not any(word in str(func) for word in _ASIDE):
+            self._note(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, func: Any, args: tuple[Any, ...]) -> None:
+        name = func.overloadpacket.__name__.strip("_")
+        name = _NAMES.get(name, name)
+        if name not in _SENT:
+            raise NotImplementedError(f"Sent counts {', '.join(_SENT)}; {func} is none of them")
+        count = _group_of(args).size()
+        sizes = [x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+        size_bytes = sum(sizes)
+        # An operator of c10d also gets the tensors that it fills.
+        filled = func.namespace == "c10d"
+        if name == "all_gather" or (name == "reduce_scatter" and filled):
+            size_bytes = count * min(sizes)
+        elif name == "all_to_all" and filled:
+            size_bytes //= 2
+        self.calls.append((name, size_bytes))
+        self.size_bytes += size_bytes * _SENT[name](count)
+
+
+def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
+    for value in reversed(args):
+        if isinstance(value, dist.ProcessGroup):
+            return value
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return dist.ProcessGroup.unbox(value)
+        if isinstance(value, str) and value not in ("sum", "avg"):
+            return _resolve_process_group(value)  # type: ignore[arg-type]
+    raise AssertionError(f"no process group among {args}")

@@ -1,0 +1,76 @@
+"""Degree, link and width to the time of a split layer: each a real computation in virtual time."""
+
+from collections.abc import Callable
+from functools import cache
+
+import ipywidgets
+from IPython.display import display
+
+from helpers import plots
+from helpers.plots.splits import parts_of
+from helpers.tables import Table
+from helpers.units import format_seconds
+from helpers.vgpu import Timeline
+from helpers.widgets.live import live
+
+WIDTHS = (1024, 2048, 4096, 8192, 16384)
+DEGREES = (1, 2, 4, 8, 16)
+# What each is called: the link inside a host, and how many GPUs of the group a host has.
+PLACES: dict[str, tuple[str, int]] = {
+    "NVLink 4": ("NVLink 4", 8),
+    "PCIe 5": ("PCIe 5", 8),
+    "InfiniBand NDR, one GPU a host": ("NVLink 4", 1),
+}
+
+Layer = Callable[..., Timeline]
+"""Called as ``layer(width, degree, hosts, link=name)``."""
+
+
+def layer_on(layer: Layer, width: int, degree: int, place: str) -> Timeline:
+    """The timeline of a layer on ``degree`` GPUs that are joined by ``place``, of PLACES.
+
+    ValueError for a width that has not a head of 128 for each GPU.
+    """
+    if width // 128 < degree:
+        raise ValueError(
+            f"a layer of width {width} has {width // 128} heads of 128, too few for {degree} GPUs: "
+            "take fewer GPUs or a wider layer"
+        )
+    link, most_a_host = PLACES[place]
+    return layer(width, degree, -(-degree // most_a_host), link=link)
+
+
+def split_table(timelines: dict[str, Timeline]) -> Table:
+    """The time of each, what the collectives take of it, and how much faster than the first."""
+    first = next(iter(timelines.values())).makespan_s
+    rows = []
+    for name, timeline in timelines.items():
+        whole_s, sent_s = parts_of(timeline)
+        gain = f"{first / whole_s:.2f} times as fast"
+        rows.append((name, format_seconds(whole_s), f"{sent_s / whole_s:.0%}", gain))
+    return Table(("4096 tokens", "layer", "collectives", "against one GPU"), rows)
+
+
+def layer_explorer(layer: Layer) -> ipywidgets.Widget:
+    """Three controls around ``layer``: the width, the number of GPUs, and what joins them."""
+    remembered = cache(lambda *setting: layer_on(layer, *setting))
+
+    def show(width: int, degree: int, place: str) -> None:
+        if width // 128 < degree:
+            print(f"Width {width} has {width // 128} heads of 128, too few for {degree} GPUs.")
+            return
+        alone = remembered(width, 1, "NVLink 4")
+        name = f"{degree} GPUs, {place}" if degree > 1 else "still 1 GPU"
+        timelines = {"1 GPU": alone, name: remembered(width, degree, place)}
+        plots.split_times(timelines, f"A layer of width {width}")
+        display(split_table(timelines))
+
+    width = ipywidgets.SelectionSlider(
+        options=WIDTHS, value=8192, description="width", continuous_update=False
+    )
+    degree = ipywidgets.SelectionSlider(
+        options=DEGREES, value=8, description="GPUs", continuous_update=False
+    )
+    place = ipywidgets.Dropdown(options=list(PLACES), description="over")
+    drawn = live(show, {"width": width, "degree": degree, "place": place})
+    return ipywidgets.VBox([ipywidgets.HBox([width, degree, place]), drawn])
