@@ -12,9 +12,9 @@ FROM base AS course
 RUN mkdir /home/learner/course
 COPY --chown=learner . /home/learner/course
 WORKDIR /home/learner/course
-# CPU= takes PyTorch with CUDA, for docker run --gpus all: docker build --build-arg CPU= .
-ARG CPU=1
-RUN make venv CPU=$CPU && rm -rf ~/.cache
+# For docker run --gpus all, PyTorch with CUDA: docker build --build-arg BUILDS=CUDA .
+ARG BUILDS=CPU
+RUN make venv $BUILDS=1 && rm -rf ~/.cache
 EXPOSE 8888
 # A published port reaches all addresses of the container, and not its 127.0.0.1.
 CMD ["make", "lab", "ARGS=--ip=0.0.0.0"]

@@ -7,6 +7,8 @@ LESSON_SECONDS := 300
 
 OUT ?=
 CLASS ?=
+# A folder that "make wheels" has made: install from there, without a network.
+WHEELS ?=
 
 # They would send Python to modules outside .venv, or switch assertions off.
 ASIDE := PYTHONHOME PYTHONPATH PYTHONSAFEPATH PYTHONOPTIMIZE
@@ -21,7 +23,7 @@ NEW_HOME := $(shell mkdir -p .home 2>/dev/null && test -w .home && cd .home && p
 export HOME := $(NEW_HOME)
 endif
 
-.PHONY: help venv lab test test-browser check format bench student solved class slides book \
+.PHONY: help venv lab wheels test test-browser check format bench student solved class slides book \
   lesson clean
 help:
 	@echo "make lab      set up and open JupyterLab at lesson 00 (ARGS=\"--no-browser --port 9999\")"
@@ -38,16 +40,22 @@ help:
 	@echo "make book     the course as a site to read, in build/book"
 	@echo "make clean    remove .venv, caches and what was built"
 	@echo "PYTHON=python3.13   with any of them: the Python to make .venv with"
-	@echo "CPU=1         with any of them, on Linux: PyTorch without CUDA, a smaller download"
+	@echo "CPU=1 or CUDA=1   with any of them, on Linux: PyTorch without or with CUDA, by hand"
+	@echo "make wheels   all packages into build/wheels (OUT=folder), for machines without a network:"
+	@echo "make lab WHEELS=folder   sets up from there"
 
 venv:
 	@$(foreach name,$(ASIDE),$(if $($(name)),echo "setup: $(name) is set; it is left aside here";))
 	@$(if $(NEW_HOME),echo "setup: the home folder takes no files; $(NEW_HOME) stands in for it")
 	@python=$$(sh find_python.sh "$(PYTHON)") && \
-	  "$$python" setup_venv.py $(if $(CPU),--cpu) $(if $(PYTHON),--this-python) $(EXTRA)
+	  "$$python" setup_venv.py $(if $(CPU),--cpu) $(if $(CUDA),--cuda) \
+	  $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(PYTHON),--this-python) $(EXTRA)
 
 lab: venv
 	@"$(BIN)/python" open_lab.py $(ARGS)
+
+wheels: EXTRA := --save-wheels "$(or $(OUT),build/wheels)"
+wheels: venv
 
 test: venv
 	$(BIN)/pytest -n 2 --dist loadfile

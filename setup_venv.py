@@ -19,6 +19,8 @@ import tempfile
 import time
 import urllib.parse
 
+from pytorch_builds import GB, SMALL, Builds, choose, machine_of
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -27,18 +29,14 @@ except ImportError:  # Windows
 ROOT = os.path.dirname(os.path.realpath(__file__))
 VENV = os.path.join(ROOT, ".venv")
 OLDEST = (3, 11)
-GB = 1000**3
 # JupyterLab paints only the cells in view and guesses the heights of the others; links and the
 # outline would then miss their heading. The lessons are short enough to be painted whole.
 LAB_SETTINGS = {"@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"}}
 # JupyterLab would ask at its first start whether to fetch news; the course needs no network.
 LAB_DISABLED = {"@jupyterlab/apputils-extension:announcements": True}
 
-# On Linux, PyPI's torch brings the CUDA libraries along; elsewhere it does not.
-# What pip downloads, and the most that .venv holds while it does: torch 2.15 on Linux x86-64.
-LINUX = {"download": "2.7 GB", "minutes": "3 to 15", "disk": 10 * GB}
-OTHER = {"download": "0.5 GB", "minutes": "1 to 5", "disk": 3 * GB}
-
+# In a folder of wheels: the kind of machine that they are for.
+WHEELS_NOTE = "made_for.txt"
 # What ready.txt in .venv says until all is installed. The file marks .venv as this script's own.
 UNFINISHED = "not finished\n"
 # Where pip installs, and whether, is this script's business; mirrors and proxies are the user's.
@@ -65,7 +63,11 @@ class SetupError(Exception):
 
 def main():
     parser = argparse.ArgumentParser(description="Make the course's virtual environment.")
-    parser.add_argument("--cpu", action="store_true", help="take PyTorch's CPU builds (smaller)")
+    builds = parser.add_mutually_exclusive_group()
+    builds.add_argument("--cpu", action="store_true", help="take PyTorch's CPU builds (smaller)")
+    builds.add_argument("--cuda", action="store_true", help="take PyTorch's builds with CUDA")
+    builds.add_argument("--wheels", metavar="DIR", help="install from that folder, offline")
+    parser.add_argument("--save-wheels", metavar="DIR", help="put all packages into that folder")
     parser.add_argument(
         "--this-python", action="store_true", help="make .venv anew if it has another Python"
     )
@@ -77,19 +79,29 @@ def main():
     try:
         if options.here:
             require_python(sys.version_info[:3])
-            install(sys.executable, sys.prefix, options.cpu)
+            install(sys.executable, sys.prefix, builds_for(options), options.wheels)
             return
         with alone():
             python = sys.version_info[:2] if options.this_python else None
             found = problem(VENV, wanted_stamp(), python)
             if found:
-                make(found, options.cpu)
+                make(found, builds_for(options), options.wheels)
             if options.extra:
                 add(options.extra)
+            if options.save_wheels:
+                save_wheels(options.save_wheels, choose(options.cpu, options.cuda))
     except (SetupError, OSError) as error:
         sys.exit("setup: %s" % error)
     except KeyboardInterrupt:
         sys.exit("setup: stopped; run the same again to go on.")
+
+
+def builds_for(options):
+    """The builds of PyTorch that are installed here; those of a folder are what they are."""
+    if not options.wheels:
+        return choose(options.cpu, options.cuda)
+    require_wheels(options.wheels)
+    return Builds(None, *SMALL, why="")
 
 
 @contextlib.contextmanager
@@ -144,9 +156,8 @@ def require_writable(folder):
         ) from error
 
 
-def require_disk(free_bytes, cpu):
+def require_disk(free_bytes, needed):
     """Raise SetupError if fewer bytes are free than the packages take."""
-    needed = size(cpu)["disk"]
     if free_bytes < needed:
         raise SetupError(
             "%.1f GB are free here and about %d GB are needed; make room, or move the folder to a "
@@ -171,9 +182,23 @@ def require_own(venv):
         )
 
 
-def size(cpu):
-    """What to expect: the download, the minutes, and the bytes on disk."""
-    return LINUX if platform.system() == "Linux" and not cpu else OTHER
+def require_wheels(folder):
+    """Raise SetupError if a folder has no wheels, or has those of another kind of machine."""
+    try:
+        with open(os.path.join(folder, WHEELS_NOTE), encoding="utf-8") as file:
+            made_for = file.read().strip()
+    except OSError as error:
+        raise SetupError(
+            "%s has no wheels of this course (%s); make wheels makes such a folder, on a machine "
+            "with a network" % (folder, error.strerror)
+        ) from error
+    here = machine_of(sys.executable)
+    if made_for != here:
+        raise SetupError(
+            "the wheels in %s are for %s, and this is %s; name that Python, as in: make lab "
+            "PYTHON=python3.13, or make a folder on a machine of this kind"
+            % (folder, made_for, here)
+        )
 
 
 def wanted_stamp():
@@ -238,7 +263,7 @@ def python_of(venv):
     return os.path.join(venv, *(("Scripts", "python.exe") if windows else ("bin", "python")))
 
 
-def make(found, cpu):
+def make(found, builds, wheels=None):
     """Make the environment anew, or bring an outdated one up to date, and install the course."""
     print("setup: the environment .venv is %s." % found, flush=True)
     require_python(sys.version_info[:3])
@@ -248,16 +273,23 @@ def make(found, cpu):
         if found != "missing":
             write(os.path.join(VENV, "ready.txt"), UNFINISHED)
         empty(VENV)
-        require_disk(shutil.disk_usage(VENV).free, cpu)
+        require_disk(shutil.disk_usage(VENV).free, builds.disk)
         write(os.path.join(VENV, "ready.txt"), UNFINISHED)
         # Started from the environment that was just emptied, only the Python below is left.
         below = getattr(sys, "_base_executable", sys.executable)
         run([below, "-I", "-m", "venv", VENV], "the environment could not be made, see above")
-    expect = size(cpu)
-    print("setup: downloading about %(download)s, once; this takes %(minutes)s minutes." % expect)
+    if builds.why:
+        print("setup: PyTorch comes %s." % builds.why)
+    if wheels:
+        print("setup: taking the packages from %s; nothing is downloaded." % wheels)
+    else:
+        print(
+            "setup: downloading about %s, once; this takes %s minutes."
+            % (builds.download, builds.minutes)
+        )
     print("setup: all packages go into .venv in this folder.", flush=True)
     started = time.time()
-    install(python_of(VENV), VENV, cpu)
+    install(python_of(VENV), VENV, builds, wheels)
     write(os.path.join(VENV, "ready.txt"), wanted_stamp())
     print("setup: done in %d s." % (time.time() - started), flush=True)
 
@@ -280,14 +312,15 @@ def write(path, text):
         file.write(text)
 
 
-def install(python, prefix, cpu):
+def install(python, prefix, builds, wheels=None):
     """Install the course and its packages with ``python`` into its environment, at ``prefix``."""
     command = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-user"]
     command.append("--target=")
-    if cpu:
-        run([*command, "uv"], why_failed)
-        command = [python, "-m", "uv", "pip", "install", "--python", python]
-        command += ["--torch-backend", "cpu"]
+    if wheels:
+        command += ["--no-index", "--find-links", os.path.abspath(wheels)]
+    elif builds.index:
+        # 2.15.0+cpu counts as newer than PyPI's 2.15.0. What follows finds torch in place.
+        run([*command, "--extra-index-url", builds.index, *of_torch()], why_failed)
     run([*command, "--editable", ROOT + "[course]"], why_failed)
     write(
         os.path.join(prefix, "share", "jupyter", "lab", "settings", "overrides.json"),
@@ -297,6 +330,29 @@ def install(python, prefix, cpu):
         os.path.join(prefix, "etc", "jupyter", "labconfig", "page_config.json"),
         json.dumps({"disabledExtensions": LAB_DISABLED}),
     )
+
+
+def of_torch():
+    """The requirements that PyTorch's own index has."""
+    return [text for text in requirements() if re.match(r"torch(vision)?\b", text)]
+
+
+def save_wheels(folder, builds):
+    """Put wheels of all that the course needs into a folder, for machines like this one."""
+    folder = os.path.abspath(folder)
+    os.makedirs(folder, exist_ok=True)
+    require_writable(folder)
+    print("setup: downloading about %s into %s." % (builds.download, folder), flush=True)
+    if builds.why:
+        print("setup: PyTorch comes %s." % builds.why, flush=True)
+    command = [python_of(VENV), "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
+    command += ["--wheel-dir", folder, "--find-links", folder]
+    if builds.index:
+        run([*command, "--extra-index-url", builds.index, *of_torch()], why_failed)
+    # The last two build the course's own entry, which needs no network then.
+    run([*command, *requirements(), "hatchling", "editables"], why_failed)
+    write(os.path.join(folder, WHEELS_NOTE), machine_of(python_of(VENV)) + "\n")
+    print("setup: done. Elsewhere, without a network: make lab WHEELS=folder", flush=True)
 
 
 def add(extra):

@@ -7,10 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
+import pytorch_builds
 from teaching.lessons import ROOT
 
 PROJECT = """
@@ -52,7 +54,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs the 
 
 def small_clone(folder):
     folder.mkdir(parents=True)
-    for name in ("Makefile", "find_python.sh", "setup_venv.py"):
+    for name in ("Makefile", "find_python.sh", "setup_venv.py", "pytorch_builds.py"):
         shutil.copy(ROOT / name, folder)
     (folder / "pyproject.toml").write_text(PROJECT)
     (folder / "backend.py").write_text(BACKEND)
@@ -168,12 +170,17 @@ runpy.run_path(sys.argv[0], run_name='__main__')" "$@" """
 
 def in_mount_namespace(script):
     """A prefix that runs a command after ``script``, which mounts things for it alone."""
+    return in_namespace(script, "--mount")
+
+
+def in_namespace(script, kind):
+    """A prefix that runs a command after ``script``, with mounts or a network for it alone."""
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("mounting something for a test needs Linux, root and the command unshare")
-    prefix = ["unshare", "--mount", "sh", "-c", f'{script} && cd . && exec "$@"', "sh"]
+        pytest.skip("a namespace for a test needs Linux, root and unshare")
+    prefix = ["unshare", kind, "sh", "-c", f'{script} && cd . && exec "$@"', "sh"]
     done = subprocess.run([*prefix, "true"], capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"this machine refuses to mount: {done.stderr.strip()}")
+        pytest.skip(f"this machine refuses unshare {kind}: {done.stderr.strip()}")
     return prefix
 
 
@@ -195,6 +202,38 @@ def test_a_small_disk_gets_one_sentence(tmp_path):
     full = f'{files} && cd "{folder}" && {{ cat /dev/zero >filler 2>/dev/null; true; }}'
     said, good = make(folder, prefix=in_mount_namespace(full))
     assert not good and "0.0 GB are free here" in said
+
+
+def test_wheels_of_a_folder_install_without_a_network(tmp_path):
+    folder = small_clone(tmp_path / "course")
+    project = (folder / "pyproject.toml").read_text()
+    (folder / "pyproject.toml").write_text(project.replace("[\n]", '[\n    "needed",\n]', 1))
+    backend = (folder / "backend.py").read_text()
+    wanted = backend.replace(
+        "Version: 1\\nProvides", "Version: 1\\nRequires-Dist: needed\\nProvides"
+    )
+    assert wanted != backend
+    (folder / "backend.py").write_text(wanted)
+    stick = tmp_path / "a stick"
+    stick.mkdir()
+    with zipfile.ZipFile(stick / "needed-1-py3-none-any.whl", "w") as wheel:
+        info = "needed-1.dist-info/"
+        wheel.writestr(info + "METADATA", "Metadata-Version: 2.1\nName: needed\nVersion: 1\n")
+        wheel.writestr(
+            info + "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(info + "RECORD", "")
+    (stick / "made_for.txt").write_text(pytorch_builds.machine_of(sys.executable))
+    alone = in_namespace("true", "--net")
+    python = f"PYTHON={sys.executable}"
+    said, good = make(folder, f"WHEELS={stick}", python, prefix=alone)
+    assert good and f"taking the packages from {stick}; nothing is downloaded" in said, said
+    assert list(folder.glob(".venv/lib/*/site-packages/needed-1.dist-info"))
+    said, good = make(folder, "WHEELS=/nowhere", python)
+    assert (said, good) == ("", True)  # all is in place
+    shutil.rmtree(folder / ".venv")
+    said, good = make(folder, "WHEELS=/nowhere", python)
+    assert not good and "/nowhere has no wheels of this course" in said
 
 
 def test_a_small_folder_for_temporary_files_does_not_matter(tmp_path):

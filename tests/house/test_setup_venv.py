@@ -137,14 +137,14 @@ def test_an_old_python_gets_one_sentence():
 
 
 def test_an_old_python_can_read_the_script():
-    source = (ROOT / "setup_venv.py").read_text(encoding="utf-8")
-    ast.parse(source, feature_version=(3, 6))
+    for name in ("setup_venv.py", "pytorch_builds.py"):
+        ast.parse((ROOT / name).read_text(encoding="utf-8"), feature_version=(3, 6))
 
 
 def test_a_full_disk_gets_one_sentence():
     with pytest.raises(setup_venv.SetupError, match=r"1\.0 GB are free here and about \d+ GB"):
-        setup_venv.require_disk(10**9, cpu=False)
-    setup_venv.require_disk(10**11, cpu=False)
+        setup_venv.require_disk(10**9, needed=10**10)
+    setup_venv.require_disk(10**11, needed=10**10)
 
 
 def test_a_failed_step_gets_one_sentence():

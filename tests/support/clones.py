@@ -34,7 +34,7 @@ def lend_environment(folder: Path) -> None:
             shutil.copytree(path, theirs / path.name)
             record = {"dir_info": {"editable": True}, "url": folder.as_uri()}
             (theirs / path.name / "direct_url.json").write_text(json.dumps(record))
-        elif path.name.startswith("_editable_impl_multi_gpu"):
+        elif path.suffix == ".pth" and "multi_gpu_pytorch_hands_on" in path.name:
             (theirs / path.name).write_text(str(folder), encoding="utf-8")
         else:
             (theirs / path.name).symlink_to(path)

@@ -40,7 +40,13 @@ def test_an_edition_is_a_whole_course_and_overwrites_nothing(tmp_path, target):
     else:
         root = tmp_path / target
         names = [str(path.relative_to(root)) for path in root.rglob("*")]
-    for wanted in ("START.md", "Makefile", "setup_venv.py", f"notebooks/{LESSON.name}"):
+    for wanted in (
+        "START.md",
+        "Makefile",
+        "setup_venv.py",
+        "hatch_build.py",
+        f"notebooks/{LESSON.name}",
+    ):
         assert wanted in names
     assert not [name for name in names if "wrong_answers" in name or "__pycache__" in name]
     with pytest.raises(FileExistsError, match="exists already"):
