@@ -47,5 +47,11 @@ def test_the_newest_change_is_that_of_the_version():
     assert newest[1] == PROJECT["version"]
 
 
+def test_a_citation_is_of_this_version():
+    citation = yaml.safe_load(text("CITATION.cff"))
+    assert citation["version"] == PROJECT["version"] and citation["license"] == PROJECT["license"]
+    assert citation["title"] in text("README.md")
+
+
 def test_users_of_the_package_get_its_types():
     assert importlib.resources.files("helpers").joinpath("py.typed").is_file()

@@ -22,6 +22,9 @@ def named(path):
 def test_links_lead_somewhere(path):
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        if workflow := re.match(r"\.\./\.\./actions/(workflows/\w+\.yml)", target):
+            # GitHub reads such a link from the page's address: the workflow's runs, and its badge.
+            target = f".github/{workflow[1]}"
         assert (path.parent / target).exists(), f"no {target}"
 
 
