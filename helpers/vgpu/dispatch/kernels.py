@@ -72,9 +72,8 @@ def _computing_operators() -> list[Operator]:
             computes = _has_kernel(full_name, "CPU") or _has_kernel(
                 full_name, "CompositeExplicitAutograd"
             )
-            composite = _has_kernel(full_name, "CompositeImplicitAutograd")
             writes_out = any(argument.is_out for argument in func._schema.arguments)
-            if computes and not composite and not writes_out:
+            if computes and not rules.is_composite(func) and not writes_out:
                 found.append(func)
     return found
 

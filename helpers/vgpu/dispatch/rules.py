@@ -69,9 +69,10 @@ class Rule:
 def is_composite(func: Operator) -> bool:
     """Whether C++ makes the operator of others, for every device alike.
 
-    Constructors of sparse tensors ask for a device that C++ has an allocator for.
+    Not so silu_backward, for which CPU and CUDA have a kernel each. Constructors of sparse tensors
+    ask for a device that C++ has an allocator for.
     """
-    composite = _has_kernel(func.name(), _COMPOSITE)
+    composite = _has_kernel(func.name(), _COMPOSITE) and not _has_kernel(func.name(), _CPU)
     return composite and not func._schema.name.startswith(("aten::_sparse_", "aten::sparse_"))
 
 
@@ -92,6 +93,7 @@ def decompose(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_CPU = torch._C.DispatchKey.CPU
 _excluding = torch._C._SetExcludeDispatchKeyGuard
 _IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
 

@@ -386,3 +386,16 @@ def test_busy_time_counts_overlaps_once():
     event = timeline.events[0]
     later = event._replace(start_s=event.start_s + 1e-6, end_s=event.end_s + 1e-6)
     assert covered_s([later, event, event]) == near(3e-6)
+
+
+def test_an_operator_with_a_kernel_of_its_own_is_one_kernel():
+    """C++ can make silu_backward of others as well; on CUDA, as on the CPU, it is one kernel."""
+    x = torch.rand(KB, device="vgpu:0", requires_grad=True)
+    y = torch.nn.functional.silu(x)
+    with vgpu.record(COSTS) as timeline:
+        (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    names = [event.name for event in kernels(timeline, "vgpu:0")]
+    assert names.count("silu_backward") == 1
+    assert not {"sigmoid", "sub_", "mul"} & set(names)
+    sigmoid = x.sigmoid()
+    torch.testing.assert_close(gradient, sigmoid * (1 + x * (1 - sigmoid)))
