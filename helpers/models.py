@@ -156,7 +156,10 @@ def rotary_angles(length: int, head_width: int, base: float) -> torch.Tensor:
 
 
 def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """(B, heads, S, head_width), each pair of numbers turned by its position's angle."""
-    first, second = heads.float().chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
-    return turned.type_as(heads)
+    """(B, heads, S, head_width), each two neighbouring numbers turned by their position's angle.
+
+    As in Llama's own code, they are one complex number, so that one product turns them.
+    """
+    pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
+    turned = pairs * torch.complex(cos.float(), sin.float())
+    return torch.view_as_real(turned).flatten(-2).type_as(heads)

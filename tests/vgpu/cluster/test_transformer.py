@@ -36,9 +36,10 @@ def test_attention_by_hand(model):
     found = attention(x, model.cos, model.sin)
 
     def turned(heads):
-        first, second = heads[..., :4], heads[..., 4:]
-        pairs = torch.complex(first, second) * torch.complex(model.cos, model.sin)
-        return torch.cat([pairs.real, pairs.imag], -1)
+        first, second = heads[..., 0::2], heads[..., 1::2]
+        turned_first = first * model.cos - second * model.sin
+        turned_second = first * model.sin + second * model.cos
+        return torch.stack([turned_first, turned_second], -1).flatten(-2)
 
     query = attention.query(x).view(2, 16, 4, 8).transpose(1, 2)
     key = attention.key(x).view(2, 16, 2, 8).transpose(1, 2).repeat_interleave(2, 1)
