@@ -6,7 +6,7 @@ own ``torch.utils.flop_counter``, bytes are those of the tensors. No program rea
 peak, so arithmetic, memory and links each have a share of theirs: see ``CostModel``.
 
 Left out: caches, the algorithm that a library picks, a GPU that a small operation cannot fill,
-fused kernels, operations that read their input twice (batch norm), float64 (counted as float32),
+operations that read their input twice (batch norm), float64 (counted as float32),
 clocks that fall with heat, and neighbours on the same switch.
 """
 
@@ -100,6 +100,7 @@ class CostModel:
     locked_share: float = 0.5
     network: Network | None = None  # between hosts; None where there is one host
     gpus_per_host: int = 0  # 0 means all
+    fuses: bool = False  # whether elementwise chains go once through memory, as in torch.compile
 
     def __post_init__(self) -> None:
         for name in _SHARES:

@@ -6,7 +6,7 @@ vector clock (Lamport, 1978; Mattern, 1989): a race is a race even if the times 
 
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ class Done(NamedTuple):
     operation: str
     backward: bool = False
     known: "Known | None" = None  # what is sure to have ended before it, where that is kept
+    put_off: Any = None  # where no kernel has been handed over yet: what it would do (fusion.py)
 
 
 class Marked(NamedTuple):

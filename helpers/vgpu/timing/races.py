@@ -159,7 +159,7 @@ class Accesses:
 
     def last_write(self, tensor_: VirtualTensor) -> Done | None:
         """What wrote the tensor last in this recording."""
-        write = _last_write(tensor.block_of(tensor_)) if tensor_._block is not None else None
+        write = _last_write(tensor.block_of(tensor_))
         return write if write is not None and write.stream.clock is self._clock else None
 
     def _judge_freed(self, stream: StreamTime) -> None:

@@ -20,6 +20,7 @@ from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.timing import module_names, signatures
 from helpers.vgpu.timing.clock import Clock
 from helpers.vgpu.timing.costs import CostModel, Work, work_of
+from helpers.vgpu.timing.fusion import Fusion
 from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime, in_backward
 from helpers.vgpu.timing.module_names import Nodes
 from helpers.vgpu.timing.races import Accesses, poisoned, replaced
@@ -96,6 +97,7 @@ class Recording:
         """set_stream: for the index of a GPU, the number of the stream that the thread has set."""
         self.clock = Clock(costs, self.current_stream, rank)
         self._accesses = Accesses(self.clock, timeline)
+        self._fusion = Fusion(self.clock, self._accesses.last_write) if costs.fuses else None
         self._set_stream = set_stream
         self.stream_numbers: dict[tuple[Any, ...], int] = {}  # of process groups
         self._nodes = Nodes()
@@ -128,7 +130,7 @@ class Recording:
                 return result  # a factory of another device
             stream, host = self.place(traits.name, outputs[0]._gpu)
         work = self._work_of(func, args, kwargs, result)
-        done = self.clock.kernel(traits.name, stream, host, work)
+        done = self._kernel(traits.name, traits.fuses, stream, host, inputs, work)
         self._accesses.note(done, inputs, written)
         if written:  # an in-place operation gives back what it was given
             outputs = [out for out in outputs if not any(out is given for given in written)]
@@ -201,7 +203,7 @@ class Recording:
         stream, host = self.place(traits.name, gpu)
         if self.clock.several_streams:
             self._accesses.check(traits.name, inputs, written, stream, host)
-        done = self.clock.kernel(traits.name, stream, host, work)
+        done = self._kernel(traits.name, traits.fuses, stream, host, inputs, work)
         if written or self.clock.several_streams:
             self._accesses.note(done, inputs, written)
         if waits:
@@ -240,12 +242,14 @@ class Recording:
             stream, host = self.place("copy", source_gpu)
             self._accesses.check("copy", [], overwritten, stream, host)
             work = Work(0, size_bytes + target.numel() * target.element_size())
-            done = self.clock.kernel("copy", stream, host, work)
+            done = self._kernel("copy", True, stream, host, read, work)
             self._accesses.note(done, read, overwritten)
             if not in_place:
                 self._accesses.note_made(done, written)
             return
         there = here = None
+        if self._fusion is not None:
+            self._fusion.write(read, self.clock.host())
         if target_gpu is not None:
             there, host = self.place("copy", target_gpu)
             self._accesses.check("copy", [], overwritten, there, host)
@@ -276,9 +280,11 @@ class Recording:
         The stream waits for the current one, as NCCL's does.
         """
         current, host = self.place(name, gpu, note=False)
+        read, written, made = _virtual(part.given), _virtual(part.received), _virtual(part.made)
+        if self._fusion is not None:
+            self._fusion.write(read, host)
         stream = self.clock.stream(gpu, number)
         self.clock.wait_stream(stream, current)
-        read, written, made = _virtual(part.given), _virtual(part.received), _virtual(part.made)
         self._accesses.check(name, read, written, stream, host)
         done = self.clock.joined(name, stream, host, part.size_bytes, part.ranks, part.group_name)
         self._accesses.note(done, read, [*written, *made])
@@ -296,13 +302,20 @@ class Recording:
 
     def wait_for_last_write(self, tensor: VirtualTensor) -> None:
         """``wait_tensor``: the current stream goes on when the tensor has been written."""
-        done = self._accesses.last_write(tensor)
-        if gpu_of(tensor) is not None and done is not None:
+        done = self._accesses.last_write(tensor) if gpu_of(tensor) is not None else None
+        if done is not None:
             self.wait_for(done, tensor._gpu)
 
     def keep(self, work: object) -> None:
         """Let something live as long as the recording."""
         self._kept.append(work)
+
+    def settle(self, stream: StreamTime) -> None:
+        """Before someone waits for all that the stream has been given: nothing stays put off."""
+        if self._fusion is not None:
+            hosts = self.clock.hosts
+            engine = hosts.engine(stream.device.index) if in_backward() else None
+            self._fusion.settle(stream, engine or self.clock.host())
 
     # Who asked for it
 
@@ -347,7 +360,24 @@ class Recording:
 
     def end(self) -> tuple[float, float]:
         """Seconds until the host had ended, and until everything had."""
+        if self._fusion is not None:
+            self._fusion.settle(None, self.clock.host())
         return self.clock.end()
+
+    def _kernel(
+        self,
+        name: str,
+        fuses: bool,
+        stream: StreamTime,
+        host: HostTime,
+        inputs: Sequence[VirtualTensor],
+        work: Work,
+    ) -> Done:
+        if self._fusion is not None:
+            if fuses:
+                return self._fusion.put_off(name, stream, host, inputs, work)
+            self._fusion.write(inputs, host)
+        return self.clock.kernel(name, stream, host, work)
 
 
 def gpu_of(value: torch.Tensor) -> VirtualGPU | None:

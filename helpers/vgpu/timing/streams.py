@@ -73,6 +73,7 @@ class Stream(torch.Stream):
         """Wait until all work given to this stream has ended."""
         now = recording.under_way
         if now is not None:
+            now.settle(_time_of(self, now))
             now.clock.host_waits([_time_of(self, now)], "synchronize", now.clock.host())
 
     def wait_event(self, event: torch.Event) -> None:
@@ -85,6 +86,7 @@ class Stream(torch.Stream):
         """Work given later starts after all work that ``stream`` has got so far."""
         now = recording.under_way
         if now is not None:
+            now.settle(_time_of(stream, now))
             now.clock.wait_stream(_time_of(self, now), _time_of(stream, now))
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
@@ -130,6 +132,7 @@ class Event(torch.Event):
             self._time_s = time.perf_counter()
         else:
             marked = _time_of(current_stream() if stream is None else stream, now)
+            now.settle(marked)
             self._time_s = now.clock.record_event(self, marked)
 
     def query(self) -> bool:

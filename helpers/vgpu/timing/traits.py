@@ -33,6 +33,10 @@ _FREE = _ALLOCATES | {
 # Operators whose results view their first argument, though their schema does not say so.
 _SILENT_VIEWS = {"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
 
+# What TorchInductor fuses besides what torch tags as elementwise or as a reduction.
+_FUSED = {"_to_copy", "copy_", "cat", "fill_", "native_dropout", "native_dropout_backward", "zero_"}
+_FUSED_TAGS = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", torch.Tag.pointwise)}
+
 # Operators whose second argument is a list of indices, integers or masks.
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _MASKS = (torch.bool, torch.uint8)
@@ -46,6 +50,7 @@ class Traits:
         "allocates",
         "copies",
         "free",
+        "fuses",
         "indexes",
         "name",
         "records_stream",
@@ -68,6 +73,8 @@ class Traits:
             or schema.name.startswith("prim::")
         )
         self.allocates = self.name in _ALLOCATES
+        # Whether torch.compile fuses it with its neighbours.
+        self.fuses = self.name in _FUSED or not _FUSED_TAGS.isdisjoint(func.tags)
         self.records_stream = self.name == "record_stream"
         self.indexes = schema.name in _INDEXING
         # Whether the host must know a value before it can go on.

@@ -34,8 +34,14 @@ def replay(timeline: Timeline, **changes: Any) -> Timeline:
     link unless one was given. Without changes the timeline comes out as it was, to the last bit.
 
     What the program itself decided by the time (``stream.query()``) stays as it was recorded, and
-    so do races. ValueError for a timeline that no ``record()`` made.
+    so do races and which operations were fused. ValueError for a timeline that no ``record()``
+    made.
     """
+    if "fuses" in changes:
+        raise ValueError(
+            "what is fused is decided while a program runs: call record(fuses=...) for a timeline "
+            "with and one without"
+        )
     if not timeline.programs:
         raise ValueError(
             "this timeline has no recorded steps to replay: record() makes one that has"

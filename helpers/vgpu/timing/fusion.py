@@ -1,0 +1,126 @@
+"""Elementwise operations fused as ``torch.compile`` does it: chains go once through memory.
+
+An elementwise operation or a reduction is put off until something else needs its result: a matrix
+product, a collective, another stream, or the host. Then one kernel reads what the chain began with
+and writes the result. Whatever else needs an intermediate result computes it again from the same
+beginnings, as torch.compile's partitioner has it between forward and backward pass; one that is
+never needed outside its chain is never written. The source of the limit on a chain's length is
+TorchInductor (torch/_inductor/config.py, ``realize_acc_reads_threshold``).
+
+Left out: what a compiled program saves of memory; templates that fuse into matrix products; CUDA
+graphs; kernels that are faster or slower than the ones they replace.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+from helpers.vgpu.device.gpus import VirtualGPU
+from helpers.vgpu.dispatch.tensor import VirtualTensor, block_of
+from helpers.vgpu.timing.clock import Clock
+from helpers.vgpu.timing.costs import FLOAT32, Work, touched_bytes
+from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime
+
+# A chain that begins with more tensors than these has its inputs written first.
+_MOST_READS = 8
+
+LastWrite = Callable[[VirtualTensor], Done | None]
+
+
+class PutOff:
+    """What one operation makes, while no kernel has made it. It lives as long as its blocks do."""
+
+    __slots__ = ("__weakref__", "made", "number", "reads", "stream", "written_bytes")
+
+    def __init__(
+        self, number: int, stream: StreamTime, reads: "_Reads", written_bytes: int
+    ) -> None:
+        self.number = number
+        self.stream = stream
+        self.reads = reads
+        self.written_bytes = written_bytes
+        self.made: Done | None = None
+
+
+# What a chain begins with: bytes, by who wrote them and where in a block they lie. The writer is
+# held, so that no other gets its id.
+_Reads = dict[tuple[int, int], tuple[int, Done | None]]
+
+
+class Fusion:
+    """The operations of one recording that are put off."""
+
+    def __init__(self, clock: Clock, last_write: LastWrite) -> None:
+        """last_write: what wrote a tensor in this recording."""
+        self._clock = clock
+        self._last_write = last_write
+        self._waiting: weakref.WeakValueDictionary[int, PutOff] = weakref.WeakValueDictionary()
+        self._count = 0
+
+    def put_off(
+        self,
+        name: str,
+        stream: StreamTime,
+        host: HostTime,
+        inputs: Sequence[VirtualTensor],
+        work: Work,
+    ) -> Done:
+        """One operation that can be fused; returns what its results are made by."""
+        given_bytes = sum(touched_bytes(tensor) for tensor in inputs)
+        reads = self._reads(inputs)
+        if len(reads) > _MOST_READS:
+            self.write(inputs, host)
+            reads = self._reads(inputs)
+        self._count += 1
+        made = PutOff(self._count, stream, reads, work.size_bytes - given_bytes)
+        self._waiting[self._count] = made
+        return self._clock.allocation(name, stream, host.backward)._replace(put_off=made)
+
+    def write(self, tensors: Iterable[VirtualTensor], host: HostTime) -> None:
+        """Someone needs these tensors in memory: launch the kernels that make them."""
+        for tensor in tensors:
+            made = self._put_off_of(tensor)
+            if made is not None:
+                self._fused([made], host)
+
+    def settle(self, stream: StreamTime | None, host: HostTime) -> None:
+        """Someone may need all that the stream has been given: one kernel makes what still lives.
+
+        None: all streams.
+        """
+        by_stream: dict[StreamTime, list[PutOff]] = {}
+        for made in self._waiting.values():
+            if stream is None or made.stream is stream:
+                by_stream.setdefault(made.stream, []).append(made)
+        for together in by_stream.values():
+            self._fused(together, host)
+
+    def _fused(self, made: Sequence[PutOff], host: HostTime) -> None:
+        reads: _Reads = {}
+        for one in made:
+            reads |= one.reads
+        size_bytes = sum(read for read, _ in reads.values()) + sum(o.written_bytes for o in made)
+        done = self._clock.kernel("fused", made[0].stream, host, Work(0, size_bytes, FLOAT32))
+        for one in made:
+            one.made = done
+            one.reads = {}
+            self._waiting.pop(one.number, None)
+
+    def _reads(self, inputs: Iterable[VirtualTensor]) -> _Reads:
+        found: _Reads = {}
+        for tensor in inputs:
+            if not isinstance(tensor._gpu, VirtualGPU):
+                continue  # a number that lies on the host
+            made = self._put_off_of(tensor)
+            if made is not None:
+                found |= made.reads
+                continue
+            writer = self._last_write(tensor)
+            key = (id(writer or block_of(tensor)), int(tensor._inner.storage_offset()))
+            size_bytes = max(touched_bytes(tensor), found.get(key, (0, None))[0])
+            found[key] = (size_bytes, writer)
+        return found
+
+    def _put_off_of(self, tensor: VirtualTensor) -> PutOff | None:
+        last = self._last_write(tensor) if isinstance(tensor._gpu, VirtualGPU) else None
+        made = None if last is None else last.put_off
+        return made if made is not None and made.made is None else None
