@@ -62,6 +62,11 @@ class Row(NamedTuple):
         return f"{shards}{tensor}, {self.batch}, {self.checkpoints}"
 
     @property
+    def tokens(self) -> float:
+        """Of one GPU in a step."""
+        return self.batch * SEQUENCE / self.tensor_parallel
+
+    @property
     def flop_per_token(self) -> float:
         """Of the model, forward and backward, without what is computed again."""
         sizes = LLAMA[self.model]
@@ -151,8 +156,11 @@ def parallel_model(row: Row) -> Transformer:
     return model.to("vgpu")
 
 
-def predicted(row: Row, share: float) -> Found:
-    """The second step of rank 0, from the first launch to the last kernel's end."""
+def recorded(row: Row, **changes: float) -> tuple[vgpu.Timeline, float, float]:
+    """The second step of rank 0, and the most GiB that are allocated and reserved.
+
+    changes: fields of CostModel.
+    """
     with (
         vgpu.cluster(row.gpus // 8, gpu=GPU, network="InfiniBand NDR") as cluster,
         vgpu.shapes_only(),
@@ -171,23 +179,27 @@ def predicted(row: Row, share: float) -> Found:
 
         step()
         torch.vgpu.reset_peak_memory_stats()
-        with vgpu.record(arithmetic_share=share, fuses=row.compiled) as timeline:
+        with vgpu.record(fuses=row.compiled, **changes) as timeline:
             step()
         assert not timeline.races, timeline.races
         # torchtitan's run_train.sh sets expandable_segments:True.
         reserved = memory.reserved(cluster.device, expandable_segments=True)
-        return Found(
-            row.batch * SEQUENCE / row.tensor_parallel / timeline.makespan_s,
-            torch.vgpu.max_memory_allocated() / 2**30,
-            reserved.peak_reserved_bytes / 2**30,
-        )
+        allocated_bytes = torch.vgpu.max_memory_allocated()
+    return timeline, allocated_bytes / 2**30, reserved.peak_reserved_bytes / 2**30
+
+
+def predicted(row: Row, share: float) -> Found:
+    """From the step's first launch to its last kernel's end."""
+    timeline, allocated_gib, reserved_gib = recorded(row, arithmetic_share=share)
+    return Found(row.tokens / timeline.makespan_s, allocated_gib, reserved_gib)
 
 
 def fitted_share() -> float:
     """The share of arithmetic's peak at which the fitted row is met."""
-    tokens = FITTED.batch * SEQUENCE
+    timeline, *_ = recorded(FITTED)
     return vgpu.fit_share(
-        lambda share: tokens / predicted(FITTED, share).tokens_per_s, tokens / FITTED.tokens_per_s
+        lambda share: vgpu.replay(timeline, arithmetic_share=share).makespan_s,
+        FITTED.tokens / FITTED.tokens_per_s,
     )
 
 
