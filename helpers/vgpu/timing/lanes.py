@@ -25,7 +25,9 @@ class Done(NamedTuple):
     operation: str
     backward: bool = False
     known: "Known | None" = None  # what is sure to have ended before it, where that is kept
-    put_off: Any = None  # where no kernel has been handed over yet: what it would do (fusion.py)
+    put_off: Any = (
+        None  # where no kernel has been handed over yet: what it would do (compiled/fusion.py)
+    )
 
 
 class Marked(NamedTuple):
