@@ -19,8 +19,8 @@ from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
 from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.timing import module_names, signatures
 from helpers.vgpu.timing.clock import Clock
-from helpers.vgpu.timing.costs import CostModel, Work, work_of
 from helpers.vgpu.timing.compiled.fusion import Fusion
+from helpers.vgpu.timing.costs import CostModel, Work, work_of
 from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime, in_backward
 from helpers.vgpu.timing.module_names import Nodes
 from helpers.vgpu.timing.races import Accesses, poisoned, replaced
