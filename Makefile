@@ -1,9 +1,7 @@
 # make lab: open the course; make test: everything that must pass. Both set up .venv when needed.
 ARGS ?=
 BIN := .venv/bin
-# One thread a test keeps two cores for two tests.
 CELL_SECONDS := 120
-LESSON_SECONDS := 300
 
 OUT ?=
 CLASS ?=
@@ -27,7 +25,7 @@ endif
   lesson clean
 help:
 	@echo "make lab      set up and open JupyterLab at lesson 00 (ARGS=\"--no-browser --port 9999\")"
-	@echo "make test     set up and run every test and every lesson"
+	@echo "make test     set up and run every test and every lesson (ARGS=\"tests/launch -k hang\")"
 	@echo "make test-browser   open and run every lesson in JupyterLab, in Chromium"
 	@echo "make check    the quick checks: style, types, structure"
 	@echo "make format   format the code and empty the notebooks of outputs"
@@ -57,10 +55,12 @@ lab: venv
 wheels: EXTRA := --save-wheels "$(or $(OUT),build/wheels)"
 wheels: venv
 
+# Two at a time, a file in one process, in the order of tests/conftest.py: the longest first. One
+# thread a process keeps two cores for two tests.
+test: export OMP_NUM_THREADS := 1
 test: venv
-	$(BIN)/pytest -n 2 --dist loadfile
-	$(BIN)/pytest --nbmake --nbmake-timeout=$(CELL_SECONDS) --timeout=$(LESSON_SECONDS) \
-	  --durations=0 --durations-min=0.5 notebooks
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --nbmake \
+	  --nbmake-timeout=$(CELL_SECONDS) --durations=20 $(or $(ARGS),tests notebooks)
 
 test-browser: EXTRA := --extra browser
 test-browser: venv

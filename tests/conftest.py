@@ -33,7 +33,29 @@ def _virtual_gpus(request):
 _MANY_FILES = ("launch", "train", "claims", "teaching", "schedules", "vgpu/distributed")
 
 
+# Minutes each: a worker begins with these, so that both end at about the same time.
+_LONGEST = (
+    "tests/claims/test_broken_claims.py",
+    "tests/train/",
+    "tests/launch/",
+    "tests/teaching/",
+    "notebooks/",
+    "tests/house/test_setup_venv.py",
+    "tests/house/test_first_steps.py",
+)
+LESSON_SECONDS = 300
+
+
+def _place(item):
+    path = item.nodeid.split("::")[0]
+    return next((i for i, name in enumerate(_LONGEST) if path.startswith(name)), len(_LONGEST))
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=_place)
+    for item in items:
+        if item.path.suffix == ".ipynb":
+            item.add_marker(pytest.mark.timeout(LESSON_SECONDS))
     reason = without_file_handles()
     if not reason:
         return
