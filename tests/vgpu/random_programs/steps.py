@@ -218,6 +218,8 @@ def copy_over(p: Draft, r: Random) -> None:
     """A copy between devices, which broadcasts and casts."""
     x = p.any(lambda t: dense(t) and not t.is_inference())
     y = p.any_of(lambda n: dense(p.value(n)))
+    if p.value(x).data_ptr() == p.value(y).data_ptr():
+        raise StopIteration  # onto itself: the CPU refuses it by strides of single elements
     p.add(f"with torch.no_grad(): {x}.copy_({y})")
 
 
