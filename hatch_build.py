@@ -14,7 +14,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 COURSE, LIBRARY = "helpers", "multi_gpu_pytorch"
 # They need the notebooks, or the packages of the extra "course".
-LEFT_OUT = {"checks", "claims.py", "course.py", "data.py", "train", "widgets"}
+LEFT_OUT = {"checks", "course", "data.py", "train", "widgets"}
 
 
 class LibraryHook(BuildHookInterface):

@@ -1,18 +1,23 @@
 """The course as a site to read without running: the executed lessons, searchable, light and dark.
 
-    python -m teaching.book build/book
+    python -m teaching.book build/book --repository https://github.com/owner/name
+
+With the repository's address, which GitHub's workflows name by themselves, each lesson has a button
+that opens it on Binder, and links back to the repository.
 
 Sphinx with MyST-NB makes it. Nothing is downloaded, either to build it or to read it.
 """
 
 import argparse
 import html.parser
+import os
 import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import nbformat
@@ -22,7 +27,7 @@ from helpers.course import claims
 from teaching import lessons, rendered
 
 PAGES = Path(__file__).parent / "pages"
-CONFIGURATION = {
+CONFIGURATION: dict[str, Any] = {
     "project": "Multi-GPU PyTorch, hands on",
     "html_title": "Multi-GPU PyTorch, hands on",
     "extensions": ["myst_nb"],
@@ -31,20 +36,24 @@ CONFIGURATION = {
         "use_download_button": False,
         "show_toc_level": 2,
         "navbar_persistent": [],
+        # Neither an author nor a year is worth a line at the foot of each page.
+        "footer_content_items": [],
     },
     "html_static_path": ["_static"],
+    "html_css_files": ["site.css"],
     "html_show_sourcelink": False,
     "html_copy_source": False,
     "nb_execution_mode": "off",
     "nb_ipywidgets_js": {},
     "nb_merge_streams": True,
     "nb_output_stderr": "show",
+    "nb_code_prompt_show": "The lesson's imports",
     "myst_heading_anchors": 4,
     "language": "en",
 }
 
 
-def build(target: Path, cache: Path) -> None:
+def build(target: Path, cache: Path, repository: str = "") -> None:
     """Make the site in a folder, which must be new or a site of an earlier call.
 
     Raises RuntimeError if Sphinx warns or a link leads nowhere, FileExistsError if the folder holds
@@ -64,7 +73,7 @@ def build(target: Path, cache: Path) -> None:
             str(target),
             str(Path(scratch) / "doctrees"),
             "html",
-            confoverrides=CONFIGURATION,
+            confoverrides=configuration(repository),
             status=None,
             warning=sys.stderr,
             warningiserror=False,
@@ -78,6 +87,26 @@ def build(target: Path, cache: Path) -> None:
         raise RuntimeError("links that lead nowhere:\n" + "\n".join(broken))
 
 
+def configuration(repository: str) -> dict[str, Any]:
+    """Sphinx's configuration; with links to the repository at that address, if there is one."""
+    if not repository:
+        return CONFIGURATION
+    links = {
+        "repository_url": repository,
+        "repository_branch": "main",
+        "path_to_docs": "notebooks",
+        "use_repository_button": True,
+        "use_issues_button": True,
+        # Colab and the like lack the course's package, and a lesson would fail at its imports.
+        "launch_buttons": {
+            "binderhub_url": "https://mybinder.org",
+            "notebook_interface": "jupyterlab",
+        },
+    }
+    options = {**CONFIGURATION["html_theme_options"], **links}
+    return {**CONFIGURATION, "html_theme_options": options}
+
+
 def write_sources(source: Path, cache: Path) -> None:
     """The pages as Sphinx reads them: executed lessons, the first page, the table of claims."""
     (source / "_static").mkdir(parents=True)
@@ -85,6 +114,8 @@ def write_sources(source: Path, cache: Path) -> None:
         print(f"running {path.stem}", flush=True)
         notebook = rendered.run(path, cache)
         for cell in notebook.cells:
+            if "setup" in cell.metadata.get("tags", ()):
+                cell.metadata.tags.append("hide-input")
             # JupyterLab names a heading's place otherwise than MyST does.
             within = re.compile(r"\]\(#([^)]+)\)")
             if cell.cell_type == "markdown":
@@ -99,9 +130,12 @@ def write_sources(source: Path, cache: Path) -> None:
     links = overview.links or {}
     rows = ["| lesson | minutes |", "|---|---|"]
     rows += [f"| [{row[0]}]({links[str(row[0])]}) | {row[1]} |" for row in overview.rows]
+    routes = course.routes(lessons.ROOT / "notebooks")
+    ways = [f"| {' | '.join(map(str, row))} |" for row in routes.rows]
     text = (PAGES / "index.md").read_text(encoding="utf-8")
     for name, value in {
         "lessons": "\n".join(rows),
+        "routes": "\n".join(["| route | lessons | hours |", "|---|---|---|", *ways]),
         "count": str(len(ledger)),
         "dated": str(verdicts.count("dated")),
         "false": str(verdicts.count("false")),
@@ -111,7 +145,9 @@ def write_sources(source: Path, cache: Path) -> None:
         text = text.replace("{" + name + "}", value)
     (source / "index.md").write_text(text, encoding="utf-8")
     (source / "claims.md").write_text(claims_page(ledger), encoding="utf-8")
-    shutil.copy(PAGES / "claims.js", source / "_static")
+    for name in ("claims.js", "site.css"):
+        shutil.copy(PAGES / name, source / "_static")
+    shutil.copy(lessons.ROOT / "docs" / "eight_gpus.gif", source / "_static")
 
 
 def _as_pages(text: str) -> str:
@@ -201,12 +237,19 @@ def broken_links(site: Path) -> Iterator[str]:
                 yield f"{name}: {address} (no such place on that page)"
 
 
+def _repository_of_the_workflow() -> str:
+    """The address of the repository whose workflow this is; "" outside GitHub's workflows."""
+    name = os.environ.get("GITHUB_REPOSITORY", "")
+    return f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{name}" if name else ""
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="teaching.book", description=__doc__.split("\n")[0])
     parser.add_argument("target", type=Path, help="the site's folder")
+    parser.add_argument("--repository", default=_repository_of_the_workflow(), help="its address")
     options = parser.parse_args(arguments)
     try:
-        build(options.target, lessons.ROOT / "build" / "executed")
+        build(options.target, lessons.ROOT / "build" / "executed", options.repository)
     except (FileExistsError, RuntimeError) as error:
         sys.exit(f"book: {error}")
     print(f"{options.target / 'index.html'}: open it in a browser")

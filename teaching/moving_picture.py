@@ -3,7 +3,7 @@
     python -m teaching.moving_picture docs/eight_gpus.gif
 
 The lines on it are run, and what is drawn is their output: the text that they print and the
-timeline of one training step, in virtual time. A still of its end goes beside it, as a PNG.
+timeline of one training step, in virtual time. A still goes beside it, as a PNG.
 """
 
 import argparse
@@ -62,11 +62,12 @@ def frames() -> Iterator[tuple[Image.Image, int]]:
     """The pictures in order, each with how long it stays, in milliseconds."""
     step, printed = run()
     lines = (SET_UP + STEP + LAST).splitlines()
+    # First the end: where nothing moves, as in a print or a preview, it says most.
+    yield _drawn(step, lines, printed, step.makespan_s), END_MS
     for count in range(4, len(lines) + 1):
         yield _drawn(step, lines[:count], "", 0.0), LINE_MS
     for number in range(1, GROWING + 1):
         yield _drawn(step, lines, "", step.makespan_s * number / GROWING), GROWING_MS
-    yield _drawn(step, lines, printed, step.makespan_s), END_MS
 
 
 def _drawn(step: vgpu.Timeline, lines: list[str], printed: str, until_s: float) -> Image.Image:
@@ -116,15 +117,15 @@ def _image(made: Figure) -> Image.Image:
 
 
 def write(target: Path) -> Path:
-    """Write the picture, and a still of its end beside it, whose path is returned."""
+    """Write the picture, and a still of its first frame beside it, whose path is returned."""
     pictures, stay_ms = zip(*frames(), strict=True)
     # One palette for all, so that nothing flickers and little changes from one to the next.
-    palette = pictures[-1].quantize(64, method=Image.Quantize.MEDIANCUT)
+    palette = pictures[0].quantize(64, method=Image.Quantize.MEDIANCUT)
     few = [picture.quantize(palette=palette, dither=Image.Dither.NONE) for picture in pictures]
     few[0].save(target, save_all=True, append_images=few[1:], duration=list(stay_ms), loop=0,
                 optimize=True)  # fmt: skip
     still = target.with_suffix(".png")
-    pictures[-1].save(still, optimize=True)
+    pictures[0].save(still, optimize=True)
     return still
 
 

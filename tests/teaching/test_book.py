@@ -29,6 +29,17 @@ def test_links_that_lead_nowhere_and_loads_from_elsewhere_are_found(tmp_path, bo
         assert found[0].startswith("a.html: ") and message in found[0]
 
 
+def test_a_lesson_can_be_opened_on_binder_where_the_repository_is_known(monkeypatch):
+    assert "launch_buttons" not in book.configuration("")["html_theme_options"]
+    monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.com")
+    options = book.configuration(book._repository_of_the_workflow())["html_theme_options"]
+    assert options["repository_url"] == "https://github.com/owner/name"
+    assert options["launch_buttons"]["binderhub_url"] == "https://mybinder.org"
+    assert (lessons.ROOT / options["path_to_docs"] / lessons.NOTEBOOKS[0].name).exists()
+    assert not book.CONFIGURATION["html_theme_options"].get("repository_url")
+
+
 def test_the_claims_page_has_a_row_for_each_claim_with_its_section():
     ledger = claims.read(lessons.ROOT / "notebooks")
     rows = [line for line in book.claims_page(ledger).splitlines() if line.startswith("| ")]
