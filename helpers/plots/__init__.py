@@ -16,11 +16,11 @@ from helpers.plots.one_device.autograd import gradients, graph_before_and_after,
 from helpers.plots.one_device.network import network
 from helpers.plots.one_device.places import memories, relabelled
 from helpers.plots.one_device.training import digit_grid, learning_curves, resumed_curves
+from helpers.plots.parallel.splits import gained, held, split_times
 from helpers.plots.pipeline import data_parallel_against_ddp, parts_of_time, split_sizes
 from helpers.plots.repeats import repeated_times
 from helpers.plots.schedules import schedule, schedules
 from helpers.plots.shares import replica_sizes, share_bars, shares
-from helpers.plots.splits import gained, held, split_times
 from helpers.plots.style import COLOURS, figure, show
 from helpers.plots.timeline import timeline, timelines
 

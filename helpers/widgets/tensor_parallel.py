@@ -7,7 +7,7 @@ import ipywidgets
 from IPython.display import display
 
 from helpers import plots
-from helpers.plots.splits import parts_of
+from helpers.plots.parallel.splits import parts_of
 from helpers.tables import Table
 from helpers.units import format_seconds
 from helpers.vgpu import Timeline

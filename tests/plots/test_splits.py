@@ -2,7 +2,7 @@
 
 import pytest
 
-from helpers.plots import splits
+from helpers.plots.parallel import splits
 from helpers.vgpu import Timeline
 
 

@@ -1,0 +1,1 @@
+"""Figures of models that are split or shared over GPUs."""
