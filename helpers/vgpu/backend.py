@@ -23,7 +23,15 @@ from helpers.vgpu.device.links import Link, get_link
 from helpers.vgpu.device.specs import GPUSpec, get_spec
 from helpers.vgpu.dispatch import device_names, kernels, refusals
 from helpers.vgpu.dispatch.gpu_only import sync_batch_norm
-from helpers.vgpu.distributed import ddp, futures, groups, nccl_only, recorded, wrappers
+from helpers.vgpu.distributed import (
+    ddp,
+    futures,
+    groups,
+    nccl_only,
+    pipelines,
+    recorded,
+    wrappers,
+)
 from helpers.vgpu.timing.play import joint
 from helpers.vgpu.torch_api import (
     accelerator,
@@ -50,6 +58,7 @@ _CHANGING = (
     groups,
     kernels,
     nccl_only,
+    pipelines,
     processes,
     recorded,
     refusals,

@@ -102,13 +102,14 @@ def cluster(
 
 
 def _environment(made: Cluster) -> dict[str, str]:
-    """What torchrun tells a rank."""
+    """What torchrun tells a rank, and torch that there are no collectives to record."""
     return {
         "RANK": str(made.rank),
         "WORLD_SIZE": str(made.world_size),
         "LOCAL_RANK": str(made.device.index),
         "LOCAL_WORLD_SIZE": str(made.gpus_per_host),
         "GROUP_RANK": str(made.rank // made.gpus_per_host),
+        "TORCH_FR_BUFFER_SIZE": "0",
     }
 
 

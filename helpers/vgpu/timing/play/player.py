@@ -9,13 +9,13 @@ Alone, a rank never waits for others: they are taken to be where it is. Together
 the host goes on until it needs that moment itself.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from helpers.vgpu.device import gpus
 from helpers.vgpu.timing.costs import CostModel, Work
+from helpers.vgpu.timing.play.lines import Lane, Lines, Turn
 from helpers.vgpu.timing.play.meeting import Meeting, Part
 from helpers.vgpu.timing.play.steps import (
     Ask,
@@ -47,40 +47,17 @@ class ThreadTime:
         self.launch_s = launch_s
 
 
-class Lane:
-    """One stream: when it is free, and what stands in line for it."""
-
-    __slots__ = ("compute", "device", "free_s", "line", "number")
-
-    def __init__(self, device: torch.device, number: int, compute: Unit) -> None:
-        self.device = device
-        self.number = number
-        self.compute = compute  # shared by all streams of the device
-        self.free_s = 0.0
-        self.line: deque[Turn] = deque()  # the first one waits for something
-
-
-class Turn:
-    """Something that stands in line on each of some streams, and runs when it is first on all."""
-
-    __slots__ = ("lanes", "run")
-
-    def __init__(self, lanes: Sequence[Lane], run: Callable[[], bool]) -> None:
-        self.lanes = lanes
-        self.run = run  # False as long as it has to wait
-
-
-class Player:
+class Player(Lines):
     """The time of one program. All times are seconds since it began."""
 
     def __init__(self, model: CostModel, rank: int = 0, meeting: Meeting | None = None) -> None:
         """meeting: where ranks wait for one another; alone in one unless given."""
+        super().__init__()
         self.model = model
         self.rank = rank
         self.events: list[TraceEvent] = []
         self.threads: list[ThreadTime] = []
         self.lanes: list[Lane] = []
-        self.moments: list[float | None] = []  # None until it has come
         self.outstanding: dict[int, Part] = {}  # collectives that have not ended, by their moment
         self.waits_for: int | None = None  # the moment for which the host waits
         self._meeting = meeting or Meeting([rank])
@@ -89,8 +66,6 @@ class Player:
         # Of a GPU: inside its host or out of it, and out of or into the GPU.
         self._wires: dict[tuple[int, bool, str], Unit] = {}
         self._seconds: dict[Work, float] = {}
-        self._in_line: dict[int, list[Lane]] = {}  # streams that wait for a moment
-        self._woken: deque[Lane] = deque()
         self._does: dict[type, Callable[..., int | None]] = {
             Ask: self._ask,
             Collective: self._collective,
@@ -169,23 +144,6 @@ class Player:
         if thread.now_s < self.come(step.moment):
             thread.now_s += self.model.python_launch_s  # so that a loop that asks ends
 
-    # Moments
-
-    def come(self, moment: int) -> float:
-        """The time of a moment that has come."""
-        time_s = self.moments[moment]
-        assert time_s is not None, f"moment {moment} of rank {self.rank} has not come"
-        return time_s
-
-    def _begin_moment(self) -> int:
-        self.moments.append(None)
-        return len(self.moments) - 1
-
-    def _end_moment(self, moment: int, time_s: float) -> None:
-        self.moments[moment] = time_s
-        if self._in_line:
-            self._woken.extend(self._in_line.pop(moment, ()))
-
     # Streams
 
     def _stream(self, step: Stream) -> None:
@@ -193,11 +151,11 @@ class Player:
         self.lanes.append(Lane(torch.device(gpus.DEVICE_TYPE, step.gpu), step.number, compute))
 
     def _mark(self, step: Mark) -> int:
-        lane, moment = self.lanes[step.stream], self._begin_moment()
+        lane, moment = self.lanes[step.stream], self.begin_moment()
         host_s = 0.0 if step.thread is None else self.threads[step.thread].now_s
 
         def run() -> bool:
-            self._end_moment(moment, max(lane.free_s, host_s))
+            self.end_moment(moment, max(lane.free_s, host_s))
             return True
 
         if lane.line:
@@ -215,18 +173,18 @@ class Player:
         def run() -> bool:
             time_s = self.moments[step.moment]
             if time_s is None:
-                self._in_line.setdefault(step.moment, []).append(lane)
+                self.wake_at(step.moment, lane)
                 return False
             lane.free_s = max(lane.free_s, time_s)
             return True
 
-        self._give((lane,), run)
+        self.give((lane,), run)
 
     def _kernel(self, step: Kernel) -> int:
         thread = self.threads[step.thread]
         thread.now_s += thread.launch_s
         launch_s = thread.now_s
-        moment = self._begin_moment()
+        moment = self.begin_moment()
         lane = self.lanes[step.stream]
         if lane.line:
             lane.line.append(Turn((lane,), lambda: self._run_kernel(step, lane, launch_s, moment)))
@@ -257,14 +215,14 @@ class Player:
                 work.size_bytes,
             )
         )
-        self._end_moment(moment, end_s)
+        self.end_moment(moment, end_s)
         return True
 
     def _together(self, step: Together) -> int:
         thread = self.threads[step.thread]
         lanes = [self.lanes[stream] for stream in step.streams]
         thread.now_s += thread.launch_s * len(lanes)
-        launch_s, moment = thread.now_s, self._begin_moment()
+        launch_s, moment = thread.now_s, self.begin_moment()
 
         def run() -> bool:
             duration_s = self.model.collective_time_s(step.name, step.size_bytes, len(lanes))
@@ -284,7 +242,7 @@ class Player:
             self._ran_on(lanes, event, moment)
             return True
 
-        self._give(lanes, run)
+        self.give(lanes, run)
         return moment
 
     def _copy(self, step: Copy) -> int:
@@ -293,7 +251,7 @@ class Player:
         target = None if step.target is None else self.lanes[step.target]
         lanes = [lane for lane in (source, target) if lane is not None]
         thread.now_s += thread.launch_s
-        launch_s, moment = thread.now_s, self._begin_moment()
+        launch_s, moment = thread.now_s, self.begin_moment()
 
         def run() -> bool:
             among = self.model.copy_time_s if len(lanes) == 2 else self.model.host_copy_time_s
@@ -317,7 +275,7 @@ class Player:
             self._ran_on(lanes, event, moment)
             return True
 
-        self._give(lanes, run)
+        self.give(lanes, run)
         return moment
 
     def _link(self, source: Lane | None, target: Lane | None) -> Unit:
@@ -333,17 +291,17 @@ class Player:
         for lane in lanes:
             self.events.append(event._replace(device=lane.device, stream=lane.number))
             lane.free_s = event.end_s
-        self._end_moment(moment, event.end_s)
+        self.end_moment(moment, event.end_s)
 
     # Collectives
 
     def _collective(self, step: Collective) -> int:
         thread = self.threads[step.thread]
         thread.now_s += thread.launch_s
-        moment = self._begin_moment()
+        moment = self.begin_moment()
         lane = self.lanes[step.stream]
         part = self.outstanding[moment] = Part(self, step, lane, thread.now_s, moment)
-        self._give((lane,), lambda: part.has_ended or self._arrive(part))
+        self.give((lane,), lambda: part.has_ended or self._arrive(part))
         return moment
 
     def _arrive(self, part: Part) -> bool:
@@ -381,32 +339,3 @@ class Player:
         part.has_ended = True
         del self.outstanding[part.moment]
         self._ran_on([lane], event, part.moment)
-
-    def wake_later(self, lane: Lane) -> None:
-        """What stands first in line for a stream need not wait any longer."""
-        self._woken.append(lane)
-
-    # Lines
-
-    def _give(self, lanes: Sequence[Lane], run: Callable[[], bool]) -> None:
-        turn = Turn(lanes, run)
-        for lane in lanes:
-            lane.line.append(turn)
-        self._go_on(lanes[0])
-
-    def wake(self) -> bool:
-        """Go on with the streams whose moments have come; returns whether there were any."""
-        some = bool(self._woken)
-        while self._woken:
-            self._go_on(self._woken.popleft())
-        return some
-
-    def _go_on(self, lane: Lane) -> None:
-        while lane.line:
-            turn = lane.line[0]
-            if any(other.line[0] is not turn for other in turn.lanes) or not turn.run():
-                return
-            for other in turn.lanes:
-                other.line.popleft()
-                if other is not lane and other.line:
-                    self._woken.append(other)
