@@ -4,7 +4,6 @@ Nothing is sent: what comes out has the size that the collective says. What they
 stands in distributed/recorded.py.
 """
 
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,37 +11,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PythonCallbackWork
 
 from helpers.vgpu.device.gpus import VirtualGPU
-from helpers.vgpu.distributed import ddp, groups, recorded
-from helpers.vgpu.distributed.recorded import Call, Tensors, Waiting
+from helpers.vgpu.distributed import groups, recorded
+from helpers.vgpu.distributed.recorded import Call, OfDDP, Waiting
 from helpers.vgpu.shapes import operations
 from helpers.vgpu.shapes.operations import ShapeCall
 from helpers.vgpu.timing import recording
-from helpers.vgpu.timing.lanes import Done, in_backward
+from helpers.vgpu.timing.lanes import Done
 from helpers.vgpu.timing.traits import tensors_in
-
-
-class _OfDDP(dist.Work):
-    """What DDP gets for a bucket: in C++, at the end of the backward pass, it waits for a future."""
-
-    def __init__(self, tensors: Tensors, waiting: Waiting) -> None:
-        super().__init__()
-        self._tensors = tensors
-        self._waiting: Waiting | None = waiting
-        # Until then it keeps itself: C++ calls Python only while the Python object lives.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
-
-    def _end(self) -> None:
-        if self._waiting is not None:
-            self._waiting()
-            self._waiting = None
-
-    def wait(self, timeout: timedelta = timedelta()) -> bool:
-        self._end()
-        return True
-
-    def get_future(self) -> Any:
-        # A future of C++, whose value C++ can read; torch.futures.Future keeps Python's objects.
-        return torch._C.fork(lambda: self._tensors)
 
 
 def _of_c10d(call: ShapeCall) -> Any:
@@ -50,10 +25,9 @@ def _of_c10d(call: ShapeCall) -> Any:
     gpu = _gpu_of(call)
     one = Call(call.func, call.args, call.kwargs, [])
     waiting = Waiting(_send(one, gpu), gpu, by_host=one.name == "barrier")
-    if in_backward() and one.group_name in ddp.group_names:
-        work: dist.Work = _OfDDP(one.received, waiting)
-    else:
-        work = PythonCallbackWork(waiting.within)
+    work: dist.Work = PythonCallbackWork(waiting.within)
+    if one.is_for_ddp:
+        work = OfDDP(one.received, waiting)
     boxed = dist.Work.boxed(work)
     return boxed if len(call.func._schema.returns) == 1 else (call.args[0], boxed)
 

@@ -65,6 +65,11 @@ class Call:
             )
 
     @property
+    def is_for_ddp(self) -> bool:
+        """Whether DistributedDataParallel adds up gradients with it."""
+        return in_backward() and self.group_name in ddp.group_names
+
+    @property
     def given_bytes(self) -> int:
         return _bytes(self.given)
 
@@ -119,6 +124,34 @@ class Waiting:
         return True
 
 
+class OfDDP(dist.Work):
+    """What DDP gets for a bucket: in C++, at the end of the backward pass, it waits for a future."""
+
+    def __init__(self, tensors: Tensors, waiting: Waiting, of_gloo: dist.Work | None = None):
+        """of_gloo: what carries the values, if there are any."""
+        super().__init__()
+        self._tensors = tensors
+        self._waiting: Waiting | None = waiting
+        self._of_gloo = of_gloo
+        # Until then it keeps itself: C++ calls Python only while the Python object lives.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        if self._waiting is not None:
+            self._waiting()
+            self._waiting = None
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        self._end()
+        return self._of_gloo is None or self._of_gloo.wait()
+
+    def get_future(self) -> Any:
+        # A future of C++, whose value C++ can read; torch.futures.Future keeps Python's objects.
+        if self._of_gloo is not None:
+            self._of_gloo.wait()
+        return torch._C.fork(lambda: self._tensors)
+
+
 # Tensors with values
 
 
@@ -159,13 +192,13 @@ def _of_c10d(now: Recording, func: Operator, args: Args, kwargs: Kwargs) -> Any:
     gpu = _gpu_among(args)
     call = Call(func, args, kwargs, [])
     waiting = Waiting(call.record(gpu), gpu, by_host=call.name == "barrier")
-    if in_backward() and call.group_name in ddp.group_names:
-        # C++ waits for the future of gloo's own work when all buckets are on their way.
-        torch.autograd.Variable._execution_engine.queue_callback(waiting)
-        return result
     *others, boxed = result if isinstance(result, list | tuple) else [result]
-    work = _Work(dist.Work.unbox(boxed), waiting)
-    now.keep(work)
+    of_gloo = dist.Work.unbox(boxed)
+    if call.is_for_ddp:
+        work: dist.Work = OfDDP(call.received, waiting, of_gloo)
+    else:
+        work = _Work(of_gloo, waiting)
+        now.keep(work)
     boxed = dist.Work.boxed(work)
     return (*others, boxed) if others else boxed
 
