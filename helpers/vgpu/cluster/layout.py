@@ -16,7 +16,7 @@ from helpers.vgpu.device import gpus
 from helpers.vgpu.device.links import Link
 from helpers.vgpu.device.networks import Network, get_network
 from helpers.vgpu.device.specs import GPUSpec
-from helpers.vgpu.distributed import groups
+from helpers.vgpu.distributed import groups, meshes
 from helpers.vgpu.timing import recorder
 
 
@@ -122,3 +122,4 @@ def _store() -> dist.Store:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    meshes.forget()

@@ -316,6 +316,20 @@ def test_tensor_parallel_sends_one_all_reduce_each_way():
         assert timeline.races == []
 
 
+def test_a_second_cluster_has_groups_of_its_own():
+    """DTensor keeps plans for meshes, which are equal for ranks whose groups are not."""
+    found = {}
+    for rank in (0, 5):
+        with toy(rank=rank) as made, vgpu.shapes_only():
+            mesh = init_device_mesh("vgpu", (2, 4), mesh_dim_names=("dp", "tp"))
+            block = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(made.device)
+            parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+            with vgpu.record() as timeline:
+                block(torch.empty(8, 64, device=made.device)).sum().backward()
+            found[rank] = {event.ranks for event in collectives(timeline)}
+    assert found == {0: {(0, 1, 2, 3)}, 5: {(4, 5, 6, 7)}}
+
+
 def collectives_so_far():
     from helpers.vgpu.timing import recording
 
