@@ -4,10 +4,12 @@
 
 Tags and headings decide what begins a slide; ``slide_type`` in a cell's metadata, as JupyterLab's
 property inspector sets it, decides otherwise. Setup, checks, hints and solutions are left out.
+What a cell shows, and what it asserts, come with the next key each: the room can guess first.
 reveal.js is the copy that sphinx-revealjs carries, so the slides open without a network.
 """
 
 import argparse
+import ast
 import importlib.util
 import re
 import shutil
@@ -25,6 +27,8 @@ LEFT_OUT = ("setup", "check", "hint", "solution", "given")
 # What a slide of 1200 x 800 holds in lines of code, found by looking at them.
 LINES_A_SLIDE = 28
 FIGURE_LINES = 13
+HELD = "held_back"
+"""In the metadata of a cell that comes at the next key."""
 
 
 def split_at_headings(notebook: nbformat.NotebookNode) -> None:
@@ -41,14 +45,47 @@ def split_at_headings(notebook: nbformat.NotebookNode) -> None:
     notebook.cells = cells
 
 
-def slide_types(notebook: nbformat.NotebookNode) -> list[str]:
-    """For each cell: "slide", "subslide" (below the slide before), "-" (goes on), or "skip".
+def hold_back_assertions(notebook: nbformat.NotebookNode) -> None:
+    """Move a cell's assertions into a cell behind it: they say what its output is about to say.
 
-    Prose and the code after it stay together, on a new subslide if they would not fit. What
+    Assertions inside a loop or a function stay where they are.
+    """
+    cells = []
+    for cell in notebook.cells:
+        cells.append(cell)
+        lines = cell.source.splitlines()
+        found = _assertions(cell.source) if cell.cell_type == "code" else []
+        held = [line for first, last in found for line in lines[first - 1 : last]]
+        gone = {number for first, last in found for number in range(first, last + 1)}
+        kept = [line for number, line in enumerate(lines, 1) if number not in gone]
+        if held and any(line.strip() for line in kept):
+            cell.source = "\n".join(kept).strip("\n")
+            metadata = {"tags": list(cell.metadata.get("tags", ())), HELD: True}
+            cells.append(nbformat.v4.new_code_cell("\n".join(held), metadata=metadata))
+        elif held:
+            cell.metadata[HELD] = True
+    notebook.cells = cells
+
+
+def _assertions(source: str) -> list[tuple[int, int]]:
+    """First and last line of each assertion on the top level; none where this is no plain Python."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return []  # a magic, or a command of the shell
+    return [(n.lineno, n.end_lineno or n.lineno) for n in tree.body if isinstance(n, ast.Assert)]
+
+
+def slide_types(notebook: nbformat.NotebookNode) -> list[str]:
+    """For each cell: "slide", "subslide" (below the slide before), "-" (goes on), "fragment" (goes
+    on at the next key), or "skip".
+
+    Assertions wait for a key, and so does prose behind an output on the same slide. Prose and the
+    code after it stay together, on a new subslide if they would not fit. What
     follows a "Predict:" waits on a slide of its own, so that a room can guess first.
     """
     types: list[str] = []
-    room, predict = 0, False
+    room, predict, shown = 0, False, False
     for index, cell in enumerate(notebook.cells):
         words = cell.cell_type == "markdown"
         lines = _lines(cell)
@@ -65,11 +102,13 @@ def slide_types(notebook: nbformat.NotebookNode) -> list[str]:
         elif predict or (block if words else lines) > room:
             kind = "subslide"
         else:
-            kind = "-"
+            # Prose behind an output is about it.
+            kind = "fragment" if cell.metadata.get(HELD) or (words and shown) else "-"
         if kind in ("slide", "subslide"):
-            room = LINES_A_SLIDE
+            room, shown = LINES_A_SLIDE, False
         if kind != "skip":
             room -= lines
+            shown = shown or (not words and bool(cell.outputs))
             predict = words and "**Predict:**" in cell.source
         types.append(kind)
     return types
@@ -104,23 +143,29 @@ def write(target: Path, cache: Path) -> list[Path]:
     target.mkdir(parents=True, exist_ok=True)
     carried = Path(found.origin).parent / "_static" / "revealjs"
     shutil.copytree(carried, target / "reveal.js", dirs_exist_ok=True)
+    written = []
+    for path in lessons.NOTEBOOKS:
+        print(f"running {path.stem}", flush=True)
+        notebook = rendered.run(path, cache)
+        split_at_headings(notebook)
+        hold_back_assertions(notebook)
+        written.append(target / f"{path.stem}.slides.html")
+        written[-1].write_text(as_slides(notebook, path.stem), encoding="utf-8")
+    return written
+
+
+def as_slides(notebook: nbformat.NotebookNode, name: str) -> str:
+    """The page of one lesson's slides; expects reveal.js in a folder of that name beside it."""
+    for cell, kind in zip(notebook.cells, slide_types(notebook), strict=True):
+        cell.metadata["slideshow"] = {"slide_type": kind}
     exporter = SlidesExporter(
         template_name="slides",
         extra_template_basedirs=[str(TEMPLATES)],
         reveal_url_prefix="reveal.js",
         reveal_theme="white",
     )
-    written = []
-    for path in lessons.NOTEBOOKS:
-        print(f"running {path.stem}", flush=True)
-        notebook = rendered.run(path, cache)
-        split_at_headings(notebook)
-        for cell, kind in zip(notebook.cells, slide_types(notebook), strict=True):
-            cell.metadata["slideshow"] = {"slide_type": kind}
-        text, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": path.stem}})
-        written.append(target / f"{path.stem}.slides.html")
-        written[-1].write_text(text, encoding="utf-8")
-    return written
+    text, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": name}})
+    return str(text)
 
 
 def main(arguments: list[str] | None = None) -> None:

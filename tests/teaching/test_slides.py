@@ -1,5 +1,8 @@
 """What goes on which slide, decided from a lesson's cells."""
 
+import re
+
+import bs4
 import nbformat
 import pytest
 
@@ -40,6 +43,57 @@ def test_what_follows_a_prediction_waits_on_its_own_slide():
 def test_a_full_slide_goes_on_below():
     made = notebook(("words", "## Part"), *[("code", "x\n" * 20)] * 3)
     assert slides.slide_types(made) == ["slide", "-", "subslide", "subslide"]
+
+
+def test_assertions_wait_for_a_key_of_their_own():
+    made = notebook(
+        ("words", "## Part"),
+        ("code", "x = f(2)\nprint(x)\nassert x == 4, (\n    'four'\n)\nprint('done')", "claim-A01"),
+        ("code", "assert x > 3"),
+        ("code", "for y in x:\n    assert y"),
+        ("code", "%%bash\nassert this"),
+    )
+    slides.hold_back_assertions(made)
+    assert [cell.source for cell in made.cells[1:]] == [
+        "x = f(2)\nprint(x)\nprint('done')",
+        "assert x == 4, (\n    'four'\n)",
+        "assert x > 3",
+        "for y in x:\n    assert y",
+        "%%bash\nassert this",
+    ]
+    assert made.cells[2].metadata.tags == ["claim-A01"]
+    assert slides.slide_types(made) == ["slide", "-", "fragment", "fragment", "-", "-"]
+
+
+def test_prose_behind_an_output_does_not_come_before_it():
+    made = notebook(
+        ("words", "## Part"), ("code", "6 * 7"), ("words", "It is 42."), ("code", "later"),
+        ("words", "## Next"), ("words", "More."),
+    )  # fmt: skip
+    made.cells[1].outputs = [nbformat.v4.new_output("stream", text="42")]
+    assert slides.slide_types(made) == ["slide", "-", "fragment", "-", "slide", "-"]
+    page = bs4.BeautifulSoup(slides.as_slides(made, "part"), "html.parser")
+
+    def key(text):
+        return page.find(string=re.compile(text)).find_parent(class_="fragment")
+
+    # One key for the output, one for the prose, which brings along what follows it.
+    assert page.find_all(class_="fragment") == [key("^42$"), key("It is 42")]
+    assert key("later") is key("It is 42") and key("6") is None and key("More") is None
+
+
+def test_an_output_waits_for_the_next_key():
+    made = notebook(("words", "## Part"), ("code", "6 * 7"), ("code", "assert 6 * 7 == 42"))
+    made.cells[1].outputs = [
+        nbformat.v4.new_output("execute_result", data={"text/plain": "the answer"})
+    ]
+    slides.hold_back_assertions(made)
+    text = slides.as_slides(made, "part")
+    before, _, after = text.partition('<div class="fragment">')
+    assert "6</span>" in before and "the answer" not in before and "the answer" in after
+    # The assertion is one more key, after the output.
+    assert "assert" not in before and after.index("the answer") < after.index(">assert<")
+    assert after.count('class="fragment"') == 1
 
 
 def test_a_cells_own_slide_type_decides():
