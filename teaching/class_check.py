@@ -15,12 +15,16 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+from tqdm import tqdm
+
+from helpers.launch import machine
 from teaching import lessons
 from teaching.handed_in import Learner, answers, handed_in, printable
 from teaching.limits import Judged, Limits, NotPrepared, Stopped, judged
@@ -112,6 +116,7 @@ def check_class(folder: Path, limits: Limits, jobs: int = 1) -> list[Verdict]:
     """
     learners = handed_in(folder)
     stop = threading.Event()
+    lessons_in = sum(len(each.copies) for each in learners)
     with ThreadPoolExecutor(jobs) as pool:
         work = [
             pool.submit(judge, each.who, copy, lesson, limits, stop)
@@ -119,11 +124,22 @@ def check_class(folder: Path, limits: Limits, jobs: int = 1) -> list[Verdict]:
             for copy, lesson in each.copies
         ]
         try:
-            wait(work)
+            # On a terminal only, and on its error stream: the table may go elsewhere.
+            for _ in tqdm(as_completed(work), "judged", lessons_in, unit="lesson", disable=None):
+                pass
         except KeyboardInterrupt:
             stop.set()
         verdicts = [verdict for done in work for verdict in done.result()]
     return verdicts + [_nothing(each) for each in learners if not each.copies]
+
+
+def at_once(limits: Limits) -> int:
+    """How many lessons this machine can judge side by side, each within its limit of memory.
+
+    An answer may start two ranks; half the cores keep the limit of time a fair one.
+    """
+    by_memory = psutil.virtual_memory().available // limits.memory_bytes
+    return max(1, min(machine.cores() // 2, by_memory))
 
 
 def _nothing(learner: Learner) -> Verdict:
@@ -170,7 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
     count = _number(int, lambda n: n >= 1, "a whole number from 1")
     parser.add_argument("--seconds", type=positive, default=Limits.time_s, help="for an exercise")
     parser.add_argument("--gib", type=positive, default=4.0, help="memory for an exercise")
-    parser.add_argument("--jobs", type=count, default=1, help="learners judged at once")
+    parser.add_argument("--jobs", type=count, help="lessons judged at once (as many as fit here)")
     options = parser.parse_args(arguments)
     limits = Limits(options.seconds, int(options.gib * 2**30))
     # A name that this terminal's encoding lacks must not cost the table.
@@ -179,7 +195,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if options.csv:
             options.csv.open("a").close()  # now, not after an hour of judging
-        verdicts = check_class(options.folder, limits, options.jobs)
+        verdicts = check_class(options.folder, limits, options.jobs or at_once(limits))
         print(table(verdicts))
         if options.csv:
             write_csv(options.csv, verdicts)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -56,6 +57,37 @@ def test_right_wrong_and_untouched(tmp_path):
     assert found["some", "4.1"].status == "wrong"
     assert "add up to" in found["some", "4.1"].message
     assert found["some", "4.2"].status == "not attempted"
+
+
+WAITS = """
+import pathlib, time
+pathlib.Path({mine!r}).touch()
+while not pathlib.Path({other!r}).exists():
+    time.sleep(0.05)
+def replica_sizes(batch_size, gpus):
+    return "met"
+"""
+
+
+def test_lessons_are_judged_side_by_side(tmp_path):
+    # Each answer waits for the other one: one after the other, the first would be too slow.
+    one, two = str(tmp_path / "one is there"), str(tmp_path / "two is there")
+    hand_in(tmp_path / "class", "one", {"4.1": WAITS.format(mine=one, other=two)})
+    hand_in(tmp_path / "class", "two", {"4.1": WAITS.format(mine=two, other=one)})
+    limits = class_check.Limits(time_s=90, memory_bytes=3 * 2**30)
+    verdicts = class_check.check_class(tmp_path / "class", limits, jobs=2)
+    assert [v.who for v in verdicts] == sorted(v.who for v in verdicts)
+    assert [v.status for v in verdicts if v.exercise == "4.1"] == ["wrong", "wrong"]
+
+
+@pytest.mark.parametrize(
+    ("cores", "gib", "jobs"), [(2, 64, 1), (16, 64, 8), (16, 10, 3), (16, 1, 1)]
+)
+def test_as_many_at_once_as_cores_and_memory_allow(monkeypatch, cores, gib, jobs):
+    memory = SimpleNamespace(available=gib * 2**30)
+    monkeypatch.setattr(class_check.machine, "cores", lambda: cores)
+    monkeypatch.setattr(class_check.psutil, "virtual_memory", lambda: memory)
+    assert class_check.at_once(LIMITS) == jobs
 
 
 def test_limits_end_an_answer_and_what_it_started_but_not_the_next_answer(tmp_path):
