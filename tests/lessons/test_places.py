@@ -50,3 +50,12 @@ def test_nothing_of_the_skeleton_is_left(path):
             places["docs/teaching.md"] = part
     left = [str(name) for name, text in places.items() if "TODO" in text]
     assert not left, f"still to be written: {left}"
+
+
+def test_questions_to_discuss_are_about_the_lessons_in_order():
+    text = (lessons.ROOT / "docs" / "discussion.md").read_text(encoding="utf-8")
+    parts = re.split(r"^### ", text, flags=re.MULTILINE)[1:]
+    titles = [part.partition("\n")[0] for part in parts]
+    assert titles == [title(path) for path in NUMBERED][: len(titles)] and len(titles) >= 12
+    for part in parts:
+        assert re.findall(r"^(\d)\. \*\*.+\?\*\* Often: \*", part, re.M) == ["1", "2", "3"], part
