@@ -20,6 +20,7 @@ from helpers.plots.parallel.splits import gained, held, split_times
 from helpers.plots.pipeline import data_parallel_against_ddp, parts_of_time, split_sizes
 from helpers.plots.repeats import repeated_times
 from helpers.plots.schedules import schedule, schedules
+from helpers.plots.sharding import held_by_cause, learned, memory_over_step, who_holds
 from helpers.plots.shares import replica_sizes, share_bars, shares
 from helpers.plots.style import COLOURS, figure, show
 from helpers.plots.timeline import timeline, timelines
@@ -41,11 +42,14 @@ __all__ = [
     "graph_before_and_after",
     "hands",
     "held",
+    "held_by_cause",
     "interrupted",
     "iteration",
     "kept_per_step",
+    "learned",
     "learning_curves",
     "memories",
+    "memory_over_step",
     "network",
     "one_step",
     "parts_of_time",
@@ -67,4 +71,5 @@ __all__ = [
     "steps_by_cause",
     "timeline",
     "timelines",
+    "who_holds",
 ]

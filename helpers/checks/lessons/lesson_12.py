@@ -1,0 +1,345 @@
+"""Checks of lesson 12: ZeRO-1's step, what to wrap, which batch hides a gather, and a checkpoint."""
+
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from itertools import accumulate, combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+from helpers.calls import counted_on_gpu, own_gpu
+from helpers.checks.core import Wrong, exercise, for_input
+from helpers.checks.on_ranks import GPU, on_ranks
+from helpers.units import format_bytes
+
+_RANKS = 4
+_STEPS = 2
+
+
+@exercise("12.1", "ZeRO-1's step")
+def zero1_step(answer: Callable[..., None]) -> dict[str, str]:
+    # The second size does not divide by the number of ranks.
+    layers = (random.randint(2, 5) * 4, random.randint(1, 4) * 4 + 1)
+    net = nn.Sequential(nn.Linear(8, layers[0]), nn.Tanh(), nn.Linear(layers[0], layers[1]))
+    batches = [
+        (torch.randn(2 * _RANKS, 8), torch.randn(2 * _RANKS, layers[1])) for _ in range(_STEPS)
+    ]
+    expected = _alone(net, batches)
+    given = f"layers 8 → {layers[0]} → {layers[1]} on {_RANKS} ranks, {_STEPS} steps"
+    with for_input(given, "Average, update the shards, gather."):
+        results = on_ranks(
+            _zero1_on_rank, _RANKS, answer, net.state_dict(), layers, batches, given=given, gpu=GPU
+        )
+    sizes = [parameter.numel() for parameter in net.parameters()]
+    for rank, (steps, (kept, calls)) in enumerate(results):
+        for step, (found, wanted) in enumerate(zip(steps, expected, strict=True), 1):
+            if not torch.allclose(found, wanted, rtol=0, atol=1e-5):
+                raise Wrong(
+                    yours=found,
+                    expected=wanted,
+                    given=f"{given}: the parameters of rank {rank} after step {step}",
+                    hint=_zero1_hint(found, wanted, _before(net, expected, step), calls),
+                )
+        if kept:
+            raise Wrong(
+                yours=f"{kept} gradients are still there on rank {rank}",
+                expected="no gradient in any parameter",
+                given=given,
+                hint="The next backward adds to what is left in .grad: set it to None.",
+            )
+        _judge_collectives(calls, sizes, rank, given)
+    names = [name for name, _ in results[0][1][1]]
+    return {
+        "a step calls": f"{names.count('reduce_scatter') // _STEPS} reduce-scatters and "
+        f"{names.count('all_gather') // _STEPS} all-gathers for {len(sizes)} parameters",
+        "from one process": f"{max((f - w).abs().max().item() for steps, _ in results for f, w in zip(steps, expected, strict=True)):.0e}",
+    }
+
+
+def _optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def _flat(parameters: Any) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(parameters).detach().cpu()
+
+
+def _before(net: nn.Module, expected: Sequence[torch.Tensor], step: int) -> torch.Tensor:
+    return expected[step - 2] if step > 1 else _flat(net.parameters())
+
+
+def _alone(net: nn.Module, batches: Sequence[Any]) -> list[torch.Tensor]:
+    """The parameters of one process on the whole batch, after each step; ``net`` stays."""
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    optimizer, after = _optimizer(net.parameters()), []
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.mse_loss(net(x), y).backward()
+        optimizer.step()
+        after.append(_flat(net.parameters()))
+    net.load_state_dict(state)
+    return after
+
+
+def _zero1_on_rank(
+    rank: int,
+    world_size: int,
+    answer: Callable[..., None],
+    state: dict[str, torch.Tensor],
+    layers: tuple[int, int],
+    batches: Sequence[Any],
+) -> tuple[list[torch.Tensor], tuple[int, list[tuple[str, int]]]]:
+    gpu = own_gpu()
+    net = nn.Sequential(nn.Linear(8, layers[0]), nn.Tanh(), nn.Linear(layers[0], layers[1]))
+    net.load_state_dict(state)
+    parameters = list(net.to(gpu).parameters())
+    shards = [nn.Parameter(_part(parameter, rank, world_size)) for parameter in parameters]
+    optimizer, after, kept = _optimizer(shards), [], 0
+    calls: list[tuple[str, int]] = []
+    for x, y in batches:
+        own = slice(rank, None, world_size)
+        F.mse_loss(net(x[own].to(gpu)), y[own].to(gpu)).backward()
+        _, called = counted_on_gpu(
+            rank, world_size, lambda *_: answer(parameters, shards, optimizer)
+        )
+        calls += called
+        after.append(_flat(parameters))
+        kept = sum(parameter.grad is not None for parameter in parameters)
+        for parameter in parameters:
+            parameter.grad = None
+    return after, (kept, calls)
+
+
+def _part(parameter: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    row = F.pad(parameter.detach().flatten(), (0, -parameter.numel() % world_size))
+    return row.chunk(world_size)[rank].clone()
+
+
+def _zero1_hint(
+    found: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor, calls: Sequence[Any]
+) -> str:
+    names = {name for name, _ in calls}
+    if torch.equal(found, before):
+        return "The parameters have not changed. Write what was gathered into parameter.data."
+    if "all_gather" not in names:
+        return "A rank has updated its own parts only. The other parts come with an all-gather."
+    ratio = ((found - before).norm() / (wanted - before).norm()).item()
+    if abs(ratio - _RANKS) < 0.05:
+        return f"The step is {_RANKS} times too large: a sum over the ranks, not their average."
+    if not names & {"reduce_scatter", "all_reduce"}:
+        return "Each rank has used its own gradient. All ranks' gradients must be averaged."
+    return f"The step is {ratio:.2f} times as long as the right one."
+
+
+def _judge_collectives(
+    calls: Sequence[tuple[str, int]], sizes: Sequence[int], rank: int, given: str
+) -> None:
+    allowed = {"reduce_scatter": len(sizes) * _STEPS, "all_gather": len(sizes) * _STEPS}
+    names = [name for name, _ in calls]
+    for name in sorted(set(names)):
+        if names.count(name) > allowed.get(name, 0):
+            raise Wrong(
+                yours=f"{names.count(name)} times {name} on rank {rank}",
+                expected=f"at most {allowed.get(name, 0)} in {_STEPS} steps",
+                given=given,
+                hint="An all-reduce is both halves: a rank would get all of the sum, and need a "
+                "quarter. Use averaged_part and gathered, once for each parameter.",
+            )
+
+
+@exercise("12.2", "What to wrap")
+def what_to_wrap(answer: Callable[[list[int], int], Any]) -> dict[str, str]:
+    mib = 2**20
+    shown = {}
+    for number in range(7):
+        count = (1, 4, 4)[number] if number < 3 else random.randint(5, 9)
+        layers = [random.randint(1, 9) * mib for _ in range(count)]
+        every = [
+            [b - a for a, b in pairwise([0, *places, count])]
+            for cuts in range(count)
+            for places in combinations(range(1, count), cuts)
+        ]
+        least, most = _gathered_at_once(layers, every[-1]), sum(layers)
+        # Too little for any choice, enough for one unit, else something in between.
+        budget = {1: least - mib, 2: most}.get(
+            number, random.randint(least // mib, most // mib) * mib
+        )
+        fits = [choice for choice in every if _gathered_at_once(layers, choice) <= budget]
+        given = f"layers of {[size // mib for size in layers]} MiB, budget {format_bytes(budget)}"
+        with for_input(given, "Return the sizes of the units, or None."):
+            yours = answer(list(layers), budget)
+        if not fits:
+            if yours is not None:
+                raise Wrong(
+                    yours=repr(yours),
+                    expected="None",
+                    given=given,
+                    hint=f"With every layer alone, neighbours take {format_bytes(least)}: too much.",
+                )
+            continue
+        _judge_units(yours, layers, budget, fits, given)
+        shown[given] = (
+            f"{yours}: {format_bytes(_gathered_at_once(layers, yours))} gathered at once, "
+            f"{len(yours)} gathers"
+        )
+    return shown
+
+
+def _gathered_at_once(layers: Sequence[int], units: Sequence[int]) -> int:
+    """The most that is gathered at once: a unit, and the one after it."""
+    ends = [0, *accumulate(units)]
+    sizes = [sum(layers[a:b]) for a, b in pairwise(ends)]
+    return max([*sizes, *(a + b for a, b in pairwise(sizes))])
+
+
+def _judge_units(
+    yours: Any, layers: Sequence[int], budget: int, fits: Sequence[Sequence[int]], given: str
+) -> None:
+    fewest = min(map(len, fits))
+    best = next(choice for choice in fits if len(choice) == fewest)
+    told = f"{best}: {format_bytes(_gathered_at_once(layers, best))} at once"
+    if yours is None:
+        raise Wrong(
+            yours="None", expected=told, given=given, hint="There is a choice that fits: cut more."
+        )
+    whole = isinstance(yours, list | tuple) and all(type(n) is int and n > 0 for n in yours)
+    if not whole or sum(yours) != len(layers):
+        raise Wrong(
+            yours=repr(yours),
+            expected=f"positive whole numbers that add up to {len(layers)}, as {best}",
+            given=given,
+            hint="Each layer is in exactly one unit, in order.",
+        )
+    found = _gathered_at_once(layers, yours)
+    if found > budget:
+        raise Wrong(
+            yours=f"{list(yours)}: {format_bytes(found)} at once",
+            expected=told,
+            given=given,
+            hint="Over the budget. The next unit is gathered while one computes: add neighbours.",
+        )
+    if len(yours) > fewest:
+        raise Wrong(
+            yours=f"{list(yours)}: {len(yours)} units",
+            expected=f"{fewest} units, as {told}",
+            given=given,
+            hint="It fits, and so does a choice with fewer gathers.",
+        )
+
+
+@exercise("12.3", "Which batch hides the gather")
+def which_batch(answer: Callable[[int, float, float], float]) -> dict[str, str]:
+    machines = [(8, 0.5 * 989e12, 0.8 * 450e9)]
+    machines += [
+        (
+            random.choice((2, 4, 16, 64)),
+            random.uniform(20, 900) * 1e12,
+            random.uniform(5, 500) * 1e9,
+        )
+        for _ in range(4)
+    ]
+    shown = {}
+    for gpus, flop_per_s, bytes_per_s in machines:
+        given = f"{gpus} GPUs, {flop_per_s / 1e12:.0f} TFLOP/s, {bytes_per_s / 1e9:.0f} GB/s"
+        with for_input(given, "Return the tokens as one number."):
+            yours = answer(gpus, flop_per_s, bytes_per_s)
+            if isinstance(yours, bool) or not isinstance(yours, int | float):
+                raise Wrong(yours=repr(yours), expected="a number of tokens")
+        # Two bytes to gather and two operations a token, for each parameter: they cancel.
+        wanted = (gpus - 1) / gpus * flop_per_s / bytes_per_s
+        if abs(yours / wanted - 1) > 0.01:
+            raise Wrong(
+                yours=f"{yours:,.1f} tokens",
+                expected=f"{wanted:,.1f} tokens",
+                given=given,
+                hint=_tokens_hint(yours / wanted, gpus),
+            )
+        shown[given] = f"{yours:,.0f} tokens on each GPU"
+    return shown
+
+
+def _tokens_hint(ratio: float, gpus: int) -> str:
+    reasons = {
+        2.0: "Twice too many. A multiplication and an addition count as two operations.",
+        0.5: "Half of it. A parameter in bfloat16 has 2 bytes.",
+        gpus / (gpus - 1): "A GPU has its own part already: it gets (gpus - 1)/gpus of the layer.",
+        1 / 3: "That is for all of a step. Forward alone takes 2 operations a parameter and token.",
+    }
+    for reason, hint in reasons.items():
+        if abs(ratio / reason - 1) < 0.01:
+            return hint
+    return (
+        f"Yours is {ratio:.3g} times the right number. Set the gather's seconds, (gpus - 1)/gpus x "
+        "2 bytes a parameter, equal to the forward's, 2 operations a parameter and token."
+    )
+
+
+@exercise("12.4", "Four ranks' checkpoint on two")
+def fill_from_checkpoint(answer: Callable[[Any, Path], None]) -> dict[str, str]:
+    shown = {}
+    width = random.randint(2, 6) * 4
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) / "checkpoint"
+        for ranks in (4, 2):
+            given = f"a checkpoint of 4 ranks, a model of width {width} on {ranks} of them"
+            with for_input(given, "Fill the model in place."):
+                results = on_ranks(
+                    _fill_on_rank, ranks, answer, width, folder, given=given, gpu=GPU
+                )
+            for rank, (found, untouched, saved, gathers) in enumerate(results):
+                if not torch.equal(found, saved):
+                    raise Wrong(
+                        yours=found,
+                        expected=saved,
+                        given=f"{given}, rank {rank}",
+                        hint="The model is as it was before: dcp.load fills the tensors of the "
+                        "dictionary that it is given. Are they the model's own?"
+                        if torch.equal(found, untouched)
+                        else "Other numbers than the checkpoint's.",
+                    )
+                if gathers:
+                    raise Wrong(
+                        yours=f"{gathers} all-gathers of parameters on rank {rank}",
+                        expected="none: a rank reads its own slices from the files",
+                        given=given,
+                        hint="full_tensor() and full_state_dict gather the whole model.",
+                    )
+            shown[f"{ranks} ranks"] = f"{saved.numel()} parameters equal, none gathered"
+    return shown
+
+
+def _sharded(width: int, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 4)).to(own_gpu())
+    fully_shard(net)
+    return net
+
+
+def _whole(net: nn.Module) -> torch.Tensor:
+    parameters: Any = net.parameters()
+    return torch.cat([parameter.full_tensor().detach().flatten().cpu() for parameter in parameters])
+
+
+def _fill_on_rank(
+    rank: int, world_size: int, answer: Callable[[Any, Path], None], width: int, folder: Path
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """On a rank: the model after, the model before, what was saved, and how many of its parameters
+    the answer gathered. Four ranks save first."""
+    other = _sharded(width, seed=0)
+    if world_size == 4:
+        dcp.save({"model": get_model_state_dict(other)}, checkpoint_id=folder)
+    net = _sharded(width, seed=1)
+    before = _whole(net)
+    _, calls = counted_on_gpu(rank, world_size, lambda *_: answer(net, folder))
+    # Plans of what to read travel as well, as Python objects in tensors of other sizes.
+    parameters: Any = net.parameters()
+    slices = {parameter.to_local().numel() for parameter in parameters}
+    gathers = sum(name == "all_gather" and size in slices for name, size in calls)
+    return _whole(net), before, _whole(other), gathers

@@ -1,0 +1,134 @@
+"""A model, a number of GPUs and what is cut: bytes on each GPU by cause, and bytes that it sends.
+
+Mixed precision with Adam: 2 bytes of parameters, 2 of gradients and 12 of optimizer state for each
+parameter (Rajbhandari et al., 2020, "ZeRO", 3.1). Activations are left out.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import ipywidgets
+import torch
+from IPython.display import display
+
+from helpers import plots, vgpu
+from helpers.models import LLAMA, Transformer, TransformerSizes
+from helpers.tables import Table
+from helpers.units import format_bytes
+from helpers.widgets.live import live
+
+GPUS_PER_HOST = 8
+
+_BYTES = {"parameters": 2, "gradients": 2, "optimizer state": 12}
+
+# What is cut, by the name of the way.
+_CUT: dict[str, tuple[str, ...]] = {
+    "nothing (DDP)": (),
+    "optimizer state (ZeRO-1)": ("optimizer state",),
+    "gradients too (ZeRO-2)": ("optimizer state", "gradients"),
+    "parameters too (ZeRO-3, FSDP)": tuple(_BYTES),
+    "parameters too, inside each host (HSDP)": tuple(_BYTES),
+}
+WAYS = tuple(_CUT)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Bytes on each GPU by cause, and those that one GPU sends in a step, inside and across."""
+
+    parameters: int
+    held: dict[str, int]
+    inside_bytes: float
+    across_bytes: float
+
+    @property
+    def at_rest_bytes(self) -> int:
+        """Between the steps: without what is gathered while a block computes."""
+        return sum(size for cause, size in self.held.items() if cause != "gathered")
+
+
+def answer(sizes: TransformerSizes, gpus: int, way: str) -> Answer:
+    """What ``gpus`` GPUs, in hosts of 8, hold and send of a transformer that is cut in this way.
+
+    Whole blocks are gathered, the next one while one computes. Sent is what a ring passes: groups
+    of up to 8 stay inside a host; a larger ring passes all its bytes across. Raises ValueError for
+    a way that there is not, and for a number of GPUs that fills no hosts.
+    """
+    if way not in _CUT:
+        raise ValueError(f"no way {way!r} to cut; there are {', '.join(WAYS)}")
+    if gpus < 1 or (gpus > GPUS_PER_HOST and gpus % GPUS_PER_HOST):
+        raise ValueError(f"{gpus} GPUs are no whole hosts of {GPUS_PER_HOST}, nor a part of one")
+    count, block = parameters_of(sizes)
+    hybrid = way == WAYS[-1]
+    ways = min(gpus, GPUS_PER_HOST) if hybrid else gpus
+    held = {
+        cause: -(-count * each // ways) if cause in _CUT[way] else count * each
+        for cause, each in _BYTES.items()
+    }
+    tensor_bytes = 2 * count  # parameters and gradients travel in bfloat16
+    if "parameters" in _CUT[way] and ways > 1:
+        held["gathered"] = 2 * 2 * block
+    rounds = 3 if "parameters" in _CUT[way] else 2
+    sent = rounds * (ways - 1) / ways * tensor_bytes
+    hosts = gpus // ways
+    slices = 2 * (hosts - 1) / hosts * tensor_bytes / ways if hybrid else 0.0
+    inside = ways <= GPUS_PER_HOST
+    return Answer(count, held, sent if inside else 0.0, slices if inside else sent)
+
+
+@cache
+def parameters_of(sizes: TransformerSizes) -> tuple[int, int]:
+    """Parameters of the whole model and of one block, counted on a model of one block."""
+    with torch.device("meta"):
+        small = Transformer(replace(sizes, layers=1))
+    block = sum(parameter.numel() for parameter in small.blocks.parameters())
+    rest = sum(parameter.numel() for parameter in small.parameters()) - block
+    return rest + sizes.layers * block, block
+
+
+def answer_table(found: Answer, gpus: int, gpu: str) -> Table:
+    """The same in words: whether it fits, and what is sent."""
+    room = vgpu.PRESETS[gpu].memory_bytes
+    held = sum(found.held.values())
+    verdict = "fits, without activations" if held <= room else "does not fit"
+    return Table(
+        (f"{found.parameters / 1e9:.1f} billion parameters on {gpus} × {gpu}", "", ""),
+        [
+            ("on each GPU", format_bytes(held), f"of {format_bytes(room)}: {verdict}"),
+            ("sent inside the host", format_bytes(found.inside_bytes), "by each GPU in a step"),
+            ("sent across hosts", format_bytes(found.across_bytes), "by each GPU in a step"),
+        ],
+        caption="calculated from the model's counted parameters",
+    )
+
+
+def show_answer(model: str, gpus: int, way: str, gpu: str) -> None:
+    """Draw all ways of cutting ``model``, one of ``LLAMA``, and tell what this one costs."""
+    found = {name: answer(LLAMA[model], gpus, name) for name in WAYS}
+    plots.held_by_cause(
+        {name: each.held for name, each in found.items()},
+        capacity_bytes=vgpu.PRESETS[gpu].memory_bytes,
+        message=f"Llama {model} on {gpus} GPUs; dashed, a {gpu}",
+        how="16 bytes a parameter, and two gathered blocks; no activations",
+    )
+    display(answer_table(found[way], gpus, gpu))
+
+
+def sharding_explorer() -> ipywidgets.Widget:
+    """Model, GPUs, what is cut and the kind of GPU around ``show_answer``."""
+    controls = {
+        "model": ipywidgets.Dropdown(options=list(LLAMA), value="70B", description="Llama"),
+        "gpu": ipywidgets.Dropdown(
+            options=list(vgpu.PRESETS), value="H100", description="on GPUs of"
+        ),
+        "gpus": ipywidgets.SelectionSlider(
+            options=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024],
+            value=64,
+            description="GPUs",
+            continuous_update=False,
+        ),
+        "way": ipywidgets.Dropdown(options=list(WAYS), value=WAYS[3], description="cut"),
+    }
+    drawn = live(show_answer, controls)
+    model, gpu, gpus, way = controls.values()
+    return ipywidgets.VBox([ipywidgets.HBox([model, gpu]), ipywidgets.HBox([gpus, way]), drawn])

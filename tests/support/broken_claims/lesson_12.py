@@ -1,0 +1,188 @@
+"""Lesson 12: what makes sharded training equal to one process, and where its bytes and seconds go."""
+
+from broken_claims import Broken
+
+# What is trained does not matter to what a checkpoint holds.
+_THREE_STEPS = [
+    ('launch.run(train, 4, "fsdp", 90, folder', 'launch.run(train, 4, "fsdp", 3, folder')
+]
+
+BROKEN = [
+    Broken(
+        "F01",
+        "the optimizer keeps no averages",
+        edits=[
+            ("torch.optim.Adam([learns], foreach=False)", "torch.optim.SGD([learns], lr=0.1)"),
+        ],
+    ),
+    Broken(
+        "F02",
+        "the optimizer's state is never cut",
+        edits=[
+            (
+                "ways = world_size if cause in cut_causes else 1",
+                'ways = world_size if cause in cut_causes and cause != "optimizer state" else 1',
+            )
+        ],
+    ),
+    Broken(
+        "F03",
+        "the second half is left out",
+        edits=[
+            (
+                "        dist.all_gather_into_tensor(joined, part)",
+                "        joined[: len(part)] = part",
+            )
+        ],
+    ),
+    Broken(
+        "F04",
+        "stage 1 sends an all-reduce",
+        edits=[
+            (
+                "            shard.grad = averaged_part(p.grad)\n            p.grad = None",
+                "            dist.all_reduce(p.grad)\n"
+                "            shard.grad = part_of(p.grad) / dist.get_world_size()\n"
+                "            p.grad = None",
+            )
+        ],
+    ),
+    Broken(
+        "F04",
+        "stage 3 does not free what it has gathered",
+        edits=[
+            (
+                "        p.grad = None\n        p.untyped_storage().resize_(0)\n\n    def step",
+                "        p.grad = None\n\n    def step",
+            )
+        ],
+    ),
+    Broken(
+        "F04",
+        "ranks do not start from the same parameters",
+        edits=[
+            (
+                "        dist.broadcast(p.data, src=0)\n    count, trainer",
+                "        pass\n    count, trainer",
+            )
+        ],
+    ),
+    Broken(
+        "F05",
+        "ranks do not start from the same parameters",
+        edits=[
+            (
+                "        dist.broadcast(p.data, src=0)\n    for layer in net:",
+                "        pass\n    for layer in net:",
+            )
+        ],
+    ),
+    Broken(
+        "F06",
+        "what should be DDP is sharded as well",
+        cell="out-of-memory",
+        edits=[('    if how == "ddp":\n        return DDP(model)\n', "")],
+    ),
+    Broken(
+        "F07",
+        "the blocks are not wrapped",
+        edits=[("    for block in model.blocks:\n        fully_shard(block, **how)\n", "")],
+    ),
+    Broken(
+        "F08",
+        "parameters are freed after forward all the same",
+        edits=[("reshard_after_forward=reshard)", "reshard_after_forward=True)")],
+    ),
+    Broken(
+        "F09",
+        "nobody asks ahead",
+        edits=[("unit.set_modules_to_forward_prefetch([following])", "pass")],
+    ),
+    Broken(
+        "F09",
+        "the host does not wait",
+        edits=[("lambda *_: torch.accelerator.synchronize()", "lambda *_: None")],
+    ),
+    Broken(
+        "F10",
+        "both sums are in float32",
+        edits=[
+            (
+                "mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)",
+                "mp_policy=MixedPrecisionPolicy()",
+            )
+        ],
+    ),
+    Broken(
+        "F10",
+        "there is no policy",
+        edits=[
+            (
+                "model = blocks_and_root(Transformer(LETTERS).to(my_gpu()), mp_policy=BF16)",
+                "model = blocks_and_root(Transformer(LETTERS).to(my_gpu()))",
+            )
+        ],
+    ),
+    Broken(
+        "F11",
+        "the optimizer is made after fully_shard",
+        edits=[
+            (
+                "optimizer = early if optimizer_first else make_adam(net.parameters())",
+                "optimizer = make_adam(net.parameters())",
+            )
+        ],
+    ),
+    Broken(
+        "F12",
+        "nothing is loaded",
+        shorter=_THREE_STEPS,
+        edits=[("    dcp.load(state, checkpoint_id=folder)\n    set_state", "    set_state")],
+    ),
+    Broken(
+        "F13",
+        "each rank takes the norm of its part",
+        edits=[("nn.utils.clip_grad_norm_(net.parameters(), 1e-3).full_tensor().item()", "own")],
+    ),
+    Broken(
+        "F14",
+        "hybrid sharding is not hybrid",
+        edits=[('("hosts", "gpus")) if hybrid', '("hosts", "gpus")) if False')],
+    ),
+    Broken(
+        "F15",
+        "gradients are reduced after each micro-batch",
+        edits=[
+            (
+                "set_requires_gradient_sync(reduce_each or micro_batch == 3)",
+                "set_requires_gradient_sync(True)",
+            )
+        ],
+    ),
+    Broken(
+        "F16",
+        "a sharded rank computes fewer samples",
+        edits=[
+            (
+                "    model(tokens).sum().backward()  # the first step",
+                "    tokens = tokens if reshard is None else tokens[:4]\n"
+                "    model(tokens).sum().backward()  # the first step",
+            )
+        ],
+    ),
+    Broken(
+        "F17",
+        "FSDP computes and sends in float32, DDP does not",
+        edits=[
+            (
+                "in_bf16, in_fp32 = partial(blocks_and_root, mp_policy=BF16)",
+                "in_bf16, in_fp32 = blocks_and_root",
+            )
+        ],
+    ),
+    Broken(
+        "F18",
+        "all ranks run as many forwards",
+        edits=[("range(batches_of[rank])", "range(2)")],
+    ),
+]
