@@ -4,7 +4,7 @@ from broken_claims import Broken
 
 # What is trained does not matter to what a checkpoint holds.
 _THREE_STEPS = [
-    ('launch.run(train, 4, "fsdp", 90, folder', 'launch.run(train, 4, "fsdp", 3, folder')
+    ('launch.run(train, 4, "fsdp", 110, folder', 'launch.run(train, 4, "fsdp", 3, folder')
 ]
 
 BROKEN = [

@@ -257,6 +257,25 @@ def step(model, width=256, **changes):
     return timeline
 
 
+def test_ddp_in_one_cluster_leaves_nothing_to_the_next():
+    """Its groups' names are those of the next one, whose gradients are freed once they are sent."""
+
+    def peak_bytes(wrap):
+        with vgpu.cluster(hosts=1) as cluster, vgpu.shapes_only():
+            model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to("vgpu")
+            wrap(model)(torch.empty(1, 1024, device="vgpu")).sum().backward()
+            return torch.vgpu.max_memory_allocated(cluster.device)
+
+    def sharded(model):
+        for layer in model:
+            fully_shard(layer)
+        return fully_shard(model)
+
+    alone = peak_bytes(sharded)
+    peak_bytes(nn.parallel.DistributedDataParallel)
+    assert peak_bytes(sharded) == alone
+
+
 def test_ddp_sends_its_buckets_while_it_computes():
     with toy(), vgpu.shapes_only():
         model = DistributedDataParallel(mlp().to("vgpu"), bucket_cap_mb=0.3)
