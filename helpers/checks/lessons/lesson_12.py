@@ -338,8 +338,8 @@ def _fill_on_rank(
     net = _sharded(width, seed=1)
     before = _whole(net)
     _, calls = counted_on_gpu(rank, world_size, lambda *_: answer(net, folder))
-    # Plans of what to read travel as well, as Python objects in tensors of other sizes.
-    parameters: Any = net.parameters()
-    slices = {parameter.to_local().numel() for parameter in parameters}
-    gathers = sum(name == "all_gather" and size in slices for name, size in calls)
+    # Plans of what to read travel as well, as Python objects: their sizes, and hundreds of bytes.
+    weights: Any = (p for p in net.parameters() if p.dim() == 2)
+    slices = {weight.to_local().numel() for weight in weights}
+    gathers = sum(name.startswith("all_gather") and size in slices for name, size in calls)
     return _whole(net), before, _whole(other), gathers

@@ -65,7 +65,7 @@ WRONG = {
     "12.2": [
         (
             _UNITS.format(cuts="range(count)", most="gathered", otherwise="None"),
-            "add neighbours",
+            "neighbours",
         ),
         (
             _UNITS.format(cuts="reversed(range(count))", most=_NEIGHBOURS, otherwise="None"),
