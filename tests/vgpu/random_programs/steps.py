@@ -185,6 +185,8 @@ def in_place(p: Draft, r: Random) -> None:
         raise StopIteration  # its views would have no history on the CPU, and raise on use here
     if ("squeeze_" in line or "strided_" in line) and leaf(p.value(x)):
         raise StopIteration  # autograd would compare a gradient's strides with others past the end
+    if p.value(x)._is_view() and p.value(x)._backward_hooks:
+        raise StopIteration  # a view with a hook keeps its shape on a virtual GPU, and says so
     if p.value(x)._is_view():  # without a look the CPU may take it for a leaf, and refuse
         line = f"{x}.grad_fn; {line}"
     p.add(f"with torch.no_grad(): {line}" if r.random() < 0.3 else line)
