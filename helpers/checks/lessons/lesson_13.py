@@ -1,0 +1,349 @@
+"""Checks of lesson 13: splits that equal one GPU, in values, gradients and what they send."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn import functional as F
+
+from helpers.calls import own_gpu
+from helpers.calls.sent import Sent
+from helpers.checks.core import Wrong, exercise, expect_close, for_input
+from helpers.checks.on_ranks import GPU, on_ranks
+from helpers.checks.split_layer import figures_of, layer_on
+from helpers.models import TransformerBlock, TransformerSizes, rotary_angles
+from helpers.units import format_bytes, format_seconds
+
+_DTENSORS_TIMEOUT_S = 30.0
+"""Where DTensors work out their splits; a first step takes seconds on a busy machine."""
+
+
+@exercise("13.1", "A Linear layer, split by rows")
+def linear_split_by_rows(answer: Callable[..., Any]) -> dict[str, Any]:
+    sent: dict[str, str] = {}
+    for ranks in (2, 3):
+        batch, inputs, outputs = random.randint(3, 6), ranks * random.randint(2, 5), 7
+        x, weight = torch.randn(batch, inputs), torch.randn(outputs, inputs)
+        bias, target = torch.randn(outputs), torch.randn(batch, outputs)
+
+        # Inside the check, so that it travels by value: the ranks need not import the checks.
+        def split(
+            rank: int, world_size: int, answer: Any, *tensors: torch.Tensor
+        ) -> tuple[list[Any], list[Any], list[Any]]:
+            x, weight, bias, target = (tensor.to(own_gpu()) for tensor in tensors)
+            x, weight = (part.chunk(world_size, 1)[rank].clone() for part in (x, weight))
+            leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+            with Sent() as forward:
+                output = answer(*leaves)
+            if not isinstance(output, torch.Tensor) or output.shape != target.shape:
+                return [torch.as_tensor(output).cpu()], forward.calls, []
+            with Sent() as backward:
+                (output - target).square().sum().backward()
+            found = [output.detach(), *(leaf.grad for leaf in leaves)]
+            return [t if t is None else t.cpu() for t in found], forward.calls, backward.calls
+
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
+        whole = F.linear(*leaves)
+        loss = (whole - target).square().sum()
+        of_x, of_weight, of_bias = torch.autograd.grad(loss, leaves)
+        given = f"{ranks} ranks, x of {batch} by {inputs // ranks} on each, {outputs} outputs"
+        results = on_ranks(split, ranks, answer, x, weight, bias, target, given=given, gpu=GPU)
+        for rank, (found, forward, backward) in enumerate(results):
+            where = f"{given}; on rank {rank}"
+            parts = [gradient.chunk(ranks, 1)[rank] for gradient in (of_x, of_weight)]
+            wanted = [whole.detach(), *parts, of_bias]
+            expect_close(found[0], wanted[0], given=where, hint=_hint_for_rows(found[0], whole))
+            names = ("x", "weight", "bias")
+            for name, mine, right in zip(names, found[1:], wanted[1:], strict=True):
+                hint = _hint_for_gradient(mine, right, ranks)
+                expect_close(mine, right, given=f"{where}, the gradient of {name}", hint=hint)
+            _expect_budget(forward, 1, 4 * batch * outputs, "forward", where)
+            _expect_budget(backward, 0, 0, "backward", where)
+        sent[f"{ranks} ranks"] = (
+            f"equal, with gradients; forward one all_reduce of {4 * batch * outputs} B, "
+            "backward nothing"
+        )
+    return sent
+
+
+def _hint_for_rows(yours: Any, whole: torch.Tensor) -> str:
+    if not isinstance(yours, torch.Tensor):
+        return "Return the output as a tensor, on every rank."
+    if yours.shape != whole.shape:
+        return "Return all of the output, (B, O), on every rank."
+    off = yours - whole.detach()
+    if all(torch.allclose(row, off[0], atol=1e-4) for row in off):
+        return "Only the bias is off: it must count once, after the sum, and not on each rank."
+    return "Each rank's product is one part of the sum: add the parts over the ranks."
+
+
+def _hint_for_gradient(yours: Any, right: torch.Tensor, ranks: int) -> str:
+    if yours is None:
+        return "Nothing came back here: the sum has no backward. Write one, as Enter does."
+    if torch.allclose(yours, ranks * right, rtol=1e-3, atol=1e-4):
+        return (
+            f"{ranks} times too large: every rank already has the whole gradient, so backward "
+            "must not add it up once more."
+        )
+    return "Every rank goes on with the same output: its gradient comes back unchanged."
+
+
+def _expect_budget(
+    found: list[tuple[str, int]], count: int, size_bytes: int, phase: str, where: str
+) -> None:
+    """Wrong unless all-reduces alone were sent, of no more than ``count`` times ``size_bytes``."""
+    spent = sum(size for _, size in found)
+    if spent > count * size_bytes or any(name != "all_reduce" for name, _ in found):
+        budget = _in_words([("all_reduce", size_bytes)] * count)
+        raise Wrong(
+            yours=f"{phase} sends {_in_words(found)}",
+            expected=f"{phase} sends {budget}",
+            given=where,
+            hint="The numbers are right, at more than the budget.",
+        )
+
+
+def _in_words(calls: list[tuple[str, int]]) -> str:
+    counts = Counter(calls)
+    return ", ".join(f"{n} {name} of {size} B" for (name, size), n in counts.items()) or "nothing"
+
+
+_SMALL = TransformerSizes(
+    layers=1, width=32, heads=4, key_value_heads=2, feed_forward=48, vocabulary=1
+)
+
+
+@exercise("13.2", "A plan with three faults", callable_answer=False)
+def plan_with_three_faults(answer: Any) -> dict[str, Any]:
+    torch.manual_seed(random.randrange(2**31))
+    block, x = TransformerBlock(_SMALL), torch.randn(2, 6, 32)
+    given = "a TransformerBlock of 4 heads, 2 of keys and values, on 2 ranks"
+    if not isinstance(answer, Mapping):
+        raise Wrong(
+            yours=answer,
+            expected="a dict from names of modules to how to split them",
+            given=given,
+            hint="Begin with {**faulty, ...}.",
+        )
+    known = {name for name, _ in block.named_modules()}
+    if unknown := sorted(set(answer) - known):
+        raise Wrong(
+            yours=f"a plan for {', '.join(unknown)}",
+            expected=f"names among {', '.join(sorted(filter(None, known)))}",
+            given=given,
+            hint="PyTorch passes over a name that no module has, with a warning.",
+        )
+    try:
+        results = on_ranks(
+            _beside_whole_block,
+            2,
+            block,
+            x,
+            dict(answer),
+            given=given,
+            gpu=GPU,
+            timeout_s=_DTENSORS_TIMEOUT_S,
+        )
+    except Wrong as wrong:
+        wrong.hint = (
+            "The block does not run: somewhere a layer gets another part than it takes. Follow "
+            f"the tensors: ColwiseParallel takes all of its input, RowwiseParallel a part.\n{wrong.hint}"
+        )
+        raise
+    for rank, (off, off_gradient, calls, shares) in enumerate(results):
+        where = f"{given}; on rank {rank}"
+        whole = sorted(name for name, share in shares.items() if share > 0.5)
+        if off > 1e-4 or off_gradient > 1e-3:
+            paired = {"attention.key.weight", "attention.value.weight"} & set(whole)
+            raise Wrong(
+                yours=f"output off by {off:.2g}, gradients by {off_gradient:.2g}",
+                expected="the output and the gradients of one GPU",
+                given=where,
+                hint="Each rank has half of the query heads and all of the key-value heads: it "
+                "pairs the wrong ones."
+                if paired
+                else "An output that is a part of a sum, or a part of a row, must not be taken for "
+                "the whole: what does each layer hand out?",
+            )
+        if whole:
+            raise Wrong(
+                yours=f"all of {', '.join(whole)} on each rank",
+                expected="half of each matrix on each rank",
+                given=where,
+                hint="The numbers are right. These layers have no entry in the plan.",
+            )
+        wanted = [("all_reduce", x.nbytes)] * 4
+        if Counter(calls) != Counter(wanted):
+            raise Wrong(
+                yours=f"sends {_in_words(calls)}",
+                expected=f"sends {_in_words(wanted)}",
+                given=where,
+                hint="The numbers are right, at more than the budget: which input becomes a DTensor "
+                "more than once? And what is gathered, only to be cut again?",
+            )
+    return {
+        "for": given,
+        "output and gradients": "equal to one GPU",
+        "sent": f"{_in_words(calls)}: the budget",
+    }
+
+
+def _beside_whole_block(
+    rank: int, world_size: int, block: nn.Module, x: torch.Tensor, plan: dict[str, Any]
+) -> tuple[float, float, list[tuple[str, int]], dict[str, float]]:
+    """On a rank: how far output and gradients are off, what was sent, and the share of matrices."""
+    gpu = own_gpu()
+    angles = rotary_angles(x.size(1), 8, _SMALL.rotary_base).to(gpu)
+    block = block.to(gpu)
+    theirs, mine = (x.to(gpu).requires_grad_() for _ in range(2))
+    expected = block(theirs, angles.cos(), angles.sin())
+    loss = expected.square().mean()
+    of_x, *others = torch.autograd.grad(loss, [theirs, *block.parameters()])
+    gradients = dict(zip(dict(block.named_parameters()), others, strict=True))
+    parallelize_module(block, init_device_mesh(gpu.type, (world_size,)), plan)
+    with Sent() as sent:
+        output = block(mine, angles.cos(), angles.sin())
+        if isinstance(output, DTensor):
+            raise TypeError("the block's output is a DTensor; it must be a plain tensor")
+        output.square().mean().backward()
+    found = {name: parameter.grad for name, parameter in block.named_parameters()}
+    pairs = [(mine.grad, of_x), *((found[name], gradient) for name, gradient in gradients.items())]
+    off = [(_full(a) - b).abs().max().item() for a, b in pairs]
+    matrices = {name: p for name, p in block.named_parameters() if p.dim() == 2}
+    shares = {
+        name: (p.to_local() if isinstance(p, DTensor) else p).numel() / p.numel()
+        for name, p in matrices.items()
+    }
+    return (output - expected).abs().max().item(), max(off), sent.calls, shares
+
+
+def _full(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@exercise("13.3", "Cross-entropy without the logits of others")
+def split_cross_entropy(answer: Callable[..., Any]) -> dict[str, Any]:
+    shown = {}
+    # The first are so large that exp overflows.
+    for ranks, offset in ((2, 200.0), (3, 0.0)):
+        tokens, words = random.randint(4, 9), ranks * random.randint(3, 6)
+        logits = 3 * torch.randn(tokens, words) + offset
+        targets = torch.randint(words, (tokens,))
+        targets[:ranks] = torch.arange(ranks) * (words // ranks)  # every rank has one
+
+        # Inside the check, so that it travels by value: the ranks need not import the checks.
+        def split(
+            rank: int, world_size: int, answer: Any, logits: torch.Tensor, targets: torch.Tensor
+        ) -> Any:
+            mine = logits.chunk(world_size, 1)[rank].to(own_gpu()).requires_grad_()
+            with Sent() as forward:
+                loss = answer(mine, targets.to(own_gpu()))
+            if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+                loss = loss.detach().cpu() if isinstance(loss, torch.Tensor) else loss
+                return loss, None, forward.calls, []
+            with Sent() as backward:
+                loss.backward()
+            gradient = None if mine.grad is None else mine.grad.cpu()
+            return loss.detach().cpu(), gradient, forward.calls, backward.calls
+
+        whole = logits.clone().requires_grad_()
+        expected = F.cross_entropy(whole, targets)
+        expected.backward()
+        assert whole.grad is not None
+        large = ", all near 200" if offset else ""
+        given = f"{ranks} ranks, {tokens} tokens, {words // ranks} logits a token on each{large}"
+        results = on_ranks(split, ranks, answer, logits, targets, given=given, gpu=GPU)
+        for rank, (loss, gradient, forward, backward) in enumerate(results):
+            where = f"{given}; on rank {rank}"
+            hint = _hint_for_loss(loss, expected.item(), tokens)
+            expect_close(loss, expected.detach(), given=where, hint=hint, rtol=1e-4, atol=1e-4)
+            right = whole.grad.chunk(ranks, 1)[rank]
+            hint = _hint_for_gradient(gradient, right, ranks)
+            expect_close(
+                gradient, right, given=f"{where}, the gradient", hint=hint, rtol=1e-3, atol=1e-5
+            )
+            _expect_budget(forward, 3, 4 * tokens, "forward", where)
+            _expect_budget(backward, 0, 0, "backward", where)
+        gathered = 4 * tokens * words * (ranks - 1) / ranks
+        used = 3 * 2 * (ranks - 1) / ranks * 4 * tokens
+        shown[given] = (
+            f"loss and gradient equal; {format_bytes(used)} sent, three numbers a token, where "
+            f"gathering the logits would be {format_bytes(gathered)}, and more with each word"
+        )
+    return shown
+
+
+def _hint_for_loss(yours: Any, expected: float, tokens: int) -> str:
+    if not isinstance(yours, torch.Tensor) or yours.dim():
+        return "Return the mean over the tokens, a tensor without dimensions, on every rank."
+    if not yours.isfinite():
+        return "exp overflows: subtract the largest logit of all ranks first."
+    if torch.isclose(yours, torch.tensor(expected * tokens), rtol=1e-3):
+        return "This is the sum over the tokens; return the mean."
+    return (
+        "Over all ranks: the sum of exp, and the target's logit, which one rank has and all others "
+        "count as 0. Subtract the same largest logit from both."
+    )
+
+
+_FAR = ((2048, 4096), (1024, 512))  # width, tokens: GPUs set the pace, then the host
+
+
+@exercise("13.4", "How far to split")
+def how_far_to_split(answer: Callable[..., Any]) -> dict[str, Any]:
+    shown = {}
+    for width, tokens in _FAR:
+        alone = layer_on(width, tokens, 1)
+        figures = figures_of(alone, tokens * width * 2)
+        given = f"width {width}, {tokens} tokens: " + ", ".join(
+            f"{name} = {value:.3g}" for name, value in figures.items()
+        )
+        with for_input(given, "Return a dict: {1: .., 2: .., 4: .., 8: ..}, in seconds."):
+            yours = answer(*figures.values())
+            if not isinstance(yours, Mapping) or sorted(yours) != [1, 2, 4, 8]:
+                raise Wrong(
+                    yours=yours,
+                    expected="a dict with the keys 1, 2, 4 and 8",
+                    hint="Return a dict: {1: .., 2: .., 4: .., 8: ..}, in seconds.",
+                )
+            yours = {degree: float(value) for degree, value in yours.items()}
+        of_degrees = {1: alone} | {n: layer_on(width, tokens, n) for n in (2, 4, 8)}
+        for degree, timeline in of_degrees.items():
+            wanted = timeline.makespan_s
+            if not abs(yours[degree] - wanted) <= 0.15 * wanted:
+                raise Wrong(
+                    yours=f"{format_seconds(yours[degree])} on {degree} GPUs",
+                    expected=f"{format_seconds(wanted)}, within 15 %",
+                    given=given,
+                    hint=_hint_for_time(yours, degree, figures, wanted),
+                )
+        shown[f"width {width}, {tokens} tokens"] = "; ".join(
+            f"{degree}: {format_seconds(yours[degree])}, virtual {format_seconds(of.makespan_s)}, "
+            f"{yours[1] / (degree * yours[degree]):.0%} of each GPU"
+            for degree, of in of_degrees.items()
+        )
+    return shown
+
+
+def _hint_for_time(
+    yours: dict[int, float], degree: int, figures: Mapping[str, float], wanted: float
+) -> str:
+    if yours[degree] < 0.85 * figures["host_s"]:
+        return "The host is not done by then: it launches as many kernels as ever."
+    if degree == 1:
+        return "One GPU computes all and sends nothing."
+    if yours[degree] < wanted:
+        return (
+            "Too short. What each GPU runs in full does not shrink, and there are four "
+            "all-reduces, each of 2(n - 1) steps with their latency."
+        )
+    return (
+        "Too long. split_s is shared by all GPUs, and a ring sends 2(n - 1)/n of a tensor, at 0.8 "
+        "of 450 GB/s. While the host launches, the GPUs compute: the longer of the two counts."
+    )

@@ -1,0 +1,136 @@
+"""Lesson 13: splits that drop a sum, plans that send more, masks that repeat, links that are free."""
+
+from broken_claims import Broken
+
+BROKEN = [
+    Broken(
+        "G01",
+        "the input's gradient is not summed",
+        edits=[
+            (
+                "        total = gradient.clone(memory_format=torch.contiguous_format)\n"
+                "        dist.all_reduce(total)\n        return total",
+                "        return gradient",
+            )
+        ],
+    ),
+    Broken(
+        "G02",
+        "the sum comes before the activation function",
+        edits=[
+            (
+                "    total = activation(part)\n    dist.all_reduce(total)  # too late?\n",
+                "    dist.all_reduce(part)\n    total = activation(part)\n",
+            )
+        ],
+    ),
+    Broken(
+        "G03",
+        "every rank has the first rank's heads",
+        edits=[
+            (
+                "cut(self.inner.get_submodule(name), 0, rank, world_size)",
+                "cut(self.inner.get_submodule(name), 0, 0, world_size)",
+            )
+        ],
+    ),
+    Broken(
+        "G03",
+        "there are as many key-value heads as GPUs",
+        edits=[
+            (
+                "TransformerSizes(1, 32, 8, key_value_heads, 128, 1)",
+                "TransformerSizes(1, 32, 8, 4, 128, 1)",
+            )
+        ],
+    ),
+    Broken(
+        "G04",
+        "all changes go by way of a whole tensor",
+        edits=[
+            (
+                "after = before.redistribute(mesh, [new])",
+                "after = before.redistribute(mesh, [Replicate()]).redistribute(mesh, [new])",
+            )
+        ],
+    ),
+    Broken(
+        "G05",
+        "the parts of the feed-forward sum are never added",
+        edits=[
+            (
+                '    "feed_forward": entering(Replicate()),\n',
+                '    "feed_forward": entering(Replicate()),\n'
+                '    "feed_forward.down": RowwiseParallel(output_layouts=Partial()),\n',
+            )
+        ],
+    ),
+    Broken(
+        "G06",
+        "each product takes the input for itself",
+        edits=[
+            (
+                "launch.run(beside_one_gpt, 4, plan, batch",
+                "launch.run(beside_one_gpt, 4, first_plan, batch",
+            )
+        ],
+    ),
+    Broken(
+        "G07",
+        "plain tensor parallelism in its place",
+        cell="sequence-proof",
+        edits=[
+            (
+                '"and sequence parallel": (sequence_plan, Shard(1))',
+                '"and sequence parallel": (plan, Replicate())',
+            )
+        ],
+    ),
+    Broken(
+        "G07",
+        "norms and residual sums are not split",
+        cell="kept-split-proof",
+        edits=[("plan=gpt3_plan(Shard(1)), x_length=2048 // t", "plan=gpt3_plan(Replicate())")],
+    ),
+    Broken(
+        "G08",
+        "the first products run in 32 bits",
+        edits=[
+            ("layer = GPT3Layer(h, heads, core).bfloat16()", "layer = GPT3Layer(h, heads, core)"),
+            (
+                "x = torch.empty(1, x_length or s, h, dtype=torch.bfloat16, requires_grad=True)",
+                "x = torch.empty(1, x_length or s, h, requires_grad=True)",
+            ),
+        ],
+    ),
+    Broken(
+        "G09",
+        "the logits are gathered all the same",
+        edits=[('layout = {"use_local_output": False} if split else', "layout =")],
+    ),
+    Broken(
+        "G10",
+        "hosts are joined by NVLink",
+        edits=[
+            (
+                'with vgpu.cluster(hosts, degree // hosts, "H100", link=link)',
+                'with vgpu.cluster(1, degree, "H100", link=link)',
+            )
+        ],
+    ),
+    Broken(
+        "G11",
+        "split DTensors take their masks from plain tensors",
+        edits=[
+            (
+                "found.append(F.dropout(ones, 0.5).to_local().cpu() != 0)",
+                "found.append(F.dropout(ones.to_local(), 0.5).cpu() != 0)",
+            )
+        ],
+    ),
+    Broken(
+        "G12",
+        "the layer is wide",
+        edits=[("narrow = times_s[1024]", "narrow = times_s[8192]")],
+    ),
+]

@@ -1,0 +1,190 @@
+"""Typical mistakes in the exercises of lesson 13, and what the learner must be told."""
+
+_ROWS = """
+class SumForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part):
+        total = part.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        {backward}
+
+
+def row_linear(x, weight, bias):
+    return {result}
+"""
+
+_LOSS = """
+def split_loss(logits, targets):
+    part = logits.size(1)
+    largest = logits.detach().amax(1)
+    {largest}
+    shifted = logits - largest[:, None]
+    total = {total}
+    own = targets - dist.get_rank() * part
+    here = (own >= 0) & (own < part)
+    picked = shifted.gather(1, own.clamp(0, part - 1)[:, None])[:, 0] * here
+    return {result}
+"""
+_RIGHT = {
+    "largest": "dist.all_reduce(largest, dist.ReduceOp.MAX)",
+    "total": "Leave.apply(shifted.exp().sum(1))",
+    "result": "(total.log() - Leave.apply(picked)).mean()",
+}
+
+_FAR = """
+def layer_times(split_s, whole_s, host_s, size_bytes):
+    times_s = {{}}
+    for n in (1, 2, 4, 8):
+        sent_s = 2 * (n - 1) / n * size_bytes / (0.8 * 450e9) + 2 * (n - 1) * 5e-6
+        times_s[n] = {time}
+    return {result}
+"""
+
+WRONG = {
+    "13.1": [
+        (
+            _ROWS.format(
+                backward="return gradient", result="SumForward.apply(F.linear(x, weight, bias))"
+            ),
+            "Only the bias is off",
+        ),
+        (
+            "def row_linear(x, weight, bias):\n    return F.linear(x, weight) + bias",
+            "one part of the sum",
+        ),
+        (
+            _ROWS.format(
+                backward="total = gradient.clone(); dist.all_reduce(total); return total",
+                result="SumForward.apply(F.linear(x, weight)) + bias",
+            ),
+            "2 times too large",
+        ),
+        (
+            """
+def row_linear(x, weight, bias):
+    total = F.linear(x, weight).detach()
+    dist.all_reduce(total)
+    return total + bias
+""",
+            "the sum has no backward",
+        ),
+        (
+            """
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part):
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, part)
+        return sum(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def row_linear(x, weight, bias):
+    return Gather.apply(F.linear(x, weight)) + bias
+""",
+            "more than the budget",
+        ),
+        ("def row_linear(x, weight, bias):\n    return F.linear(x, weight)[:1]", "(B, O)"),
+    ],
+    "13.2": [
+        ("mended = faulty", "The block does not run"),
+        ('mended = {**faulty, "attention.output": RowwiseParallel()}', "pairs the wrong ones"),
+        (
+            """
+mended = {
+    **faulty,
+    "attention.key": ColwiseParallel(),
+    "attention.value": ColwiseParallel(),
+    "attention.output": RowwiseParallel(),
+}
+""",
+            "more than once",
+        ),
+        (
+            """
+mended = {
+    name: style
+    for name, style in plan.items()
+    if not name.startswith("feed_forward")
+}
+""",
+            "have no entry in the plan",
+        ),
+        (
+            """
+gathered = ColwiseParallel(output_layouts=Replicate())
+mended = {
+    **plan,
+    "feed_forward.gate": gathered,
+    "feed_forward.up": gathered,
+    "feed_forward.down": RowwiseParallel(input_layouts=Replicate()),
+}
+""",
+            "only to be cut again",
+        ),
+        ('mended = {**faulty, "attention.keys": ColwiseParallel()}', "a name that no module has"),
+        ("mended = [ColwiseParallel()]", "Begin with {**faulty"),
+    ],
+    "13.3": [
+        (_LOSS.format(**{**_RIGHT, "largest": "pass"}), "the same largest logit"),
+        (
+            _LOSS.format(**{**_RIGHT, "largest": "largest = torch.zeros_like(largest)"}),
+            "exp overflows",
+        ),
+        (
+            _LOSS.format(**{**_RIGHT, "result": "(total.log() - Leave.apply(picked)).sum()"}),
+            "return the mean",
+        ),
+        (
+            _LOSS.format(**{**_RIGHT, "result": "(total.log() - picked).mean()"}),
+            "which one rank has and all others",
+        ),
+        (
+            """
+def split_loss(logits, targets):
+    parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, logits.detach())
+    parts[dist.get_rank()] = logits
+    return F.cross_entropy(torch.cat(parts, 1), targets)
+""",
+            "more than the budget",
+        ),
+        (
+            _LOSS.format(**{**_RIGHT, "total": "Leave.apply(Enter.apply(shifted).exp().sum(1))"}),
+            "its gradient comes back unchanged",
+        ),
+        (
+            "def split_loss(logits, targets):\n"
+            "    return F.cross_entropy(logits, targets % logits.size(1), reduction='none')",
+            "a tensor without dimensions",
+        ),
+    ],
+    "13.4": [
+        (
+            _FAR.format(time="(split_s + whole_s) / n + 4 * sent_s * (n > 1)", result="times_s"),
+            "does not shrink",
+        ),
+        (
+            _FAR.format(time="split_s / n + whole_s + 4 * sent_s * (n > 1)", result="times_s"),
+            "host is not done",
+        ),
+        (
+            _FAR.format(time="max(host_s, (split_s + whole_s) / n)", result="times_s"),
+            "there are four",
+        ),
+        (
+            _FAR.format(
+                time="host_s + split_s / n + whole_s + 4 * sent_s * (n > 1)", result="times_s"
+            ),
+            "Too long",
+        ),
+        (_FAR.format(time="host_s", result="list(times_s.values())"), "Return a dict"),
+    ],
+}
