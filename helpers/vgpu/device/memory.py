@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from helpers.vgpu.device.memory_record import MemoryRecord
 
@@ -133,7 +134,7 @@ class DeviceMemory:
             f"of which {format_size(self.free_bytes)} is free. "
             f"Including non-PyTorch memory, this process has {allocated} memory in use. "
             f"Of the allocated memory {allocated} is allocated by PyTorch, "
-            f"and 0 bytes is reserved by PyTorch but unallocated."
+            f"and 0 bytes is reserved by PyTorch but unallocated.{_of_rank()}"
         )
 
 
@@ -168,6 +169,13 @@ class Block:
         with _lock:
             self.memory.live_block_count -= 1
             self.memory.change(self, -self.size_bytes, 0, self.operation)
+
+
+def _of_rank() -> str:
+    """Whose memory it was, where there are several ranks, each with a GPU of the same name."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ""
+    return f" This happened on rank {dist.get_rank()} of {dist.get_world_size()}."
 
 
 def format_size(size_bytes: int) -> str:

@@ -95,6 +95,17 @@ def test_a_cluster_that_cannot_be(options, words):
     assert not dist.is_initialized()
 
 
+def test_out_of_memory_names_the_rank():
+    words = r"out of memory.*on rank 5 of 8\."
+    with toy(rank=5, memory_bytes=2**20), vgpu.shapes_only():
+        with pytest.raises(torch.OutOfMemoryError, match=words):
+            torch.empty(2**20, device="vgpu")
+        dist.destroy_process_group()
+        with pytest.raises(torch.OutOfMemoryError) as alone:
+            torch.empty(2**20, device="vgpu")
+    assert "rank" not in str(alone.value)
+
+
 def test_an_unknown_network_is_named():
     words = "no network preset 'pigeons'; there are InfiniBand EDR"
     with pytest.raises(ValueError, match=words), vgpu.cluster(2, network="pigeons"):
