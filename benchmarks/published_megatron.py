@@ -186,18 +186,17 @@ def _update(parameters: list[nn.Parameter]) -> vgpu.Timeline:
     """Mixed precision: gradients are unscaled and clipped, and Adam updates a copy in float32."""
     copies = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
     adam = torch.optim.AdamW(copies, fused=True)
-    found, inverse_scale = (torch.zeros(1, device="vgpu") for _ in range(2))
+    inverse_scale = torch.ones(1, device="vgpu")
     for _ in range(2):
         with vgpu.record(fuses=True) as timeline:
             for copy, parameter in zip(copies, parameters, strict=True):
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                copy.grad = gradient.float()
-            gradients = [copy.grad for copy in copies]
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse_scale)
+                copy.grad = gradient.float() * inverse_scale
             nn.utils.clip_grad_norm_(copies, 1.0, foreach=True)
             adam.step()
             with torch.no_grad():
-                torch._foreach_copy_(parameters, copies)
+                for copy, parameter in zip(copies, parameters, strict=True):
+                    parameter.copy_(copy)
     return timeline
 
 
