@@ -70,9 +70,11 @@ RELIANCES = (
             "torch.Tensor._base",
             "torch.Tensor._backward_hooks",
             "torch.Tensor._post_accumulate_grad_hooks",
+            "torch.Tensor._use_count",
             "torch.UntypedStorage._cdata",
             "torch._C._autograd.CreationMeta",
             "torch._C._autograd._get_creation_meta",
+            "torch._C._dispatch_keys",
             "torch._C._increment_version",
             "torch._C._storage_Use_Count",
             "torch._C._swap_tensor_impl",
@@ -256,6 +258,18 @@ RELIANCES = (
             "torch.testing._internal.distributed.fake_pg.FakeProcessGroup._create_internal",
             "torch.testing._internal.distributed.fake_pg.FakeStore",
         ),
+    ),
+    Reliance(
+        "pipelines of torch on a cluster, whose absent ranks have no vote",
+        "Look how a schedule sets itself up before its first step, and what it skips for torch's "
+        "fake process group; distributed/pipelines.py makes it skip the same.",
+        ("torch.distributed.pipelining.schedules._PipelineSchedule",),
+    ),
+    Reliance(
+        "counting what collectives send: the process group among an operator's arguments",
+        "Print the arguments of a functional collective in helpers/calls/sent.py and see in what "
+        "form the group comes now.",
+        ("torch.ScriptObject._type",),
     ),
     Reliance(
         "saying which rank waits for what",

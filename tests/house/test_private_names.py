@@ -1,0 +1,40 @@
+"""The list of private names of torch is that of the code: tests/test_torch_private_names.py tries it."""
+
+import re
+
+from private_names import listed, uses
+
+LISTED = {name for each in listed.RELIANCES for name in each.names}
+# Attributes of Python's own, and _untyped_storage, which every torch.TypedStorage object has.
+NOT_TORCH = {
+    "_current_frames",
+    "_exit",
+    "_extra_reducers",
+    "_getframe",
+    "_lru_cache_wrapper",
+    "_replace",
+}
+OF_OBJECTS = {"_untyped_storage"}
+
+
+def covered(name):
+    """Whether a name is listed, or is a module of which a listed name is used."""
+    return any(other == name or other.startswith(f"{name}.") for other in LISTED)
+
+
+def test_what_the_code_uses_is_listed():
+    missing = {name: files for name, files in uses.uses().items() if not covered(name)}
+    assert not missing, "enter them in tests/support/private_names/listed.py"
+
+
+def test_private_attributes_of_objects_are_listed():
+    known = {part for name in LISTED for part in name.split(".")} | NOT_TORCH | OF_OBJECTS
+    found = uses.foreign_attributes()
+    missing = {name: place for name, place in found.items() if name not in known}
+    assert not missing, "enter them in tests/support/private_names/listed.py, by their class"
+
+
+def test_what_is_listed_is_used():
+    text = uses.text()
+    unused = [name for name in LISTED if not re.search(rf"\b{name.split('.')[-1]}\b", text)]
+    assert not unused, "take them out of tests/support/private_names/listed.py"
