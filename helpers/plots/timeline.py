@@ -128,13 +128,22 @@ def lanes_of(
     for device in record.devices if devices is None else devices:
         for stream in record.streams(device) or [0]:
             events = [event for event in record.of(device) if event.stream == stream]
-            name = f"{device}, {_work_of(events)}" if stream else f"{device}"
+            own = _name_of(record, device)
+            name = f"{own}, {_work_of(events)}" if stream else own
             while name in lanes:
                 name += " "  # two streams with one kind of work
             lanes[name] = events
     if host:
         lanes["host"] = record.of(torch.device("cpu"))
     return lanes
+
+
+def _name_of(record: Timeline, device: torch.device) -> str:
+    """A GPU's name; of joined ranks of a cluster, the rank's, since GPUs are numbered by host."""
+    ranks = record.ranks
+    if len(ranks) == 1 or ranks == list(range(len(ranks))):
+        return str(device)
+    return f"rank {ranks[record.devices.index(device)]}"
 
 
 def _work_of(events: Sequence[TraceEvent]) -> str:

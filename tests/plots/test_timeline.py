@@ -91,3 +91,13 @@ def test_several_recordings_share_one_scale(recorded, monkeypatch):
     left = [panel.get_position().x0 for panel in panels]
     assert left[0] == left[1]
     assert "Two stages: " in alt and "One addition: " in alt and "host wait" in alt
+
+
+def test_joined_ranks_of_a_cluster_have_their_numbers():
+    devices = [torch.device("vgpu", index) for index in range(2)]
+    joined = vgpu.Timeline("made by hand", devices, ranks=[0, 64])
+    assert list(lanes_of(joined)) == ["rank 0", "rank 64"]
+    assert list(lanes_of(vgpu.Timeline("made by hand", devices, ranks=[0, 1]))) == [
+        "vgpu:0",
+        "vgpu:1",
+    ]
