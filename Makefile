@@ -2,6 +2,7 @@
 ARGS ?=
 BIN := .venv/bin
 CELL_SECONDS := 120
+LESSON_SECONDS := 300
 
 OUT ?=
 CLASS ?=
@@ -59,8 +60,8 @@ wheels: venv
 # thread a process keeps two cores for two tests.
 test: export OMP_NUM_THREADS := 1
 test: venv
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --nbmake \
-	  --nbmake-timeout=$(CELL_SECONDS) --durations=20 $(or $(ARGS),tests notebooks)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --nbmake \
+	  --nbmake-timeout=$(CELL_SECONDS) --timeout=$(LESSON_SECONDS) $(or $(ARGS),tests notebooks)
 
 test-browser: EXTRA := --extra browser
 test-browser: venv

@@ -43,7 +43,6 @@ _LONGEST = (
     "tests/house/test_setup_venv.py",
     "tests/house/test_first_steps.py",
 )
-LESSON_SECONDS = 300
 
 
 def _place(item):
@@ -53,9 +52,6 @@ def _place(item):
 
 def pytest_collection_modifyitems(items):
     items.sort(key=_place)
-    for item in items:
-        if item.path.suffix == ".ipynb":
-            item.add_marker(pytest.mark.timeout(LESSON_SECONDS))
     reason = without_file_handles()
     if not reason:
         return
