@@ -143,7 +143,17 @@ def test_capacity_holds_inside_its_block_only(step):
     assert torch.empty(2**20, device=gpu).nbytes == 2**22
 
 
-def test_collections_leave_out_what_lives_already():
-    with memory.only_new_garbage():
-        assert gc.get_freeze_count() > 0
-    assert gc.get_freeze_count() == 0
+@pytest.mark.parametrize("frozen", [False, True], ids=["nothing", "all"])
+def test_collections_leave_out_what_lives_already(frozen):
+    before = gc.get_freeze_count()
+    gc.unfreeze()
+    if frozen:
+        gc.freeze()
+    try:
+        with memory.only_new_garbage():
+            assert gc.get_freeze_count() > 0
+        assert (gc.get_freeze_count() > 0) == frozen
+    finally:
+        gc.unfreeze()
+        if before:
+            gc.freeze()
