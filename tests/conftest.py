@@ -3,6 +3,7 @@
 ``pytest.mark.virtual_gpus(2, gpu="A100")`` takes the arguments of ``vgpu.enable``.
 """
 
+import gc
 import os
 import tempfile
 
@@ -58,6 +59,17 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if any(f"tests/{folder}/" in item.path.as_posix() for folder in _MANY_FILES):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish():
+    # What lives now, torch and the tests themselves, lives to the end. Going through it would take
+    # a quarter of a second in each collection of garbage, of which there are hundreds.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -17,7 +17,7 @@ each_break = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def kernel():
     """One kernel for all lessons: importing torch takes longer than most proving cells."""
-    with notebook_kernel.started(lessons.ROOT / "notebooks") as running:
+    with notebook_kernel.started(lessons.ROOT / "notebooks", frozen=True) as running:
         yield running
 
 
