@@ -16,6 +16,7 @@ from helpers.plots.one_device.autograd import gradients, graph_before_and_after,
 from helpers.plots.one_device.network import network
 from helpers.plots.one_device.places import memories, relabelled
 from helpers.plots.one_device.training import digit_grid, learning_curves, resumed_curves
+from helpers.plots.parallel.meshes import expert_load, mesh, ring_work
 from helpers.plots.parallel.splits import gained, held, split_times
 from helpers.plots.pipeline import data_parallel_against_ddp, parts_of_time, split_sizes
 from helpers.plots.repeats import repeated_times
@@ -34,6 +35,7 @@ __all__ = [
     "bytes_sent",
     "data_parallel_against_ddp",
     "digit_grid",
+    "expert_load",
     "figure",
     "fitting",
     "four_parts",
@@ -50,6 +52,7 @@ __all__ = [
     "learning_curves",
     "memories",
     "memory_over_step",
+    "mesh",
     "network",
     "one_step",
     "parts_of_time",
@@ -59,6 +62,7 @@ __all__ = [
     "repeated_times",
     "replica_sizes",
     "resumed_curves",
+    "ring_work",
     "schedule",
     "schedules",
     "share_bars",

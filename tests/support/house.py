@@ -63,6 +63,7 @@ ORDER = [
     "helpers.models",
     "helpers.parallel",
     "helpers.plan",
+    "helpers.meshes",
     "helpers.train",
     "helpers.schedules",
     "helpers.plots",

@@ -138,11 +138,11 @@ class CostModel:
         """Seconds of a copy between a GPU and its host."""
         return self._seconds("send", size_bytes, 2, self.spec.host_link)
 
-    def collective_time_s(self, name: str, size_bytes: int, count: int) -> float:
+    def collective_time_s(self, name: str, size_bytes: float, count: int) -> float:
         """Seconds of a collective of ``collectives.py`` among ``count`` GPUs."""
         return self._seconds(name, size_bytes, count, self.link)
 
-    def group_time_s(self, name: str, size_bytes: int, ranks: Sequence[int]) -> float:
+    def group_time_s(self, name: str, size_bytes: float, ranks: Sequence[int]) -> float:
         """Seconds of a collective among the GPUs of these ranks, numbered host by host."""
         hosts = self.hosts_of(ranks)
         if self.network is None or len(hosts) == 1:
@@ -167,7 +167,7 @@ class CostModel:
         """How many of these ranks each host has."""
         return Counter(rank // self.gpus_per_host if self.gpus_per_host else 0 for rank in ranks)
 
-    def _seconds(self, name: str, size_bytes: int, count: int, link: Link) -> float:
+    def _seconds(self, name: str, size_bytes: float, count: int, link: Link) -> float:
         way = Way(link.latency_s, link.among_bytes_per_s(count) * self.link_share)
         return collectives.seconds(name, size_bytes, count, way)
 

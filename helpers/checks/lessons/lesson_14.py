@@ -1,0 +1,224 @@
+"""Checks of lesson 14: groups of a mesh, the running softmax, a balanced ring, an expert's capacity."""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers.calls import Calls
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
+
+
+@exercise("14.1", "The groups of a mesh")
+def groups_of(answer: Callable[[tuple[int, ...], int], list[list[int]]]) -> dict[str, Any]:
+    meshes = [((2, 4), 1), ((2, 4), 0), ((2, 3, 2), 1), ((4, 1, 2), 1)]
+    sizes = tuple(random.choice((2, 3, 4)) for _ in range(3))
+    meshes += [(sizes, dimension) for dimension in range(3)]
+    for sizes, dimension in meshes:
+        given = f"sizes {sizes}, dimension {dimension}"
+        ranks = torch.arange(math.prod(sizes)).view(sizes)
+        expected = ranks.movedim(dimension, -1).reshape(-1, sizes[dimension]).tolist()
+        with for_input(given, "Return a list of groups, each a list of ranks."):
+            yours = answer(sizes, dimension)
+        groups = _as_groups(yours)
+        if sorted(groups) != sorted(expected):
+            raise Wrong(
+                yours=yours,
+                expected=expected,
+                given=given,
+                hint=_hint_for_groups(groups, expected, sizes, dimension),
+                values=True,
+            )
+    return {
+        "meshes": len(meshes),
+        "the last one": f"{sizes}, dimension {dimension}: {len(expected)} groups, the first "
+        f"{expected[0]}",
+    }
+
+
+def _as_groups(yours: Any) -> list[list[int]]:
+    """As lists of numbers; what is no list of lists comes out empty."""
+    if not isinstance(yours, list | tuple):
+        return []
+    return [[int(r) for r in group] for group in yours if isinstance(group, list | tuple)]
+
+
+def _hint_for_groups(
+    groups: list[list[int]], expected: list[list[int]], sizes: Sequence[int], dimension: int
+) -> str:
+    if sorted(map(sorted, groups)) == sorted(expected):
+        return "The right ranks are together; in each group they come in rising order."
+    if groups and {len(group) for group in groups} != {sizes[dimension]}:
+        return f"Each group of this dimension has {sizes[dimension]} ranks, its size."
+    turned = len(sizes) - 1 - dimension
+    mirrored = torch.arange(math.prod(sizes)).view(tuple(reversed(sizes)))
+    if sorted(groups) == sorted(
+        mirrored.movedim(turned, -1).reshape(-1, sizes[dimension]).tolist()
+    ):
+        return "The last dimension counts fastest, not the first: its ranks are neighbours."
+    return "Two ranks are in one group if they differ in their place in this dimension only."
+
+
+@exercise("14.2", "The running softmax")
+def attend(answer: Callable[[torch.Tensor, Iterator[Any]], torch.Tensor]) -> dict[str, Any]:
+    largest = 0.0
+    for scale in (1.0, 60.0):
+        lengths = [random.randint(8, 16) for _ in range(random.randint(3, 5))]
+        query = scale * torch.randn(2, 3, 12, 8)
+        blocks = [(scale * torch.randn(2, 3, n, 8), torch.randn(2, 3, n, 8)) for n in lengths]
+        if scale > 1:  # the highest score comes last, and then first
+            blocks.sort(key=lambda block: (query @ block[0].mT).amax().item())
+        for order in (blocks, blocks[::-1]):
+            keys, values = (torch.cat(parts, dim=-2) for parts in zip(*order, strict=True))
+            expected = F.scaled_dot_product_attention(query, keys, values)
+            highest = (query @ keys.mT / 8**0.5).abs().amax().item()
+            given = f"blocks of {[len(k[0, 0]) for k, _ in order]} keys, scores up to {highest:.0f}"
+            with for_input(given, "Return a tensor of the query's shape."), _Largest() as seen:
+                yours = answer(query, iter(order))
+            hint = _hint_for_softmax(yours, query, order, expected)
+            expect_close(yours, expected, given=given, hint=hint, rtol=1e-3, atol=1e-4)
+            room = 2 * 3 * 12 * max(8, *(k.size(-2) for k, _ in order))
+            if seen.numel > room:
+                raise Wrong(
+                    yours=f"a tensor of {seen.numel} numbers",
+                    expected=f"at most {room}, the scores of the largest block",
+                    given=given,
+                    hint="The values are right, but blocks are put together. Take one at a time.",
+                )
+            largest = max(largest, seen.numel / (2 * 3 * 12 * keys.size(-2)))
+    return {
+        "largest scores": f"{highest:.0f}, and nothing overflowed",
+        "your largest tensor": f"{largest:.0%} of the whole matrix of scores",
+    }
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the numbers of the largest tensor that a block makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def _hint_for_softmax(
+    yours: Any, query: torch.Tensor, blocks: Sequence[Any], expected: torch.Tensor
+) -> str:
+    if not isinstance(yours, torch.Tensor) or yours.shape != expected.shape:
+        return "Return a tensor of the query's shape: one output for each query."
+    if not torch.isfinite(yours).all():
+        return "exp overflows: subtract the highest score so far before it, in each block."
+    own = [F.scaled_dot_product_attention(query, k, v) for k, v in blocks]
+    if torch.allclose(yours, torch.stack(own).mean(0), atol=1e-3):
+        return "The mean of the blocks' results is not it: a block with higher scores counts more."
+    if torch.allclose(yours, own[-1], atol=1e-3):
+        return "This is the last block alone."
+    unscaled = [(k * 8**0.5, v) for k, v in blocks]
+    keys, values = (torch.cat(parts, dim=-2) for parts in zip(*unscaled, strict=True))
+    if torch.allclose(yours, F.scaled_dot_product_attention(query, keys, values), atol=1e-3):
+        return "The scores lack their factor, D ** -0.5."
+    return (
+        "When a block brings a higher score, the sum and the output so far shrink by "
+        "exp(old highest - new highest)."
+    )
+
+
+@exercise("14.3", "Balance the ring")
+def balanced(answer: Callable[[int, int], Sequence[int]]) -> dict[str, Any]:
+    shown = {}
+    for ranks in (2, 4, random.choice((3, 5, 6, 7)), 8):
+        given = f"{ranks} ranks, {2 * ranks} chunks"
+        with for_input(given, "Return the numbers of two chunks."):
+            held = [tuple(answer(rank, ranks)) for rank in range(ranks)]
+        told = ", ".join(f"rank {rank}: {chunks}" for rank, chunks in enumerate(held))
+        if sorted(chunk for chunks in held for chunk in chunks) != list(range(2 * ranks)):
+            raise Wrong(
+                yours=told,
+                expected=f"each of the chunks 0 to {2 * ranks - 1} on one rank, two on each",
+                given=given,
+                hint="A chunk that nobody holds is missing, and one held twice is computed twice.",
+            )
+        # Chunk i meets itself, half of it masked, and the i chunks before it.
+        work = [sum(chunk + 0.5 for chunk in chunks) for chunks in held]
+        mean = sum(work) / ranks
+        if max(work) > mean or any(len(chunks) != 2 for chunks in held):
+            busiest = work.index(max(work))
+            raise Wrong(
+                yours=f"rank {busiest} computes {max(work):g} chunks' products ({told})",
+                expected=f"the mean, {mean:g}, on each rank",
+                given=given,
+                hint="Later chunks look at more. Give each rank one of the early and one of the "
+                "late.",
+            )
+        in_order = 4 * ranks - 2
+        shown[f"{ranks} ranks"] = (
+            f"{max(work):g} products on each, in order up to {in_order:g}: "
+            f"{in_order / max(work):.2f} times as many"
+        )
+    return shown
+
+
+@exercise("14.4", "Capacity of an expert")
+def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) -> dict[str, Any]:
+    operations = {}
+    for tokens in (10, 1000, random.randint(100, 300)):
+        experts = random.choice((4, 8))
+        chosen = (torch.rand(tokens) ** 2 * experts).long()  # low numbers come more often
+        capacity = math.ceil(1.25 * tokens / experts)
+        if tokens == 10:
+            chosen, experts, capacity = torch.tensor([1, 0, 1, 1, 3, 1, 0, 3, 1, 0]), 4, 2
+        given = f"{tokens} tokens, {experts} experts, capacity {capacity}"
+        given += f", chosen {chosen.tolist()}" if tokens == 10 else ""
+        with for_input(given, "Return a tensor of booleans, one for each token."), Calls() as calls:
+            yours = answer(chosen, experts, capacity)
+        if isinstance(yours, torch.Tensor) and yours.dtype != torch.bool:
+            raise Wrong(
+                yours=f"a tensor of {yours.dtype}",
+                expected="a tensor of torch.bool",
+                given=given,
+                hint="A comparison gives booleans.",
+            )
+        expected = _first_come(chosen, capacity)
+        expect_equal(yours, expected, given=given, hint=_hint_for_capacity(yours, expected))
+        operations[tokens] = len(calls.names)
+        fullest = chosen.bincount(minlength=experts).max().item()
+    if operations[1000] > operations[10]:
+        raise Wrong(
+            yours=f"{operations[10]} operations for 10 tokens, {operations[1000]} for 1000",
+            expected="as many for 1000 as for 10",
+            given="1000 tokens",
+            hint="The values are right. A loop over tokens makes a GPU wait for Python each time.",
+        )
+    return {
+        "kept": f"{int(expected.sum())} of {tokens} tokens; the fullest expert was sent {fullest}, "
+        f"and takes {capacity}",
+        "your operations": f"{operations[1000]}, for 10 tokens as for 1000",
+    }
+
+
+def _first_come(chosen: torch.Tensor, capacity: int) -> torch.Tensor:
+    taken: dict[int, int] = {}
+    kept = []
+    for expert in chosen.tolist():
+        taken[expert] = taken.get(expert, 0) + 1
+        kept.append(taken[expert] <= capacity)
+    return torch.tensor(kept)
+
+
+def _hint_for_capacity(yours: Any, expected: torch.Tensor) -> str:
+    if not isinstance(yours, torch.Tensor) or yours.shape != expected.shape:
+        return "Return a tensor of booleans, one for each token."
+    if int(yours.sum()) == int(expected.sum()):
+        return "As many are kept as should be, but others: the first ones that come are."
+    if int(yours.sum()) > int(expected.sum()):
+        return "Too many are kept: count from 1, and each expert takes capacity tokens, no more."
+    return "Too few are kept: an expert takes its first tokens even if more come later."

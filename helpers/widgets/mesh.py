@@ -1,0 +1,131 @@
+"""64 GPUs as a mesh: the sizes and the order of its dimensions to groups, bytes on links, and time.
+
+The model is Llama 70B with sequences of 8192 tokens, trained on H100s with eight to a host; the
+arithmetic is that of ``helpers.meshes``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import permutations
+
+import ipywidgets
+from IPython.display import display
+
+from helpers import meshes, plots, vgpu
+from helpers.meshes import DIMENSIONS, Step
+from helpers.models import LLAMA
+from helpers.tables import Table
+from helpers.units import format_bytes, format_seconds
+from helpers.widgets.live import live
+
+GPUS, GPUS_PER_HOST, GPU = 64, 8, "H100"
+MODEL = replace(LLAMA["70B"], sequence=8192)
+NETWORKS = ("InfiniBand NDR", "InfiniBand HDR", "EFA p5", "Ethernet 100")
+
+
+def mesh_sizes(
+    tensor: int, context: int, pipeline: int, order: Sequence[str] = DIMENSIONS
+) -> dict[str, int]:
+    """The sizes of all dimensions, neighbours first; the GPUs left over are ``data``.
+
+    ValueError where they do not come out even.
+    """
+    others = tensor * context * pipeline
+    if GPUS % others:
+        raise ValueError(f"{tensor} × {context} × {pipeline} = {others} do not divide {GPUS} GPUs")
+    sizes = dict(zip(DIMENSIONS, (tensor, context, pipeline, GPUS // others), strict=True))
+    return {name: sizes[name] for name in order}
+
+
+def answer(
+    sizes: dict[str, int],
+    sequences: int = 64,
+    network: str = "InfiniBand NDR",
+    gpus_per_host: int = GPUS_PER_HOST,
+    **shares: float,
+) -> Step:
+    """A step of Llama 70B on the mesh; shares are those of ``CostModel``.
+
+    ValueError for sizes that do not divide.
+    """
+    cost = vgpu.CostModel(
+        vgpu.PRESETS[GPU],
+        network=vgpu.NETWORKS[network],
+        gpus_per_host=gpus_per_host,
+        **shares,  # type: ignore[arg-type]
+    )
+    return meshes.step(sizes, MODEL, sequences, cost)
+
+
+def tokens_per_s(found: Step, sequences: int) -> float:
+    """Of one GPU."""
+    return sequences * MODEL.sequence / found.seconds / GPUS
+
+
+def answer_table(found: Step, sequences: int) -> Table:
+    """Each dimension's group, link, bytes and time; then the step."""
+    rows: list[tuple[object, ...]] = []
+    for each in found.traffic:
+        talks = ", ".join(map(str, each.ranks[:4])) + (", …" if len(each.ranks) > 4 else "")
+        rows.append(
+            (
+                each.dimension,
+                talks,
+                each.link,
+                format_bytes(each.sent_bytes),
+                format_seconds(each.sending_s),
+                format_seconds(each.exposed_s),
+            )
+        )
+    room = vgpu.PRESETS[GPU].memory_bytes
+    fits = "fits" if found.held_bytes < room else "does not fit"
+    caption = (
+        f"One step, predicted: {format_seconds(found.seconds)}, of which "
+        f"{format_seconds(found.compute_s)} is computing and {format_seconds(found.bubble_s)} the "
+        f"pipeline's bubble; {tokens_per_s(found, sequences):.0f} tokens/s a GPU. Parameters, "
+        f"gradients and optimizer: {format_bytes(found.held_bytes)} of {format_bytes(room)}: {fits}."
+    )
+    header = ("dimension", "GPU 0 talks to", "over", "a GPU sends", "sending", "nothing beside it")
+    return Table(header, rows, caption=caption)
+
+
+def show_mesh(
+    tensor: int,
+    context: int,
+    pipeline: int,
+    order: Sequence[str] = DIMENSIONS,
+    sequences: int = 64,
+    network: str = "InfiniBand NDR",
+) -> None:
+    """Draw the groups and say what they send; say why where there is no such mesh."""
+    try:
+        sizes = mesh_sizes(tensor, context, pipeline, order)
+        found = answer(sizes, sequences, network)
+    except ValueError as problem:
+        print(f"No such mesh: {problem}.")
+        return
+    several = {name: meshes.groups(sizes, name) for name, size in sizes.items() if size > 1}
+    if several:
+        plots.mesh(several, GPUS_PER_HOST)
+    display(answer_table(found, sequences))
+
+
+def mesh_explorer() -> ipywidgets.Widget:
+    """Sizes, order, batch and network around ``show_mesh``."""
+    orders = [(", ".join(order), order) for order in permutations(DIMENSIONS)]
+    wide = {"style": {"description_width": "initial"}}
+    controls: dict[str, ipywidgets.Widget] = {
+        name: ipywidgets.SelectionSlider(
+            options=[1, 2, 4, 8], value=value, description=name, continuous_update=False
+        )
+        for name, value in (("tensor", 8), ("context", 1), ("pipeline", 1))
+    }
+    controls["order"] = ipywidgets.Dropdown(options=orders, description="neighbours first", **wide)
+    controls["sequences"] = ipywidgets.SelectionSlider(
+        options=[16, 32, 64, 128, 256], value=64, description="sequences", continuous_update=False
+    )
+    controls["network"] = ipywidgets.Dropdown(options=NETWORKS, description="network")
+    drawn = live(show_mesh, controls)
+    sizes = [controls[name] for name in ("tensor", "context", "pipeline")]
+    others = [controls[name] for name in ("order", "sequences", "network")]
+    return ipywidgets.VBox([ipywidgets.HBox(sizes), ipywidgets.HBox(others), drawn])

@@ -1,0 +1,154 @@
+"""Lesson 14: meshes turned round, norms counted twice, a ring that forgets, experts for everyone."""
+
+from broken_claims import Broken
+
+# The sweep over shares is not needed here.
+_ONE_SHARE = [
+    (
+        "\n".join(
+            f'    "{name}": {shares},'
+            for name, shares in (
+                ("arithmetic reaches 0.3", '{"arithmetic_share": 0.3}'),
+                ("arithmetic reaches 0.8", '{"arithmetic_share": 0.8}'),
+                ("network reaches 0.4", '{"network_share": 0.4}'),
+                ("links inside reach 0.4", '{"link_share": 0.4}'),
+            )
+        ),
+        "",
+    )
+]
+
+BROKEN = [
+    Broken(
+        "H01",
+        "the mesh counts its first dimension fastest",
+        edits=[
+            (
+                "mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)",
+                "mesh = DeviceMesh(device.type, torch.arange(8).view(4, 2).T, mesh_dim_names=names)",
+            )
+        ],
+    ),
+    Broken(
+        "H02",
+        "each rank of a tensor group reads its own sequences",
+        edits=[
+            (
+                'train(model, mesh.get_local_rank("shard"), mesh["shard"].size(), look)',
+                "train(model, rank, world_size, look)",
+            )
+        ],
+    ),
+    Broken(
+        "H09",
+        "what is replicated is added as well",
+        edits=[
+            (
+                "                if not placement.is_replicate():\n"
+                "                    group = parameter.device_mesh.get_group(dimension)\n"
+                "                    dist.all_reduce(square, group=group)",
+                "                if dimension == 0:\n                    dist.all_reduce(square)",
+            )
+        ],
+    ),
+    Broken(
+        "H03",
+        "the network is as fast as the links inside a host",
+        shorter=_ONE_SHARE,
+        edits=[
+            (
+                "with vgpu.cluster(hosts=8, gpus_per_host=8",
+                "with vgpu.cluster(hosts=1, gpus_per_host=64",
+            )
+        ],
+    ),
+    Broken(
+        "H04",
+        "the first stage is fed with zeros",
+        edits=[("schedule.step(batch) if number == 0", "schedule.step(batch * 0) if number == 0")],
+    ),
+    Broken(
+        "H04",
+        "nothing is kept",
+        edits=[
+            (
+                '"and kept until the step ends": (True, False)',
+                '"and kept until the step ends": (True, True)',
+            )
+        ],
+    ),
+    Broken(
+        "H05",
+        "what was summed does not shrink when a higher score comes",
+        edits=[
+            (
+                "shrink * total + weights.sum(-1, keepdim=True), shrink * output + weights @ values",
+                "total + weights.sum(-1, keepdim=True), output + weights @ values",
+            )
+        ],
+    ),
+    Broken(
+        "H05",
+        "gradients stay with the last rank that they reached",
+        edits=[
+            (
+                "            add_gradients(saved, query[i], keys, values, same, grad_query[i], *grads)\n"
+                "        moving = pass_on(moving)",
+                "            add_gradients(saved, query[i], keys, values, same, grad_query[i], *grads)\n"
+                "        moving = pass_on(moving) if step < ranks - 1 else moving",
+            )
+        ],
+    ),
+    Broken(
+        "H06",
+        "the balanced layout pairs neighbours",
+        edits=[
+            (
+                "def both_ends(rank, ranks):\n    return rank, 2 * ranks - 1 - rank",
+                "def both_ends(rank, ranks):\n    return rank, ranks + rank",
+            )
+        ],
+    ),
+    Broken(
+        "H07",
+        "the router sends as many tokens to each expert",
+        edits=[
+            (
+                "weight, chosen = router(tokens).softmax(-1).max(-1)",
+                "weight, chosen = router(tokens).softmax(-1).max(-1)\n"
+                "    chosen = torch.arange(len(tokens), device=tokens.device) % len(router.weight)",
+            )
+        ],
+    ),
+    Broken(
+        "H07",
+        "gradients of tokens stay with the expert",
+        edits=[
+            (
+                "return AllToAll.apply(grad, ctx.receives, ctx.sends), None, None",
+                "return grad.new_zeros(sum(ctx.sends), grad.size(1)), None, None",
+            )
+        ],
+    ),
+    Broken(
+        "H08",
+        "every expert computes with all tokens that are there, and keeps its own",
+        edits=[
+            (
+                "        results = results.index_add(0, rows, expert(tokens[rows]))",
+                "        own = (chosen == number)[:, None]\n"
+                "        results = torch.where(own, expert(tokens), results)",
+            )
+        ],
+    ),
+    Broken(
+        "H10",
+        "all links are as fast as those in a host",
+        edits=[
+            (
+                "return {order: answer(mesh, **changes)",
+                "return {order: answer(mesh, gpus_per_host=64)",
+            )
+        ],
+    ),
+]

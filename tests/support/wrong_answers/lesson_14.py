@@ -1,0 +1,123 @@
+"""Typical mistakes in the exercises of lesson 14, and what the learner must be told."""
+
+_GROUPS = """
+def groups_of(sizes, dimension):
+    ranks = torch.arange(math.prod(sizes)).view({shape})
+    return {result}
+"""
+
+_ATTEND = """
+def attend(query, blocks):
+    highest, total, output = -math.inf, 0.0, 0.0
+    for keys, values in blocks:
+        scores = query @ keys.mT * {factor}
+        new = scores.amax(-1, keepdim=True).clamp(min=highest)
+        weights, shrink = (scores - new).exp(), (highest - new).exp()
+        total = {total}
+        output = {output}
+        highest = new
+    return output / total
+"""
+_TOTAL = "shrink * total + weights.sum(-1, keepdim=True)"
+_OUTPUT = "shrink * output + weights @ values"
+
+_PLACES = """
+def within_capacity(chosen, experts, capacity):
+    places = F.one_hot(chosen, experts).cumsum(0)
+    places = places.gather(1, chosen[:, None])[:, 0]
+    return {result}
+"""
+
+WRONG = {
+    "14.1": [
+        (
+            _GROUPS.format(
+                shape="tuple(reversed(sizes))",
+                result="ranks.movedim(len(sizes) - 1 - dimension, -1)"
+                ".reshape(-1, sizes[dimension]).tolist()",
+            ),
+            "The last dimension counts fastest",
+        ),
+        (
+            _GROUPS.format(shape="sizes", result="ranks.reshape(sizes[dimension], -1).tolist()"),
+            "ranks, its size",
+        ),
+        (
+            _GROUPS.format(shape="sizes", result="ranks.reshape(-1, sizes[dimension]).tolist()"),
+            "its ranks are neighbours",
+        ),
+        (
+            _GROUPS.format(
+                shape="sizes",
+                result="ranks.movedim(dimension, -1).flip(-1)"
+                ".reshape(-1, sizes[dimension]).tolist()",
+            ),
+            "rising order",
+        ),
+        ("def groups_of(sizes, dimension):\n    return 3", "differ in their place"),
+    ],
+    "14.2": [
+        (
+            "def attend(query, blocks):\n    parts = [F.scaled_dot_product_attention(query, k, v) "
+            "for k, v in blocks]\n    return torch.stack(parts).mean(0)",
+            "counts more",
+        ),
+        (
+            "def attend(query, blocks):\n    for k, v in blocks:\n"
+            "        out = F.scaled_dot_product_attention(query, k, v)\n    return out",
+            "the last block alone",
+        ),
+        (
+            "def attend(query, blocks):\n    total, output = 0.0, 0.0\n"
+            "    for keys, values in blocks:\n"
+            "        weights = (query @ keys.mT * query.size(-1) ** -0.5).exp()\n"
+            "        total = total + weights.sum(-1, keepdim=True)\n"
+            "        output = output + weights @ values\n    return output / total",
+            "exp overflows",
+        ),
+        (
+            "def attend(query, blocks):\n    keys, values = zip(*blocks)\n"
+            "    return F.scaled_dot_product_attention(query, torch.cat(keys, -2), "
+            "torch.cat(values, -2))",
+            "Take one at a time",
+        ),
+        (
+            _ATTEND.format(
+                factor="query.size(-1) ** -0.5", total=_TOTAL, output="output + weights @ values"
+            ),
+            "shrink by",
+        ),
+        (_ATTEND.format(factor="1.0", total=_TOTAL, output=_OUTPUT), "lack their factor"),
+        ("def attend(query, blocks):\n    return query.sum()", "the query's shape"),
+    ],
+    "14.3": [
+        ("def balanced(rank, ranks):\n    return 2 * rank, 2 * rank + 1", "one of the early"),
+        ("def balanced(rank, ranks):\n    return rank, ranks + rank", "one of the early"),
+        ("def balanced(rank, ranks):\n    return rank, 2 * ranks - rank", "nobody holds"),
+        ("def balanced(rank, ranks):\n    return rank", "Return the numbers of two chunks"),
+    ],
+    "14.4": [
+        (_PLACES.format(result="places < capacity"), "Too few are kept"),
+        (_PLACES.format(result="places - 1 <= capacity"), "Too many are kept"),
+        (_PLACES.format(result="(places <= capacity).long()"), "A comparison gives booleans"),
+        (
+            "def within_capacity(chosen, experts, capacity):\n"
+            "    places = F.one_hot(chosen, experts).flip(0).cumsum(0).flip(0)\n"
+            "    return places.gather(1, chosen[:, None])[:, 0] <= capacity",
+            "the first ones that come",
+        ),
+        (
+            "def within_capacity(chosen, experts, capacity):\n"
+            "    return chosen.bincount(minlength=experts)[chosen] <= capacity",
+            "Too few are kept",
+        ),
+        (
+            "def within_capacity(chosen, experts, capacity):\n"
+            "    kept = torch.zeros(len(chosen), dtype=torch.bool)\n"
+            "    for token in range(len(chosen)):\n"
+            "        kept[token] = (chosen[: token + 1] == chosen[token]).sum() <= capacity\n"
+            "    return kept",
+            "makes a GPU wait",
+        ),
+    ],
+}
