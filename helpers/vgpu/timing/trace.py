@@ -1,5 +1,6 @@
 """Records of virtual time: what ran where and when. Figures and reports only read them."""
 
+import functools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -143,7 +144,10 @@ class Timeline:
 
 def in_order(events: Iterable[TraceEvent]) -> list[TraceEvent]:
     """By start, device and stream."""
-    return sorted(events, key=lambda e: (e.start_s, str(e.device), e.stream, e.launch_s))
+    return sorted(events, key=lambda e: (e.start_s, _name(e.device), e.stream, e.launch_s))
+
+
+_name = functools.cache(str)  # of a device: events are many
 
 
 def covered_s(events: Iterable[TraceEvent]) -> float:

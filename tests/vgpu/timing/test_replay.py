@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from helpers import launch, vgpu
+from helpers.vgpu.timing.play.meeting import Meeting
+from helpers.vgpu.timing.play.player import Player
 
 PLAIN = vgpu.Link("plain", 1e9, 0.0, "made for these tests")
 SPEC = vgpu.GPUSpec(
@@ -294,6 +296,35 @@ def test_a_host_may_hand_over_more_while_a_stream_waits():
     timeline = joined(first, second)
     ends = [e.end_s for e in timeline.of("vgpu:0") if e.kind == "collective"]
     assert ends == [near(4), near(5)]  # handed over after 3 launches, and then sent back
+
+
+def test_what_stands_in_line_is_looked_at_once():
+    """A line that grows while its first one waits costs no more than one that does not."""
+
+    def waits(rank, x):
+        dist.recv(x, 1)
+        for _ in range(200):
+            torch.vgpu.current_stream().wait_stream(torch.vgpu.default_stream())
+        x.neg()
+
+    def sends(rank, x):
+        x.neg()
+        dist.send(x, 0)
+
+    program, other = (of_rank(r, p).programs[0] for r, p in enumerate((waits, sends)))
+    player = Player(program.model, 0, Meeting([0, 1]))
+    asked = []
+    player.wake_at = lambda moment, lane: asked.append(moment)
+    for _ in player.play(program.steps):
+        pass
+    assert len(asked) == 1
+    assert other.rank == 1
+
+
+def test_copies_of_joined_ranks_name_their_gpu():
+    timeline = joined(lambda rank, x: x.cpu(), lambda rank, x: x.cpu())
+    copies = [event for event in timeline.events if event.kind == "copy"]
+    assert [str(event.source) for event in copies] == ["vgpu:0", "vgpu:1"]
 
 
 def test_ranks_that_wait_for_one_another():

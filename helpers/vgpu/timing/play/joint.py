@@ -13,10 +13,11 @@ from helpers.vgpu.device.links import get_link
 from helpers.vgpu.device.networks import get_network
 from helpers.vgpu.device.specs import get_spec
 from helpers.vgpu.timing.costs import CostModel
+from helpers.vgpu.timing.play.garbage import rarely_collected
 from helpers.vgpu.timing.play.meeting import Meeting, Part
 from helpers.vgpu.timing.play.player import Player
 from helpers.vgpu.timing.play.steps import Collective, Program, Stream
-from helpers.vgpu.timing.trace import HOST, Timeline, in_order
+from helpers.vgpu.timing.trace import Timeline, in_order
 
 SHOW_PROGRESS_FROM = 300_000
 """Steps that play in about a second; from here on a bar shows how far they are."""
@@ -106,6 +107,7 @@ def _changed(model: CostModel, changes: dict[str, Any]) -> CostModel:
     return replace(model, **changes)
 
 
+@rarely_collected()
 def _played(programs: Sequence[Program]) -> Timeline:
     return _alone(programs[0]) if len(programs) == 1 else together(programs)
 
@@ -148,12 +150,16 @@ def _counted(steps: Sequence[Any], bar: Any) -> Iterator[Any]:
 # Several ranks
 
 
+@rarely_collected()
 def together(programs: Sequence[Program]) -> Timeline:
     """What ``joined`` gives for these programs."""
     programs = sorted(programs, key=lambda program: program.rank)
     _check(programs)
     meeting = Meeting(program.rank for program in programs)
-    players = [Player(program.model, program.rank, meeting) for program in programs]
+    players = [
+        Player(program.model, program.rank, meeting, place)
+        for place, program in enumerate(programs)
+    ]
     with _bar(sum(len(program.steps) for program in programs)) as bar:
         _play(
             {
@@ -164,13 +170,9 @@ def together(programs: Sequence[Program]) -> Timeline:
     timeline = _timeline(programs, len(players))
     ends = [player.end() for player in players]
     timeline.host_s, timeline.makespan_s = (max(times) for times in zip(*ends, strict=True))
-    events = []
-    for index, player in enumerate(players):
-        place = {"stream": index}, {"device": timeline.devices[index]}
-        events += [event._replace(**place[event.device != HOST]) for event in player.events]
-        races = [race for _, race in programs[index].races]
-        timeline.races += [replace(race, device=timeline.devices[index]) for race in races]
-    timeline.events = in_order(events)
+    timeline.events = in_order(event for player in players for event in player.events)
+    for program, device in zip(programs, timeline.devices, strict=True):
+        timeline.races += [replace(race, device=device) for _, race in program.races]
     return timeline
 
 

@@ -63,10 +63,12 @@ class Lines:
         self._woken.append(lane)
 
     def give(self, lanes: Sequence[Lane], run: Callable[[], bool]) -> None:
+        """Run something now, or when all that stands before it on these streams has run."""
         turn = Turn(lanes, run)
         for lane in lanes:
             lane.line.append(turn)
-        self._go_on(lanes[0])
+        if all(lane.line[0] is turn for lane in lanes):
+            self._go_on(lanes[0])
 
     def wake(self) -> bool:
         """Go on with the streams whose moments have come; returns whether there were any."""

@@ -50,8 +50,17 @@ class ThreadTime:
 class Player(Lines):
     """The time of one program. All times are seconds since it began."""
 
-    def __init__(self, model: CostModel, rank: int = 0, meeting: Meeting | None = None) -> None:
-        """meeting: where ranks wait for one another; alone in one unless given."""
+    def __init__(
+        self,
+        model: CostModel,
+        rank: int = 0,
+        meeting: Meeting | None = None,
+        place: int | None = None,
+    ) -> None:
+        """meeting: where ranks wait for one another; alone in one unless given.
+
+        place: the number of this rank's only GPU, and of its host, in a timeline of several ranks.
+        """
         super().__init__()
         self.model = model
         self.rank = rank
@@ -61,6 +70,7 @@ class Player(Lines):
         self.outstanding: dict[int, Part] = {}  # collectives that have not ended, by their moment
         self.waits_for: int | None = None  # the moment for which the host waits
         self._meeting = meeting or Meeting([rank])
+        self._place = place
         self._compute: dict[int, Unit] = {}
         self._links: dict[tuple[int, int], Unit] = {}
         # Of a GPU: inside its host or out of it, and out of or into the GPU.
@@ -131,7 +141,7 @@ class Player(Lines):
                     name=step.name,
                     kind="wait",
                     device=HOST,
-                    stream=thread.number,
+                    stream=thread.number if self._place is None else self._place,
                     start_s=thread.now_s,
                     end_s=time_s,
                     launch_s=thread.now_s,
@@ -148,7 +158,8 @@ class Player(Lines):
 
     def _stream(self, step: Stream) -> None:
         compute = self._compute.setdefault(step.gpu, Unit())
-        self.lanes.append(Lane(torch.device(gpus.DEVICE_TYPE, step.gpu), step.number, compute))
+        index = step.gpu if self._place is None else self._place
+        self.lanes.append(Lane(torch.device(gpus.DEVICE_TYPE, index), step.number, compute))
 
     def _mark(self, step: Mark) -> int:
         lane, moment = self.lanes[step.stream], self.begin_moment()
