@@ -24,7 +24,10 @@ os.environ["COURSE_PROGRESS_DIR"] = _progress.name
 def _virtual_gpus(request):
     marker = request.node.get_closest_marker("virtual_gpus")
     if marker is None:
+        before = vgpu.is_enabled()
         yield
+        if vgpu.is_enabled() and not before:
+            vgpu.disable()  # devices.lab enables them for good, which a test may have called
         return
     with vgpu.enable(*marker.args, **marker.kwargs):
         yield

@@ -41,7 +41,7 @@ def hangs(rank, world_size):
     Path(f"child-{rank}").write_text(str(child.pid))
     time.sleep(1000)
 
-found = {"platform": guard.sys.platform, "start": team._context().get_start_method()}
+found = {"platform": guard.sys.platform, "start": team.context().get_start_method()}
 found["results"] = launch.run(total, 2)
 for function, limit_s in ((raises, 60), (dies, 60), (hangs, 5)):
     try:

@@ -196,7 +196,7 @@ def test_the_help_names_every_setting_and_shows_commands_that_parse(capsys):
     shown = capsys.readouterr().out
     for field in fields(Settings):
         assert f"--{field.name.replace('_', '-')}" in shown
-    assert "(default: 0.07)" in shown and max(map(len, shown.splitlines())) <= 100
+    assert "(default: digits 0.07, gpt 0.01)" in shown and max(map(len, shown.splitlines())) <= 100
     commands = re.findall(r"^    .*-m helpers\.train(.*)$", shown, re.MULTILINE)
     assert len(commands) == 5
     for options in commands:

@@ -10,22 +10,25 @@ from helpers.train import Settings, Training
 from helpers.train import __main__ as command_line
 from helpers.train.tasks import DEFAULTS, GPTTask
 
-# 5 steps an epoch; in double precision the layouts differ by rounding only.
-SHORT = Settings("gpt", epochs=2, batch_size=1200, learning_rate=0.01, width=16)
+# In double precision the layouts differ by rounding only.
+SHORT = Settings("gpt", epochs=1, batch_size=48, learning_rate=0.01, width=16)
+STEPS = 5
 
 
-def trained(rank, world_size, settings, kind="ddp", folder=None, stop_at=None):
-    """On a rank: all parameters after each step of this run, and the scores."""
+def trained(rank, world_size, settings, kind="ddp", folder=None, save_at=None):
+    """On a rank: all parameters after each of the first steps, what was resumed, and the score."""
     torch.set_num_threads(1)
     training = Training(settings, folder, layout=named_layout(kind, world_size))
     after_each_step = []
     for inputs, targets in training.batches():
         training.train_on(inputs, targets)
         after_each_step.append(vector(training.bare))
-        if training.step == stop_at:
+        if training.step == save_at:
             training.save()
+            return after_each_step, None, None
+        if training.step == STEPS:
             break
-    return after_each_step, training.history, training.resumed_from
+    return after_each_step, training.score(), training.resumed_from
 
 
 def vector(model):
@@ -35,30 +38,30 @@ def vector(model):
 
 @pytest.fixture(scope="module")
 def one_process():
-    [(steps, history, _)] = launch.run(trained, 1, SHORT)
-    assert len(steps) == 10 and history[1] < history[0] < 4.6
-    return steps, history
+    [(steps, score, _)] = launch.run(trained, 1, SHORT)
+    assert len(steps) == STEPS and 3 < score < 4.6
+    return steps, score
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_step_equals_one_process_on_the_whole_batch(one_process, kind):
-    expected, scores = one_process
-    for steps, history, _ in launch.run(trained, 4, SHORT, kind, gpu="V100"):
-        # Adam divides by the root of a mean square, so that rounding grows where that is tiny.
-        torch.testing.assert_close(steps, expected, rtol=1e-6, atol=1e-9)
-        assert history == pytest.approx(scores)
+    expected, expected_score = one_process
+    for steps, score, _ in launch.run(trained, 4, SHORT, kind, gpu="V100"):
+        # Adam's step is up to 0.01 however small the gradient, so that rounding grows in a few.
+        torch.testing.assert_close(steps, expected, rtol=0, atol=1e-5)
+        assert score == pytest.approx(expected_score)
 
 
 @pytest.mark.parametrize(
     ("first", "then", "ranks"), [("fsdp", "tp", 2), ("fsdp+tp", "hsdp", 4), ("tp", "ddp", 1)]
 )
 def test_a_checkpoint_goes_on_in_another_layout(tmp_path, one_process, first, then, ranks):
-    expected, scores = one_process
+    expected, expected_score = one_process
     launch.run(trained, 4, SHORT, first, tmp_path, 3)
-    for steps, history, found in launch.run(trained, ranks, SHORT, then, tmp_path):
+    for steps, score, found in launch.run(trained, ranks, SHORT, then, tmp_path):
         assert found == tmp_path / "step-00000003"
-        torch.testing.assert_close(steps, expected[3:], rtol=1e-6, atol=1e-9)
-        assert history == pytest.approx(scores)
+        torch.testing.assert_close(steps, expected[3:], rtol=0, atol=1e-5)
+        assert score == pytest.approx(expected_score)
 
 
 def test_resumed_in_the_same_layout_it_is_the_same_bits(tmp_path):
@@ -71,11 +74,11 @@ def test_resumed_in_the_same_layout_it_is_the_same_bits(tmp_path):
 
 
 def test_the_digits_are_sharded_as_well():
-    settings = Settings(epochs=1, width=4, batch_size=240)
-    [(expected, scores, _)] = launch.run(trained, 1, settings)
-    for steps, history, _ in launch.run(trained, 2, settings, "fsdp"):
+    settings = Settings(epochs=1, width=4, batch_size=48)
+    [(expected, expected_score, _)] = launch.run(trained, 1, settings)
+    for steps, score, _ in launch.run(trained, 2, settings, "fsdp"):
         torch.testing.assert_close(steps, expected, rtol=1e-9, atol=1e-12)
-        assert history == pytest.approx(scores)
+        assert score == pytest.approx(expected_score)
 
 
 @pytest.mark.parametrize(

@@ -298,6 +298,12 @@ RELIANCES = (
         ),
     ),
     Reliance(
+        "the result of PyTorch's own ring attention, put together again",
+        "Lesson 14 compares its ring with it: take the public name if there is one by then, or "
+        "leave that comparison out.",
+        ("torch.distributed.tensor.experimental._attention.context_parallel_unshard",),
+    ),
+    Reliance(
         "PyTorch's own test suites, run on a virtual GPU, and peers in benchmarks",
         "Follow their move in tests/conformance/suites.py; a suite that is gone is a gap to report, "
         "not to skip in silence.",

@@ -140,7 +140,7 @@ def sum_over_ranks(tensor):
     dist.all_gather_into_tensor(total, part)
     return total.cpu()
 """,
-            "the answer is on the cpu, and the tensor came on vgpu:0: make it there",
+            "the answer is on the cpu, and the tensor came on vgpu:",
         ),
         ("def sum_over_ranks(tensor):\n    return tensor / 0 + missing", "line 2 of your cell"),
         ("def sum_over_ranks(tensor):\n    import os\n    os._exit(3)", "exit code 3"),
