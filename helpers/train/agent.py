@@ -48,9 +48,11 @@ def torchrun(line: str) -> Result:
     options.rdzv_backend, options.rdzv_endpoint = "c10d", "localhost:0"
     options.rdzv_id = uuid.uuid4().hex
     options.start_method, options.redirects = context().get_start_method(), "3"
-    environment, log = dict(os.environ), StringIO()
+    # torchrun's own default, set beforehand: otherwise it warns of it in the cell.
+    environment, log = {"OMP_NUM_THREADS": "1", **os.environ}, StringIO()
     with tempfile.TemporaryDirectory(prefix="torchrun-") as logs, _as_it_was():
         options.log_dir = logs
+        os.environ.update(environment)
         config, _, _ = run.config_from_args(options)
         program = options.training_script, options.training_script_args
         try:

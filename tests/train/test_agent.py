@@ -55,12 +55,13 @@ def test_without_a_restart_left_the_status_is_the_ranks(program, tmp_path):
     assert done.status == 3 and "start 0, rank 0 of 2" in done.output
 
 
-def test_the_process_is_left_as_it_was(program, tmp_path, monkeypatch):
+def test_the_process_is_left_as_it_was(program, tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     signals = [signal.SIGINT, signal.SIGTERM]
     before = dict(os.environ), list(map(signal.getsignal, signals))
     assert torchrun(f"torchrun --nproc-per-node=2 -m {program} end '{tmp_path}'").status == 0
     assert (dict(os.environ), list(map(signal.getsignal, signals))) == before
+    assert capfd.readouterr().err == "", "a warning in the cell"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="an interrupt reaches a process as on POSIX systems")
