@@ -87,8 +87,10 @@ def move(area, turn):
     """Move the first slider with the keyboard; with no slider, choose the next option."""
     handles = area.locator(".noUi-handle")
     if handles.count():
-        handles.first.focus()
-        handles.first.press("ArrowLeft" if turn == 1 else "ArrowRight")
+        handle = handles.first
+        handle.focus()
+        last = handle.get_attribute("aria-valuenow") == handle.get_attribute("aria-valuemax")
+        handle.press("ArrowLeft" if turn == 1 or last else "ArrowRight")
     else:
         choice = area.locator("select").first
         count = choice.locator("option").count()
