@@ -132,7 +132,7 @@ def predict(plan: Plan, **costs: Any) -> Step:
     """The second step of rank 0, whose GPU computes nothing and counts everything.
 
     bfloat16 parameters and gradients with float32 master copies and reduction, AdamW fused. costs:
-    as for ``vgpu.record`` (``arithmetic_share`` and others).
+    as for ``vgpu.record`` (``arithmetic_share``, ``fuses`` and others).
     """
     with (
         vgpu.cluster(
@@ -170,7 +170,8 @@ def _training(plan: Plan) -> tuple[Callable[[], None], nn.Module, torch.optim.Op
     """A step of the plan's training, its model and its optimizer, on this rank."""
     layout = plan.layout
     mesh = layout.mesh("vgpu")
-    model = Transformer(dataclasses.replace(plan.sizes, sequence=plan.sequence)).to("vgpu")
+    # Made on the host: of the whole model a GPU need not have room for more than its own part.
+    model = Transformer(dataclasses.replace(plan.sizes, sequence=plan.sequence))
     if layout.tensors > 1:
         share_tensors(model, mesh["tensors"])
     for block in model.blocks:
@@ -183,14 +184,15 @@ def _training(plan: Plan) -> tuple[Callable[[], None], nn.Module, torch.optim.Op
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         plan.reshard_after_forward,
     )
+    model.to("vgpu")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def step() -> None:
         size = (plan.batch, plan.sequence)
         tokens = torch.randint(plan.sizes.vocabulary, size, device="vgpu")
         with loss_context(layout):
-            logits = model(tokens).flatten(0, 1).float()
-            F.cross_entropy(logits, tokens.flatten()).backward()
+            # Nothing but the loss holds the logits during the backward pass.
+            F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
 

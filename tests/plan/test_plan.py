@@ -61,6 +61,12 @@ def test_what_stays_on_a_rank_is_what_a_pencil_says():
     assert step.tokens_per_s == pytest.approx(128 / step.seconds)
 
 
+def test_a_gpu_reserves_no_room_for_the_model_as_a_whole():
+    sizes = TransformerSizes(16, 512, 8, 4, 1024, 512, sequence=128)
+    step = predict(Plan(sizes, Layout(shards=32), sequence=128, checkpoint="full"))
+    assert step.reserved_bytes < 4 * napkin.parameters(sizes)
+
+
 def test_copies_shards_and_shared_tensors_send_what_they_must():
     def sent(layout):
         step = predict(Plan(SMALL, layout, sequence=128, gpus_per_host=4))
