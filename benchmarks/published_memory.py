@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks._megatron import SEQUENCE, Layers, Recipe, Sizes
 from helpers import schedules, vgpu
+from helpers.plan.megatron import SEQUENCE, Layers, Recipe, Sizes
 
 
 class Row(NamedTuple):
