@@ -1,5 +1,6 @@
 """Private names of torch that the course relies upon: each is there, in this torch."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -12,6 +13,7 @@ from private_names import listed
 from helpers import vgpu
 from helpers.vgpu.changes import Changes
 
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 LISTED = {name: each for each in listed.RELIANCES for name in each.names}
 
 
@@ -28,6 +30,14 @@ for name in sys.argv[1:]:
 print(json.dumps(missing))
 """
 
+# Changed when they are imported, which other tests of this process may have done, or not.
+IMPORTED_LATE = (
+    "torch.distributed._symmetric_memory",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+)
+
 
 @pytest.fixture(scope="module")
 def missing():
@@ -40,6 +50,8 @@ def missing():
 def test_a_private_name_is_there(name, missing):
     if name in listed.WITHOUT_CUDA and torch.version.cuda is None:
         pytest.skip("PyTorch's CPU builds lack it; lesson 01 makes it there for a moment")
+    if VERSION < listed.SINCE.get(name, VERSION):
+        pytest.skip(f"came with torch {listed.SINCE[name]}")
     needed = LISTED[name]
     assert name not in missing, (
         f"torch {torch.__version__} has no {name} ({missing[name]}). It was needed for "
@@ -48,6 +60,8 @@ def test_a_private_name_is_there(name, missing):
 
 
 def test_what_virtual_gpus_replace_is_listed(monkeypatch):
+    for name in IMPORTED_LATE:
+        importlib.import_module(name)
     replaced = []
     plain = Changes.set
 

@@ -263,7 +263,11 @@ RELIANCES = (
         "pipelines of torch on a cluster, whose absent ranks have no vote",
         "Look how a schedule sets itself up before its first step, and what it skips for torch's "
         "fake process group; distributed/pipelines.py makes it skip the same.",
-        ("torch.distributed.pipelining.schedules._PipelineSchedule",),
+        (
+            "torch.distributed.pipelining.schedules._PipelineSchedule",
+            "torch.distributed.pipelining.schedules._PipelineSchedule"
+            "._initialize_pipeline_distributed_state",
+        ),
     ),
     Reliance(
         "counting what collectives send: the process group among an operator's arguments",
@@ -325,3 +329,9 @@ RELIANCES = (
 
 WITHOUT_CUDA = ("torch._C._cuda_getDeviceCount",)
 """Missing from PyTorch's CPU builds; lesson 01 makes them there for a moment."""
+
+SINCE = {
+    "torch.distributed.pipelining.schedules._PipelineSchedule"
+    "._initialize_pipeline_distributed_state": (2, 13),
+}
+"""Missing from a torch before this one, which has no need of them."""
