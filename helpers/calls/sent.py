@@ -36,7 +36,43 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 _ASIDE = ("wait", "_wrap", "mesh_get_process_group", "barrier")
 
 
-class Sent(TorchDispatchMode):
+class _Collectives(TorchDispatchMode):
+    """Shows ``_note`` each collective inside a ``with`` block, also of a backward pass there."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True would import the whole compiler at the first call, which takes seconds.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back with the tensors of this rank
+        if func.namespace in _NAMESPACES and not any(word in str(func) for word in _ASIDE):
+            self._note(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, func: Any, args: tuple[Any, ...]) -> None:
+        raise NotImplementedError
+
+
+class ParametersGathered(_Collectives):
+    """Counts the all-gathers of floating-point numbers.
+
+    A checkpoint's plans of what to read are gathered as well, as Python objects: those travel as
+    integers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def _note(self, func: Any, args: tuple[Any, ...]) -> None:
+        if "gather" in str(func):
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            self.count += any(tensor.is_floating_point() for tensor in tensors)
+
+
+class Sent(_Collectives):
     """Counts what this rank sends inside a ``with`` block, also in a backward pass that runs there.
 
     ``calls`` has each collective's name and the bytes of the whole tensor as nccl-tests counts them
@@ -51,22 +87,10 @@ class Sent(TorchDispatchMode):
         self.calls: list[tuple[str, int]] = []
         self.size_bytes = 0.0
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # True would import the whole compiler at the first call, which takes seconds.
-        return False
-
     @property
     def names(self) -> list[str]:
         """The collectives' names, in order."""
         return [name for name, _ in self.calls]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back with the tensors of this rank
-        if func.namespace in _NAMESPACES and not any(word in str(func) for word in _ASIDE):
-            self._note(func, args)
-        return func(*args, **(kwargs or {}))
 
     def _note(self, func: Any, args: tuple[Any, ...]) -> None:
         name = func.overloadpacket.__name__.strip("_")

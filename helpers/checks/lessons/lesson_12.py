@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from helpers.calls import counted_on_gpu, own_gpu
+from helpers.calls.sent import ParametersGathered
 from helpers.checks.core import Wrong, exercise, for_input
 from helpers.checks.on_ranks import GPU, on_ranks
 from helpers.units import format_bytes
@@ -337,9 +338,6 @@ def _fill_on_rank(
         dcp.save({"model": get_model_state_dict(other)}, checkpoint_id=folder)
     net = _sharded(width, seed=1)
     before = _whole(net)
-    _, calls = counted_on_gpu(rank, world_size, lambda *_: answer(net, folder))
-    # Plans of what to read travel as well, as Python objects: their sizes, and hundreds of bytes.
-    weights: Any = (p for p in net.parameters() if p.dim() == 2)
-    slices = {weight.to_local().numel() for weight in weights}
-    gathers = sum(name.startswith("all_gather") and size in slices for name, size in calls)
-    return _whole(net), before, _whole(other), gathers
+    with ParametersGathered() as gathered:
+        answer(net, folder)
+    return _whole(net), before, _whole(other), gathered.count

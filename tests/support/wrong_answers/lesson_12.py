@@ -104,6 +104,14 @@ WRONG = {
             "gather the whole model",
         ),
         (
+            "from torch.distributed.checkpoint.state_dict import StateDictOptions\n"
+            "def fill(model, folder):\n"
+            "    state = {'model': get_model_state_dict(model)}\n"
+            "    dcp.load(state, checkpoint_id=folder)\n"
+            "    get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))",
+            "gather the whole model",
+        ),
+        (
             "def fill(model, folder):\n"
             "    state = {'model': get_model_state_dict(model)}\n"
             "    dcp.load(state, checkpoint_id=folder)\n"
