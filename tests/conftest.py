@@ -5,6 +5,7 @@
 
 import gc
 import os
+import sys
 import tempfile
 
 import pytest
@@ -21,13 +22,37 @@ os.environ["COURSE_PROGRESS_DIR"] = _progress.name
 
 
 @pytest.fixture(autouse=True)
-def _virtual_gpus(request):
+def _as_it_was(request):
+    """A test that leaves something behind fails, in place of the one after it."""
+    before = _state()
+    yield
+    left = {name: value for name, value in _state().items() if value != before[name]}
+    if left:
+        _clear_up(before)
+        pytest.fail(f"{request.node.nodeid} leaves behind: {left}; before it: {before}")
+
+
+def _state():
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    return {
+        "virtual GPUs enabled": vgpu.is_enabled(),
+        "open figures": pyplot.get_fignums() if pyplot else [],
+    }
+
+
+def _clear_up(before):
+    if vgpu.is_enabled() and not before["virtual GPUs enabled"]:
+        vgpu.disable()
+    if pyplot := sys.modules.get("matplotlib.pyplot"):
+        for number in set(pyplot.get_fignums()) - set(before["open figures"]):
+            pyplot.close(number)
+
+
+@pytest.fixture(autouse=True)
+def _virtual_gpus(request, _as_it_was):
     marker = request.node.get_closest_marker("virtual_gpus")
     if marker is None:
-        before = vgpu.is_enabled()
         yield
-        if vgpu.is_enabled() and not before:
-            vgpu.disable()  # devices.lab enables them for good, which a test may have called
         return
     with vgpu.enable(*marker.args, **marker.kwargs):
         yield

@@ -1,5 +1,6 @@
 """Figures of split tensors."""
 
+import matplotlib.pyplot as plt
 import pytest
 
 from helpers.plots.parallel import splits
@@ -9,7 +10,12 @@ from helpers.vgpu import Timeline
 @pytest.fixture
 def alt(monkeypatch):
     said = []
-    monkeypatch.setattr(splits, "show", lambda made, alt: said.append(alt))
+
+    def show(figure, alt):
+        said.append(alt)
+        plt.close(figure)
+
+    monkeypatch.setattr(splits, "show", show)
     return said
 
 
