@@ -53,6 +53,8 @@ class DeviceMemory:
     def __init__(self, device: torch.device, capacity_bytes: int) -> None:
         self.device = device
         self.capacity_bytes = capacity_bytes
+        self.allowed_bytes: int | None = None
+        """What this process may take of the capacity; None where it may take all."""
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.allocation_count = 0
@@ -62,7 +64,8 @@ class DeviceMemory:
     def require(self, request_bytes: int) -> int:
         """The rounded size of a request; OutOfMemoryError where it does not fit."""
         size_bytes = rounded(request_bytes)
-        if self.allocated_bytes + size_bytes > self.capacity_bytes:
+        most_bytes = self.capacity_bytes if self.allowed_bytes is None else self.allowed_bytes
+        if self.allocated_bytes + size_bytes > most_bytes:
             raise torch.OutOfMemoryError(self._out_of_memory(size_bytes))
         return size_bytes
 
@@ -128,12 +131,15 @@ class DeviceMemory:
     def _out_of_memory(self, size_bytes: int) -> str:
         # The sentences of CUDACachingAllocator.cpp; nothing is reserved but unallocated here.
         allocated = format_size(self.allocated_bytes)
+        allowed = ""
+        if self.allowed_bytes is not None:
+            allowed = f"{format_size(self.allowed_bytes)} allowed; "
         return (
             f"VGPU out of memory. Tried to allocate {format_size(size_bytes)}. "
             f"GPU {self.device.index} has a total capacity of {format_size(self.capacity_bytes)} "
             f"of which {format_size(self.free_bytes)} is free. "
             f"Including non-PyTorch memory, this process has {allocated} memory in use. "
-            f"Of the allocated memory {allocated} is allocated by PyTorch, "
+            f"{allowed}Of the allocated memory {allocated} is allocated by PyTorch, "
             f"and 0 bytes is reserved by PyTorch but unallocated.{_of_rank()}"
         )
 

@@ -3,6 +3,7 @@
 Where ``device`` is None it means the current device, as in ``torch.cuda``.
 """
 
+import uuid
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = [
     "get_device_capability",
     "get_device_name",
     "get_device_properties",
+    "get_per_process_memory_fraction",
     "get_rng_state",
     "get_rng_state_all",
     "init",
@@ -53,6 +55,7 @@ __all__ = [
     "seed",
     "seed_all",
     "set_device",
+    "set_per_process_memory_fraction",
     "set_rng_state",
     "set_rng_state_all",
     "set_stream",
@@ -151,8 +154,9 @@ def can_device_access_peer(device: Any, peer_device: Any) -> bool:
 class DeviceProperties:
     """The fields of ``torch.cuda.get_device_properties`` that a virtual GPU has."""
 
-    def __init__(self, spec: GPUSpec, total_memory: int) -> None:
+    def __init__(self, index: int, spec: GPUSpec, total_memory: int) -> None:
         self.name = spec.name
+        self.uuid = uuid.uuid5(uuid.NAMESPACE_OID, f"{gpus.DEVICE_TYPE}:{index}")
         self.total_memory = total_memory
         self.multi_processor_count = spec.multi_processor_count
         self.major, self.minor = spec.compute_capability
@@ -167,7 +171,7 @@ class DeviceProperties:
 
 def get_device_properties(device: Any = None) -> DeviceProperties:
     gpu = _gpu(device)
-    return DeviceProperties(gpu.spec, gpu.memory.capacity_bytes)
+    return DeviceProperties(gpu.index, gpu.spec, gpu.memory.capacity_bytes)
 
 
 def memory_allocated(device: Any = None) -> int:
@@ -191,6 +195,24 @@ def max_memory_reserved(device: Any = None) -> int:
 
 def reset_peak_memory_stats(device: Any = None) -> None:
     _gpu(device).memory.reset_peak()
+
+
+def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
+    """Let this process allocate no more than this share of a GPU's memory; from 0 to 1."""
+    if not isinstance(fraction, float):
+        raise TypeError("Invalid type for fraction argument, must be `float`")
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+    memory = _gpu(device).memory
+    memory.allowed_bytes = int(fraction * memory.capacity_bytes) if fraction < 1 else None
+
+
+def get_per_process_memory_fraction(device: Any = None) -> float:
+    """The share that this process may allocate; 1 where nothing was set."""
+    memory = _gpu(device).memory
+    if memory.allowed_bytes is None:
+        return 1.0
+    return memory.allowed_bytes / memory.capacity_bytes
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:

@@ -244,3 +244,25 @@ def test_summary_names_the_device_and_its_bytes():
     assert "vgpu:2" in text
     assert "4.00 MiB" in text
     assert keep.device.index == 2
+
+
+def test_a_process_may_be_allowed_a_part_only():
+    assert torch.vgpu.get_per_process_memory_fraction(1) == 1
+    torch.vgpu.set_per_process_memory_fraction(0.25, "vgpu:1")
+    assert torch.vgpu.get_per_process_memory_fraction(1) == 0.25
+    assert torch.vgpu.mem_get_info(1) == (64 * MIB, 64 * MIB)
+    words = "64.00 MiB is free.*memory in use. 16.00 MiB allowed; Of the allocated memory 0 bytes"
+    with pytest.raises(torch.OutOfMemoryError, match=words):
+        torch.empty(17 * MIB, dtype=torch.uint8, device="vgpu:1")
+    torch.empty(16 * MIB, dtype=torch.uint8, device="vgpu:1")
+    torch.empty(17 * MIB, dtype=torch.uint8, device="vgpu:0")
+    torch.vgpu.set_per_process_memory_fraction(1.0, 1)
+    torch.empty(17 * MIB, dtype=torch.uint8, device="vgpu:1")
+
+
+@pytest.mark.parametrize(
+    ("fraction", "kind"), [(1.5, ValueError), (-0.1, ValueError), (1, TypeError)]
+)
+def test_a_fraction_that_is_none_is_refused(fraction, kind):
+    with pytest.raises(kind, match="fraction"):
+        torch.vgpu.set_per_process_memory_fraction(fraction)
