@@ -1,0 +1,152 @@
+"""The lines of lessons that only real GPUs reach, run with the word ``cuda`` read as ``vgpu``.
+
+Every cell that asks for real GPUs is found in the lessons' code. It runs with the cells that it
+needs, on virtual GPUs as it would on real ones, and fails if it takes the branch without GPUs.
+"""
+
+import ast
+
+import notebook_kernel
+import pytest
+import torch
+
+from helpers import memory, vgpu
+from helpers.vgpu import cuda_words
+from teaching import lessons
+
+QUESTION = "torch.cuda.is_available()"
+WORDS = ("cuda", "vgpu")
+
+# A machine with four cards, of which the variable hides some: PyTorch itself reads the variable.
+DRIVE = """
+import itertools, sys, torch
+from helpers import vgpu
+from helpers.vgpu import cuda_words
+
+vgpu.enable(4)
+visible = list(itertools.takewhile(lambda card: card < 4, torch.cuda._parse_visible_devices()))
+properties = torch.vgpu.get_device_properties
+torch.vgpu.device_count = lambda: len(visible)
+torch.vgpu.get_device_properties = lambda ordinal: properties(visible[ordinal])
+exec(cuda_words.compiled(open(sys.argv[1]).read(), sys.argv[1]))
+"""
+BEFORE = f"""
+from helpers import launch, shell, vgpu
+from helpers.vgpu.distributed import groups
+
+if not vgpu.is_enabled():
+    vgpu.enable(2)
+
+def run(function, ranks, plain=launch.run):
+    assert ranks == 1  # the other ranks of such a group do not exist
+    def on_rank(rank, world_size):
+        groups.ranks_are_absent = True  # the group refuses CPU tensors then, as NCCL does
+        return function(rank, world_size)
+    return plain(on_rank, ranks, gpu="V100")
+
+patch("helpers.launch.run", run)
+
+def run_lines(lines, files):
+    lines = [line.replace("python ", "python drive.py ") for line in lines]
+    results = shell.run_lines(lines, {{**files, "drive.py": {DRIVE!r}}})
+    assert not any(result.status for result in results), results
+    return results
+"""
+# Times of virtual GPUs' copies mean nothing, so the clock of a cell that takes them only counts.
+COUNTING_CLOCK = """
+import itertools, types
+time = types.SimpleNamespace(perf_counter=itertools.count().__next__)
+"""
+
+
+def on_real(test):
+    """Whether a condition holds on real GPUs; None if it is not about them."""
+    if ast.unparse(test) == QUESTION:
+        return True
+    match test:
+        case ast.Compare(ops=[ast.Eq()], comparators=[ast.Constant(value=word)]) if word in WORDS:
+            return word == "cuda"
+    return None
+
+
+def conditions(tree):
+    """Every ``if``, also those inside expressions, whose condition has one of the words."""
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp))
+    return [node for node in nodes if any(word in ast.unparse(node.test) for word in WORDS)]
+
+
+def asks(cell):
+    """Whether a code cell asks for real GPUs, in whatever way."""
+    return cell.is_code and (QUESTION in cell.source or bool(conditions(ast.parse(plain(cell)))))
+
+
+def plain(cell):
+    """A cell's source without IPython's own lines."""
+    return "" if cell.source.startswith("%") else cell.source
+
+
+ASKING = {
+    path: [cell.id for cell in lessons.cells(path) if asks(cell)] for path in lessons.NOTEBOOKS
+}
+
+
+class _OnRealGPUs(ast.NodeTransformer):
+    """Takes the branch of real GPUs wherever there are two."""
+
+    def visit_If(self, node):
+        self.generic_visit(node)
+        real = on_real(node.test)
+        return node if real is None else node.body if real else node.orelse
+
+    visit_IfExp = visit_If
+
+
+def on_real_gpus(source):
+    """A cell's code as real GPUs would run it, in the words of virtual ones."""
+    tree = _OnRealGPUs().visit(ast.parse(source))
+    tree = cuda_words._Reader(cuda_words.Reading("<cell>")).visit(tree)
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def test_the_lessons_ask_in_ways_that_are_known_here():
+    found = {}
+    for path in lessons.NOTEBOOKS:
+        for cell in filter(asks, lessons.cells(path)):
+            for node in conditions(ast.parse(plain(cell))):
+                found[f"{path.stem}: {ast.unparse(node.test)}"] = on_real(node.test)
+    assert sum(map(len, ASKING.values())) >= 6 and found
+    unknown = [name for name, real in found.items() if real is None]
+    assert not unknown, f"say in on_real which branch is that of real GPUs: {unknown}"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "path", [path for path in ASKING if ASKING[path]], ids=lambda path: path.stem[:2]
+)
+def test_the_branches_of_real_gpus_run(path):
+    cells = lessons.cells(path)
+    with notebook_kernel.started(lessons.ROOT / "notebooks") as kernel:
+        for name in ASKING[path]:
+            position = [cell.id for cell in cells].index(name)
+            asking = lessons.Cell(name, "code", on_real_gpus(cells[position].source), ())
+            needed = notebook_kernel.needed([*cells[:position], asking])
+            before = BEFORE + COUNTING_CLOCK * ("perf_counter" in asking.source)
+            assert kernel.run(needed, before) == ("", ""), name
+
+
+def test_the_branch_without_gpus_is_gone():
+    source = 'if kind == "vgpu":\n    a()\nelse:\n    b(1 if torch.cuda.is_available() else 2)'
+    assert on_real_gpus(source) == "b(1)"
+    assert on_real_gpus('if kind == "cuda":\n    a("cuda:1")') == "a('vgpu:1')"
+    assert on_real_gpus('x = kind == "cuda"') == "x = kind == 'vgpu'"
+
+
+def test_the_capacity_of_a_real_gpu():
+    names = {"vgpu": vgpu}
+    with open(memory.__file__, encoding="utf-8") as file:
+        exec(cuda_words.compiled(file.read(), memory.__file__), names)
+    with vgpu.enable(1):
+        gpu, wanted = torch.device("vgpu:0"), pytest.raises(torch.OutOfMemoryError, match="allowed")
+        with names["capacity"](gpu, 2**20), wanted:
+            torch.empty(2**20, device=gpu)
+        assert torch.empty(2**20, device=gpu).nbytes == 2**22
