@@ -22,12 +22,13 @@ NEW_HOME := $(shell mkdir -p .home 2>/dev/null && test -w .home && cd .home && p
 export HOME := $(NEW_HOME)
 endif
 
-.PHONY: help venv lab wheels test test-browser check format bench student solved class slides book \
+.PHONY: help venv lab wheels test test-browser test-gpu check format bench student solved class slides book \
   lesson clean
 help:
 	@echo "make lab      set up and open JupyterLab at lesson 00 (ARGS=\"--no-browser --port 9999\")"
 	@echo "make test     set up and run every test and every lesson (ARGS=\"tests/launch -k hang\")"
 	@echo "make test-browser   open and run every lesson in JupyterLab, in Chromium"
+	@echo "make test-gpu       compare virtual with real GPUs, and run ranks and lessons on real ones"
 	@echo "make check    the quick checks: style, types, structure"
 	@echo "make format   format the code and empty the notebooks of outputs"
 	@echo "make bench    measure, and write benchmarks/RESULTS.md (ARGS=\"launch\")"
@@ -66,6 +67,10 @@ test: venv
 test-browser: EXTRA := --extra browser
 test-browser: venv
 	$(BIN)/pytest tests/browser --timeout=900
+
+# Without a GPU it says what it would do, and what is missing.
+test-gpu: venv
+	PYTHONPATH=tests $(BIN)/python -m real_gpus
 
 check: venv
 	$(BIN)/ruff check

@@ -108,7 +108,7 @@ def ddp_accumulating(rank, world_size, device_type):
 
 def ddp_with_amp(rank, world_size, device_type):
     """float16 with a scaler, beside one GPU on the whole batch; the CPU casts other operators."""
-    device = torch.device("vgpu", rank)
+    device = device_of(torch.accelerator.current_accelerator().type, rank)
     model = DDP(network(0).to(device))
     mine = _scaled(model, device, rank, 1)
     alone = _scaled(network(0).to(device), device, 0, world_size)
@@ -488,11 +488,11 @@ WAYS = {
 
 
 def both(rank, world_size, ways):
-    """What each way gives on the CPU, and what on virtual GPUs; an error comes as its text."""
+    """What each way gives on the CPU, and what on this rank's GPU, real or virtual."""
     found = {}
     for way in ways:
         results = []
-        for device_type in ("cpu", "vgpu"):
+        for device_type in ("cpu", torch.accelerator.current_accelerator().type):
             torch.manual_seed(0)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

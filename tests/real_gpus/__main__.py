@@ -1,0 +1,128 @@
+"""``make test-gpu``: what only a machine with NVIDIA GPUs can show. Without one, says what is missing.
+
+Exits with 0 where all went well, 1 where something failed or differed, and 2 where nothing could be
+tried.
+"""
+
+import datetime
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from real_gpus import comparison
+
+from teaching import lessons
+
+PAGE = lessons.ROOT / "docs" / "real_gpus.md"
+NOTHING_YET = "No real GPU has been measured yet.\n"
+HEADING = "## Measured\n\n"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine has for real GPUs."""
+
+    gpus: Sequence[str]
+    torch: str
+    cuda: str | None
+    nccl: bool
+
+    @classmethod
+    def here(cls) -> "Machine":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        names = [torch.cuda.get_device_name(index) for index in range(count)]
+        return cls(names, torch.__version__, torch.version.cuda, dist.is_nccl_available())
+
+    def missing(self) -> list[str]:
+        """A sentence for each thing that keeps some part from being tried."""
+        if self.cuda is None:
+            return [
+                f"PyTorch {self.torch} is a build without CUDA: make clean, then make venv CUDA=1"
+            ]
+        if not self.gpus:
+            return ["there is no NVIDIA GPU that PyTorch can use (ask nvidia-smi, then its driver)"]
+        found = [] if self.nccl else ["this build of PyTorch has no NCCL: ranks share no GPUs"]
+        if len(self.gpus) < 4:
+            found.append(
+                f"GPUs here: {len(self.gpus)}; what needs 2 or 4 is skipped where they are too few, "
+                "and lessons that need more take virtual ones"
+            )
+        return found
+
+
+def describe(machine: Machine) -> str:
+    """The three steps, each with what it takes and the command that does it alone."""
+    wants = ", ".join(f"{number}: {count}" for number, count in gpus_of_lessons().items())
+    return f"""\
+make test-gpu does three things with real GPUs:
+1. the comparison: errors word for word, peak bytes, the order of times, each on real and on
+   virtual GPUs; from 1 GPU on, more of it with 2. The result goes into docs/real_gpus.md.
+     python tests/real_gpus/observed.py
+2. ranks over NCCL: collectives, DDP, FSDP2, tensor parallelism, pipelines, a hang; with 1, 2 and 4.
+     REAL_GPUS=1 pytest tests/real_gpus
+3. every lesson, on real GPUs where there are as many as it asks for (lesson: GPUs): {wants};
+   its ranks on as many as there are ranks.
+     pytest --nbmake notebooks"""
+
+
+def gpus_of_lessons() -> dict[str, int]:
+    """The number of each lesson that asks for GPUs, and the most that it asks for."""
+    found = {}
+    for path in lessons.NOTEBOOKS:
+        text = "\n".join(cell.source for cell in lessons.cells(path) if cell.is_code)
+        counts = re.findall(r"devices\.lab\((\d+)\)", text)
+        if counts and lessons.number(path):
+            found[lessons.number(path)] = max(map(int, counts))
+    return found
+
+
+def with_result(text: str, section: str) -> str:
+    """The page's text with one more section, the newest first."""
+    assert text.count(HEADING) == 1, f"{PAGE.name} has no heading {HEADING.strip()!r}"
+    return text.replace(NOTHING_YET, "").replace(HEADING, HEADING + section + "\n").rstrip() + "\n"
+
+
+def compare(machine: Machine) -> bool:
+    """Step 1; whether nothing differed."""
+    preset = comparison.preset_for(machine.gpus[0])
+    real = comparison.observe()
+    virtual = comparison.observe(*comparison.virtual_command(len(machine.gpus), preset))
+    section = comparison.page(real, virtual, datetime.date.today().isoformat())
+    print(section)
+    PAGE.write_text(with_result(PAGE.read_text(encoding="utf-8"), section), encoding="utf-8")
+    return not comparison.differences(real, virtual)
+
+
+def run(*arguments: str) -> bool:
+    """Steps 2 and 3: whether pytest passed."""
+    command = [sys.executable, "-m", "pytest", *arguments]
+    environment = {**os.environ, "REAL_GPUS": "1"}
+    return subprocess.run(command, cwd=lessons.ROOT, env=environment).returncode == 0
+
+
+def main() -> int:
+    machine = Machine.here()
+    missing = "".join(f"missing: {sentence}\n" for sentence in machine.missing())
+    if not machine.gpus:
+        print(f"{describe(machine)}\n{missing}Nothing was tried.")
+        return 2
+    print(
+        f"{len(machine.gpus)} × {machine.gpus[0]}, PyTorch {machine.torch}\n{missing}", flush=True
+    )
+    went_well = {
+        "comparison": compare(machine),
+        "ranks": run("tests/real_gpus", "--timeout=300"),
+        "lessons": run("--nbmake", "--nbmake-timeout=300", "--timeout=900", "notebooks"),
+    }
+    for name, well in went_well.items():
+        print(f"{name}: {'passed' if well else 'failed or differed, see above'}")
+    return 0 if all(went_well.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

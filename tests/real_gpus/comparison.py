@@ -1,0 +1,148 @@
+"""What real and virtual GPUs did, side by side: where they differ, and a page of Markdown."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+from helpers.units import format_bytes, format_seconds
+from teaching.lessons import ROOT
+
+OBSERVED = Path(__file__).with_name("observed.py")
+# Workspaces of CUDA's libraries are allocated beside the tensors, and are not the model's.
+WITHOUT_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
+CLEARLY = 2
+"""Two times are compared where, in virtual time, one is at least so many times the other."""
+PRESETS = ("K80", "V100", "A100", "H100")
+"""Of virtual GPUs, in the order in which a real one's name is searched for them."""
+
+
+def observe(*command: str) -> dict:
+    """What ``observed.py`` finds, run by ``command``; RuntimeError with its errors if it fails."""
+    done = subprocess.run(
+        [sys.executable, *command, str(OBSERVED)],
+        cwd=ROOT,
+        env={**os.environ, **WITHOUT_WORKSPACES, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} {OBSERVED.name} failed:\n{done.stderr}")
+    return json.loads(done.stdout)
+
+
+def virtual_command(count: int, gpu: str) -> list[str]:
+    """The same lines on virtual GPUs, by the option that the README names."""
+    return ["-m", "helpers.vgpu", "--cuda-is-vgpu", "--count", str(count), "--gpu", gpu]
+
+
+def preset_for(name: str) -> str:
+    """The virtual GPU to hold a real one's times against; H100 where there is none of its name."""
+    return next((preset for preset in PRESETS if preset in name), "H100")
+
+
+def in_cuda_s_words(message: str) -> str:
+    """An error's first line with CUDA's names, up to the numbers of one machine's memory.
+
+    What CUDA adds in further lines is advice that depends on how PyTorch was built.
+    """
+    for ours, theirs in (("vgpu", "cuda"), ("VGPU", "CUDA"), ("vccl", "nccl")):
+        message = message.replace(ours, theirs)
+    return message.partition("\n")[0].partition(" GPU 0 has a total capacity")[0]
+
+
+def differences(real: dict, virtual: dict) -> list[str]:
+    """A sentence for each thing that real and virtual GPUs did differently."""
+    found = []
+    for part in ("errors", "peaks", "times"):
+        for name in sorted(real[part].keys() ^ virtual[part].keys()):
+            where = "real" if name in real[part] else "virtual"
+            found.append(f"{part}: {name!r} was observed on {where} GPUs only")
+    for name in _in_both(real, virtual, "errors"):
+        on_real, on_virtual = (in_cuda_s_words(each["errors"][name]) for each in (real, virtual))
+        if on_real != on_virtual:
+            found.append(f"error of {name!r}: real {on_real!r}, virtual {on_virtual!r}")
+    for name in _in_both(real, virtual, "peaks"):
+        sizes = zip(real["peaks"][name], virtual["peaks"][name], strict=True)
+        for gpu, (on_real, on_virtual) in enumerate(sizes):
+            if on_real != on_virtual:
+                found.append(
+                    f"peak of {name!r} on GPU {gpu}: real {on_real:,} bytes, virtual "
+                    f"{on_virtual:,} ({on_real / on_virtual - 1:+.2%})"
+                )
+    for longer, shorter in _clear_pairs(real, virtual):
+        if real["times"][longer] < real["times"][shorter]:
+            found.append(
+                f"order of times: virtual says {longer!r} takes longer than {shorter!r} "
+                f"({_both_times(virtual, longer, shorter)}), real the reverse "
+                f"({_both_times(real, longer, shorter)})"
+            )
+    return found
+
+
+def _in_both(real: dict, virtual: dict, part: str) -> list[str]:
+    return [name for name in real[part] if name in virtual[part]]
+
+
+def _clear_pairs(real: dict, virtual: dict) -> list[tuple[str, str]]:
+    """Names of the longer and the shorter, where virtual time leaves no doubt which is which."""
+    times, pairs = virtual["times"], []
+    for pair in combinations(_in_both(real, virtual, "times"), 2):
+        longer, shorter = sorted(pair, key=times.__getitem__, reverse=True)
+        if times[longer] >= CLEARLY * times[shorter]:
+            pairs.append((longer, shorter))
+    return pairs
+
+
+def _both_times(observed: dict, *names: str) -> str:
+    return ", ".join(format_seconds(observed["times"][name]) for name in names)
+
+
+def page(real: dict, virtual: dict, date: str) -> str:
+    """A section for docs/real_gpus.md: hardware, what agrees, what differs, peaks and times."""
+    machine, differing = real["hardware"], differences(real, virtual)
+    count = {part: len(_in_both(real, virtual, part)) for part in ("errors", "peaks")}
+    rows = [
+        "| times | real, measured | virtual time |",
+        "|---|---|---|",
+        *(
+            f"| {name} | {format_seconds(real['times'][name])} "
+            f"| {format_seconds(virtual['times'][name])} |"
+            for name in _in_both(real, virtual, "times")
+        ),
+        "",
+        "| peak of a step | real, counted | virtual, counted |",
+        "|---|---|---|",
+        *(
+            f"| {name} | {_sizes(real['peaks'][name])} | {_sizes(virtual['peaks'][name])} |"
+            for name in _in_both(real, virtual, "peaks")
+        ),
+    ]
+    gpus = machine["gpus"]
+    return "\n".join(
+        [
+            f"### {date} · {len(gpus)} × {gpus[0]}",
+            "",
+            f"PyTorch {machine['torch']}, CUDA {machine['CUDA']}; beside it "
+            f"{len(virtual['hardware']['gpus'])} × {virtual['hardware']['gpus'][0]}. "
+            f"Compared: {count['errors']} errors, {count['peaks']} peaks, "
+            f"{len(_clear_pairs(real, virtual))} pairs of times. "
+            f"{len(differing) or 'No'} difference{'s' * (len(differing) != 1)}.",
+            "",
+            *(f"- {_escaped(each)}" for each in differing),
+            *([""] if differing else []),
+            *rows,
+            "",
+        ]
+    )
+
+
+def _sizes(sizes: list[int]) -> str:
+    return ", ".join(map(format_bytes, sizes))
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([*_`<>|])", r"\\\1", text)

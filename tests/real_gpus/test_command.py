@@ -1,0 +1,65 @@
+"""make test-gpu where there is no GPU: what it would do, what is missing, and its exit status."""
+
+import pytest
+from real_gpus import __main__ as command
+
+from teaching.lessons import ROOT
+
+
+def machine(*gpus, cuda="13.2", nccl=True):
+    return command.Machine(gpus, "2.15.0", cuda, nccl)
+
+
+def test_without_a_gpu_it_says_what_it_would_do(monkeypatch, capsys):
+    monkeypatch.setattr(command.Machine, "here", machine)
+    assert command.main() == 2
+    said = capsys.readouterr().out
+    assert "make test-gpu does three things" in said and "missing: there is no NVIDIA GPU" in said
+    assert said.endswith("Nothing was tried.\n")
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (machine(cuda=None), "is a build without CUDA: make clean, then make venv CUDA=1"),
+        (machine("T4"), "GPUs here: 1; what needs 2 or 4 is skipped"),
+        (machine("T4", "T4", "T4", "T4", nccl=False), "has no NCCL"),
+    ],
+)
+def test_what_is_missing(found, sentence):
+    assert any(sentence in each for each in found.missing())
+
+
+def test_with_four_nothing_is_missing():
+    assert machine("H100", "H100", "H100", "H100").missing() == []
+
+
+def test_commands_that_it_names_are_there():
+    said = command.describe(machine())
+    assert "00: 8" in said and "11: 1" in said
+    for name in ("tests/real_gpus/observed.py", "tests/real_gpus", "notebooks"):
+        assert name in said and (ROOT / name).exists()
+    assert "$(BIN)/python -m real_gpus" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_each_step_counts(monkeypatch, capsys):
+    monkeypatch.setattr(command.Machine, "here", lambda: machine("H100"))
+    for compared, passed, status in ((True, True, 0), (False, True, 1), (True, False, 1)):
+        monkeypatch.setattr(command, "compare", lambda machine, well=compared: well)
+        monkeypatch.setattr(command, "run", lambda *arguments, well=passed: well)
+        assert command.main() == status
+    assert "ranks: failed or differed" in capsys.readouterr().out
+
+
+def test_results_stand_on_the_page_the_newest_first():
+    page = command.PAGE.read_text(encoding="utf-8")
+    once = command.with_result(page, "### 2027-01-01 · 1 × A\n")
+    twice = command.with_result(once, "### 2027-02-01 · 1 × B\n")
+    assert command.NOTHING_YET not in once
+    assert twice.index("2027-02-01") < twice.index("2027-01-01")
+    assert twice.partition(command.HEADING)[0] == page.partition(command.HEADING)[0]
+
+
+def test_the_page_says_so_until_there_is_a_result():
+    measured = command.PAGE.read_text(encoding="utf-8").partition(command.HEADING)[2]
+    assert (command.NOTHING_YET in measured) != ("### " in measured)

@@ -1,0 +1,102 @@
+"""What is compared between real and virtual GPUs, tried here between virtual ones."""
+
+import copy
+import functools
+from itertools import pairwise
+
+import pytest
+from real_gpus import comparison
+
+
+@functools.cache
+def observed(gpu="H100"):
+    return comparison.observe(*comparison.virtual_command(2, gpu))
+
+
+@pytest.fixture
+def pair():
+    """The same observation twice, to be changed by a test."""
+    return copy.deepcopy(observed()), copy.deepcopy(observed())
+
+
+def test_a_gpu_does_what_it_does(pair):
+    real, virtual = pair
+    assert comparison.differences(real, virtual) == []
+    assert all("nothing was raised" not in message for message in real["errors"].values())
+    assert all(size > 0 for sizes in real["peaks"].values() for size in sizes)
+    assert all(time_s > 0 for time_s in real["times"].values())
+    page = comparison.page(real, virtual, "2026-11-22")
+    assert page.startswith("### 2026-11-22 · 2 × Virtual H100") and "No differences." in page
+    assert len(comparison._clear_pairs(real, virtual)) > 30
+
+
+def test_words_that_differ_are_reported(pair):
+    real, virtual = pair
+    real["errors"]["to numpy"] = "TypeError: no"
+    (found,) = comparison.differences(real, virtual)
+    assert found.startswith("error of 'to numpy': real 'TypeError: no', virtual \"TypeError: can't")
+
+
+def test_an_error_that_is_not_raised_is_reported(pair):
+    real, virtual = pair
+    real["errors"]["matmul, CPU"] = "nothing was raised"
+    assert "real 'nothing was raised'" in comparison.differences(real, virtual)[0]
+
+
+def test_a_byte_more_is_reported(pair):
+    real, virtual = pair
+    real["peaks"]["MLP, DataParallel"][1] += 512
+    (found,) = comparison.differences(real, virtual)
+    assert "peak of 'MLP, DataParallel' on GPU 1" in found and "(+0.00%)" in found
+
+
+def test_times_in_another_order_are_reported(pair):
+    real, virtual = pair
+    real["times"]["float32 product, 2048"] = 1e-9
+    found = comparison.differences(real, virtual)
+    assert found and all("order of times" in each for each in found)
+    assert any(
+        "'float32 product, 2048' takes longer than 'float32 product, 256'" in e for e in found
+    )
+
+
+def test_times_that_are_near_may_change_places(pair):
+    real, virtual = pair
+    by_time = sorted(virtual["times"], key=virtual["times"].get)
+    times = virtual["times"]
+    near = [p for p in pairwise(by_time) if times[p[1]] < 1.5 * times[p[0]]]
+    for shorter, longer in near[:1]:
+        real["times"][shorter], real["times"][longer] = times[longer], times[shorter]
+    assert near and comparison.differences(real, virtual) == []
+
+
+def test_what_one_side_lacks_is_reported(pair):
+    real, virtual = pair
+    del virtual["times"]["convolution of 256 images"]
+    (found,) = comparison.differences(real, virtual)
+    assert found == "times: 'convolution of 256 images' was observed on real GPUs only"
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("on vgpu:0 in wrapper_VGPU_mm", "on cuda:0 in wrapper_CUDA_mm"),
+        ("CUDA error: invalid device ordinal\nadvice", "CUDA error: invalid device ordinal"),
+        (
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 GiB",
+            "CUDA out of memory. Tried to allocate 2.00 GiB.",
+        ),
+    ],
+)
+def test_words_are_compared_without_what_one_machine_adds(message, expected):
+    assert comparison.in_cuda_s_words(message) == expected
+
+
+def test_the_virtual_gpu_beside_a_real_one():
+    assert comparison.preset_for("NVIDIA A100-SXM4-80GB") == "A100"
+    assert comparison.preset_for("NVIDIA H200") == "H100"
+
+
+def test_a_program_that_fails_is_shown():
+    with pytest.raises(RuntimeError, match="No module named nowhere"):
+        comparison.observe("-m", "nowhere")
