@@ -43,15 +43,23 @@ class Clock:
     """The time of one recording. All times are seconds since it began."""
 
     def __init__(
-        self, model: CostModel, current_stream: Callable[[int], int], rank: int = 0
+        self,
+        model: CostModel,
+        current_stream: Callable[[int], int],
+        priority_of: Callable[[int], int],
+        rank: int = 0,
     ) -> None:
-        """current_stream: for the index of a GPU, the number of the thread's current stream."""
+        """current_stream: for the index of a GPU, the number of the thread's current stream.
+
+        priority_of: for the number of a stream, its priority.
+        """
         self.steps: list[Step] = []
         self.player = Player(model, rank)
         self._lock = threading.Lock()  # steps are numbered, and DataParallel has several threads
         self.hosts = Hosts(self._begin_thread, self._do)
         self.several_streams = False  # whether a GPU has had more than its default stream
         self._current_stream = current_stream
+        self._priority_of = priority_of
         self._streams: dict[tuple[int, int], StreamTime] = {}
         self._marks: dict[int, Marked] = {}  # by the id of their event
         self._host_known: Known = {}
@@ -77,7 +85,7 @@ class Clock:
         stream = self._streams.get(key)
         if stream is None:
             with self._lock:
-                step = Stream(gpu.index, number)
+                step = Stream(gpu.index, number, self._priority_of(number))
                 self.steps.append(step)
                 self.player.do(step)
                 index = len(self.player.lanes) - 1

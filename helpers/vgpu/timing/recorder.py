@@ -15,7 +15,7 @@ from helpers.vgpu.timing import module_names, recording
 from helpers.vgpu.timing.costs import CostModel
 from helpers.vgpu.timing.play.steps import Program
 from helpers.vgpu.timing.recording import Recording
-from helpers.vgpu.timing.streams import set_stream_number
+from helpers.vgpu.timing.streams import priority_of, set_stream_number
 from helpers.vgpu.timing.trace import HOST, Timeline, in_order
 
 assumed: dict[str, Any] = {}
@@ -39,7 +39,7 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     timeline.ranks = [rank]
     program = Program(costs, rank, gpus.current_index(), gpus.device_count())
-    made = Recording(costs, timeline, set_stream_number, rank)
+    made = Recording(costs, timeline, set_stream_number, priority_of, rank)
     # Events are many and stay: looking through them for cycles again and again would be in vain.
     thresholds = gc.get_threshold()
     try:

@@ -92,10 +92,14 @@ class Recording:
         costs: CostModel,
         timeline: Timeline,
         set_stream: Callable[[int], int | None],
+        priority_of: Callable[[int], int],
         rank: int = 0,
     ) -> None:
-        """set_stream: for the index of a GPU, the number of the stream that the thread has set."""
-        self.clock = Clock(costs, self.current_stream, rank)
+        """set_stream: for the index of a GPU, the number of the stream that the thread has set.
+
+        priority_of: for the number of a stream, its priority.
+        """
+        self.clock = Clock(costs, self.current_stream, priority_of, rank)
         self._accesses = Accesses(self.clock, timeline)
         self._fusion = Fusion(self.clock, self._accesses.last_write) if costs.fuses else None
         self._set_stream = set_stream

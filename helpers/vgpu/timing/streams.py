@@ -19,6 +19,8 @@ from helpers.vgpu.timing.recording import Recording
 
 _PlainStream, _PlainEvent = torch.Stream, torch.Event
 _stream_ids = itertools.count(1)
+_priorities: dict[int, int] = {}  # of streams by their id, where it is not 0
+_HIGHEST_PRIORITY = -3  # as many as c10/cuda/CUDAStream.h has: max_compile_time_stream_priorities
 
 
 class _Current(threading.local):
@@ -62,7 +64,14 @@ class Stream(torch.Stream):
             device_type=torch._C._autograd.DeviceType.PrivateUse1.value,
         )
         stream._entered = []
+        if stream_id is None and priority < 0:
+            _priorities[stream.stream_id] = max(priority, _HIGHEST_PRIORITY)
         return stream
+
+    @property
+    def priority(self) -> int:
+        """0, or less for a stream whose kernels pass those of others, as in CUDA."""
+        return priority_of(self.stream_id)
 
     def query(self) -> bool:
         """Whether all work given to this stream has ended."""
@@ -178,6 +187,11 @@ def _index(device: Any) -> int:
 def default_stream(device: Any = None) -> Stream:
     """The stream that a device uses unless told otherwise."""
     return Stream(_index(device), stream_id=0)
+
+
+def priority_of(number: int) -> int:
+    """The priority of the stream with this id; below 0 its kernels pass those of others."""
+    return _priorities.get(number, 0)
 
 
 def set_stream_number(index: int) -> int | None:

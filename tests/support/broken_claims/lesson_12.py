@@ -97,8 +97,8 @@ BROKEN = [
     ),
     Broken(
         "F09",
-        "nobody asks ahead",
-        edits=[("unit.set_modules_to_forward_prefetch([following])", "pass")],
+        "the host always waits",
+        edits=[("if waits else ()", "")],
     ),
     Broken(
         "F09",

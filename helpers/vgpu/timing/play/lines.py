@@ -5,19 +5,23 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from helpers.vgpu.timing.play.units import Unit
+from helpers.vgpu.timing.play.units import Processors
 
 
 class Lane:
     """One stream: when it is free, and what stands in line for it."""
 
-    __slots__ = ("compute", "device", "free_s", "line", "number")
+    __slots__ = ("compute", "device", "first", "free_s", "kernel", "line", "number")
 
-    def __init__(self, device: torch.device, number: int, compute: Unit) -> None:
+    def __init__(
+        self, device: torch.device, number: int, compute: Processors, first: bool = False
+    ) -> None:
         self.device = device
         self.number = number
         self.compute = compute  # shared by all streams of the device
+        self.first = first  # whether its kernels pass those of others
         self.free_s = 0.0
+        self.kernel: int | None = None  # the number of its last one among the player's events
         self.line: deque[Turn] = deque()  # the first one waits for something
 
 

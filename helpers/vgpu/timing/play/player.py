@@ -4,6 +4,10 @@ The host needs a few microseconds to hand an operation over. The operation start
 when the host has handed it over, the stream is free, and the moments it waits for have come. A
 copy between GPUs occupies the current streams of both. A host that asks for a value waits.
 
+A kernel on a stream with priority passes the others (units.py). What it holds up may have its times
+already, since it was handed over before. Then the last of them ends so much later, and what is handed
+over from then on comes behind it; what waited for one of them before stays where it is.
+
 Alone, a rank never waits for others: they are taken to be where it is. Together with them
 (joint.py) a moment may not have come yet. Then what its stream is given later stands in line, and
 the host goes on until it needs that moment itself.
@@ -32,7 +36,7 @@ from helpers.vgpu.timing.play.steps import (
     Together,
     Wait,
 )
-from helpers.vgpu.timing.play.units import Unit
+from helpers.vgpu.timing.play.units import Processors, Unit
 from helpers.vgpu.timing.trace import HOST, TraceEvent
 
 
@@ -71,7 +75,7 @@ class Player(Lines):
         self.waits_for: int | None = None  # the moment for which the host waits
         self._meeting = meeting or Meeting([rank])
         self._place = place
-        self._compute: dict[int, Unit] = {}
+        self._compute: dict[int, Processors] = {}
         self._links: dict[tuple[int, int], Unit] = {}
         # Of a GPU: inside its host or out of it, and out of or into the GPU.
         self._wires: dict[tuple[int, bool, str], Unit] = {}
@@ -157,9 +161,10 @@ class Player(Lines):
     # Streams
 
     def _stream(self, step: Stream) -> None:
-        compute = self._compute.setdefault(step.gpu, Unit())
+        compute = self._compute.setdefault(step.gpu, Processors())
         index = step.gpu if self._place is None else self._place
-        self.lanes.append(Lane(torch.device(gpus.DEVICE_TYPE, index), step.number, compute))
+        device = torch.device(gpus.DEVICE_TYPE, index)
+        self.lanes.append(Lane(device, step.number, compute, step.priority < 0))
 
     def _mark(self, step: Mark) -> int:
         lane, moment = self.lanes[step.stream], self.begin_moment()
@@ -209,8 +214,13 @@ class Player(Lines):
         if duration_s is None:
             duration_s = self._seconds[work] = self.model.kernel_time_s(work)
         ready_s = launch_s if launch_s > lane.free_s else lane.free_s
-        start_s = lane.compute.place(ready_s, duration_s)
-        lane.free_s = end_s = start_s + duration_s
+        if lane.first:
+            start_s = self._pass(lane, ready_s, duration_s)
+            end_s = start_s + duration_s
+        else:
+            start_s, end_s = lane.compute.place(ready_s, duration_s)
+        lane.free_s = end_s
+        lane.kernel = len(self.events)
         self.events.append(
             TraceEvent(
                 step.name,
@@ -228,6 +238,21 @@ class Player(Lines):
         )
         self.end_moment(moment, end_s)
         return True
+
+    def _pass(self, lane: Lane, ready_s: float, duration_s: float) -> float:
+        """Run a kernel before those of streams without priority; returns its start."""
+        compute = lane.compute
+        busy_until_s = compute.busy_until_s
+        start_s = compute.place_first(ready_s, duration_s)
+        if compute.busy_until_s > busy_until_s:
+            for other in self.lanes:
+                if other.compute is not compute or other.first or other.kernel is None:
+                    continue
+                last = self.events[other.kernel]
+                if last.end_s == other.free_s == busy_until_s:
+                    other.free_s = compute.busy_until_s
+                    self.events[other.kernel] = last._replace(end_s=other.free_s)
+        return start_s
 
     def _together(self, step: Together) -> int:
         thread = self.threads[step.thread]

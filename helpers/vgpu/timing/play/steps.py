@@ -39,6 +39,7 @@ class Stream(NamedTuple):
 
     gpu: int
     number: int
+    priority: int = 0  # below 0 its kernels pass those of others
 
 
 class Kernel(NamedTuple):

@@ -27,6 +27,35 @@ class Unit:
             index += 1
         return start_s
 
+    def free_at(self, ready_s: float) -> float:
+        """The first moment from ``ready_s`` on that is free."""
+        index = bisect.bisect_right(self.ends, ready_s)
+        taken = index < len(self.starts) and self.starts[index] <= ready_s
+        return self.ends[index] if taken else ready_s
+
+    def worked_until(self, start_s: float, duration_s: float) -> float:
+        """When work of ``duration_s`` ends that begins at ``start_s`` and uses all free time."""
+        end_s = start_s + duration_s
+        index = bisect.bisect_right(self.ends, start_s)
+        while index < len(self.starts) and self.starts[index] < end_s:
+            end_s += self.ends[index] - self.starts[index]
+            index += 1
+        return end_s
+
+    def hold_up(self, start_s: float, end_s: float) -> None:
+        """From ``start_s`` on nothing is done until ``end_s``: what was to be done then is late.
+
+        It takes up gaps behind it. What comes after a gap is late where the gap was too short.
+        """
+        starts, ends = self.starts, self.ends
+        index = bisect.bisect_right(ends, start_s)
+        if index == len(starts) or starts[index] >= end_s:
+            return
+        ends[index] += end_s - max(start_s, starts[index])
+        while index + 1 < len(starts) and starts[index + 1] <= ends[index]:
+            late_s = ends[index] - starts.pop(index + 1)
+            ends[index] = ends.pop(index + 1) + late_s
+
     def place(self, ready_s: float, duration_s: float) -> float:
         """Take the first ``duration_s`` that are free from ``ready_s`` on; returns their start."""
         starts, ends = self.starts, self.ends
@@ -49,6 +78,54 @@ class Unit:
         if index + 1 < len(starts) and starts[index + 1] == ends[index]:
             ends[index] = ends.pop(index + 1)
             starts.pop(index + 1)
+        return start_s
+
+
+class Processors:
+    """The multiprocessors of a GPU.
+
+    Kernels take turns, and one on a stream with priority passes: it starts when it is ready, and
+    whatever is running ends later by the time that it takes. (CUDA lets its blocks go first wherever
+    a running one ends, which lasts far less than a kernel; CUDA C++ programming guide, Stream
+    priorities.) Priorities among such streams are taken to be equal.
+    """
+
+    __slots__ = ("_first", "_others")
+
+    def __init__(self) -> None:
+        self._first = Unit()  # kernels with priority
+        self._others = Unit()  # the rest, each with what passed it
+
+    @property
+    def busy_until_s(self) -> float:
+        """When the last kernel without priority ends; 0 if there is none."""
+        ends = self._others.ends
+        return ends[-1] if ends else 0.0
+
+    def place(self, ready_s: float, duration_s: float) -> tuple[float, float]:
+        """A kernel takes the first time that is free from ``ready_s`` on; returns start and end."""
+        passing = self._first
+        if not passing.ends or passing.ends[-1] <= ready_s:
+            start_s = self._others.place(ready_s, duration_s)
+            return start_s, start_s + duration_s
+        start_s = ready_s
+        while True:
+            start_s = passing.free_at(start_s)
+            takes_s = passing.worked_until(start_s, duration_s) - start_s
+            later_s = self._others.free_from(start_s, takes_s)
+            if later_s == start_s:
+                break
+            start_s = later_s
+        self._others.place(start_s, takes_s)
+        return start_s, start_s + takes_s
+
+    def place_first(self, ready_s: float, duration_s: float) -> float:
+        """A kernel with priority takes its time; returns its start.
+
+        What has been placed and is not over by then ends later.
+        """
+        start_s = self._first.place(ready_s, duration_s)
+        self._others.hold_up(start_s, start_s + duration_s)
         return start_s
 
 
