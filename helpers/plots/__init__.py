@@ -17,6 +17,13 @@ from helpers.plots.one_device.network import network
 from helpers.plots.one_device.places import memories, relabelled
 from helpers.plots.one_device.training import digit_grid, learning_curves, resumed_curves
 from helpers.plots.parallel.meshes import expert_load, mesh, ring_work
+from helpers.plots.parallel.plans import (
+    allocated,
+    by_batch,
+    goodput,
+    latency_and_bandwidth,
+    same_batch,
+)
 from helpers.plots.parallel.splits import gained, held, split_times
 from helpers.plots.pipeline import data_parallel_against_ddp, parts_of_time, split_sizes
 from helpers.plots.repeats import repeated_times
@@ -30,8 +37,10 @@ __all__ = [
     "COLOURS",
     "against_k",
     "against_segments",
+    "allocated",
     "before_and_after",
     "busiest_rank",
+    "by_batch",
     "bytes_sent",
     "data_parallel_against_ddp",
     "digit_grid",
@@ -40,6 +49,7 @@ __all__ = [
     "fitting",
     "four_parts",
     "gained",
+    "goodput",
     "gradients",
     "graph_before_and_after",
     "hands",
@@ -48,6 +58,7 @@ __all__ = [
     "interrupted",
     "iteration",
     "kept_per_step",
+    "latency_and_bandwidth",
     "learned",
     "learning_curves",
     "memories",
@@ -63,6 +74,7 @@ __all__ = [
     "replica_sizes",
     "resumed_curves",
     "ring_work",
+    "same_batch",
     "schedule",
     "schedules",
     "share_bars",

@@ -1,0 +1,345 @@
+"""Checks of lesson 15: a training on paper, a layout for 64 GPUs, a checkpoint interval, a defence."""
+
+import functools
+import math
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from helpers.checks.core import Wrong, exercise, for_input
+from helpers.models import LLAMA, TransformerSizes
+from helpers.parallel import Layout
+from helpers.plan import Plan, failures, napkin
+from helpers.plan.few_layers import FewLayers, in_few_layers
+from helpers.tables import Table
+from helpers.units import format_bytes, format_seconds
+
+ROOM = 0.85
+"""Of a GPU's memory, what tensors may take: the allocator needs some of the rest."""
+
+
+@exercise("15.1", "A training on paper")
+def on_a_napkin(answer: Callable[..., Any]) -> dict[str, Any]:
+    for name in (*LLAMA, *LLAMA):
+        sizes, given = LLAMA[name], {}
+        given = {
+            "parameters": napkin.parameters(sizes),
+            "layers": sizes.layers,
+            "width": sizes.width,
+            "sequence": random.choice((4096, 8192, 32_768)),
+            "tokens": random.randint(1, 20) * 10**12,
+            "gpus": 2 ** random.randint(8, 14),
+            "flop_per_s": random.choice((312e12, 989e12)),
+            "mfu": random.choice((0.35, 0.4, 0.5)),
+        }
+        told = ", ".join(f"{key} {value:,}" for key, value in given.items())
+        with for_input(told, "Return two numbers: days, and bytes of each GPU."):
+            yours = answer(**given)
+        if not isinstance(yours, tuple | list) or len(yours) != 2:
+            raise Wrong(
+                yours=repr(yours),
+                expected="two numbers: days, and bytes of each GPU",
+                given=told,
+                hint="Return days, state_bytes.",
+            )
+        expected = _napkin(given)
+        for what, mine, right, hint in zip(
+            ("days", "bytes of each GPU"), yours, expected, _napkin_hints(yours, given), strict=True
+        ):
+            if abs(mine / right - 1) > 0.01:
+                raise Wrong(
+                    yours=f"{mine:,.4g} {what}",
+                    expected=f"{right:,.4g} {what}",
+                    given=told,
+                    hint=hint,
+                )
+    return {
+        "the last one": f"Llama {name} on {given['tokens'] / 1e12:g} trillion tokens and "
+        f"{given['gpus']:,} GPUs: {expected[0]:,.1f} days, {format_bytes(expected[1])} on each"
+    }
+
+
+def _napkin(given: dict[str, Any]) -> tuple[float, float]:
+    flop = 6 * given["parameters"] + 12 * given["layers"] * given["width"] * given["sequence"]
+    seconds = flop * given["tokens"] / (given["gpus"] * given["flop_per_s"] * given["mfu"])
+    return seconds / 86_400, 16 * given["parameters"] / given["gpus"]
+
+
+def _napkin_hints(yours: Any, given: dict[str, Any]) -> tuple[str, str]:
+    days, state = _napkin(given)
+    of_days = {
+        "Attention is missing: 12 · layers · width · sequence FLOPs a token.": _napkin(
+            {**given, "width": 0}
+        )[0],
+        "That is forward alone: backward takes twice as much.": days / 3,
+        "These are seconds; a day has 86,400.": days * 86_400,
+        "These are hours; a day has 24.": days * 24,
+        "No GPU reaches its peak: the model FLOPs utilisation is missing.": days * given["mfu"],
+        "That is one GPU's time: all of them compute together.": days * given["gpus"],
+    }
+    of_state = {
+        "Nothing is sharded here: divide by the GPUs.": state * given["gpus"],
+        "Parameters are 4 of the 16 bytes: gradients and Adam's two averages are the rest.": state
+        / 4,
+        "Gradients are missing: 16 bytes a parameter, not 12.": state * 3 / 4,
+        "That is the mixed variant without its float32 copy: 16 bytes a parameter.": state / 2,
+    }
+    found = []
+    for mine, known, otherwise in (
+        (yours[0], of_days, "FLOPs a token · tokens / (GPUs · peak · MFU), in days."),
+        (yours[1], of_state, "16 bytes a parameter, over all GPUs."),
+    ):
+        near = (hint for hint, value in known.items() if math.isclose(mine, value, rel_tol=0.005))
+        found.append(next(near, otherwise))
+    return found[0], found[1]
+
+
+TARGET = 1.15
+"""Times as fast as ``_as_on_256``."""
+
+
+def _as_on_256() -> Plan:
+    """The layout of the published training on 256 GPUs, on a quarter of them."""
+    return Plan(LLAMA["70B"], Layout(shards=8, tensors=8), batch=8, checkpoint="full")
+
+
+@exercise("15.2", "A layout for 70B on 64 H100s", callable_answer=False)
+def layout(answer: Plan) -> dict[str, Any]:
+    if not isinstance(answer, Plan):
+        raise Wrong(
+            yours=f"{answer!r}",
+            expected="a Plan of Llama 70B on 64 H100s",
+            given="Llama 70B, 64 H100s",
+            hint='Plan(LLAMA["70B"], Layout(shards=..., tensors=...), batch=...).',
+        )
+    given = f"{answer.layout}, batch {answer.batch}, checkpoint {answer.checkpoint!r}"
+    known = _as_on_256()
+    _same_task(answer, known, given)
+    _check_room(answer, given)
+    found, target = _few(answer), TARGET * _few(known).tokens_per_s()
+    if found.tokens_per_s() < target:
+        raise Wrong(
+            yours=f"{found.tokens_per_s():.0f} tokens/s a GPU ({_where(found)})",
+            expected=f"at least {target:.0f}",
+            given=given,
+            hint=_slow_hint(found),
+        )
+    return {
+        "tokens/s a GPU": f"{found.tokens_per_s():.0f}; asked were {target:.0f}",
+        "allocated": f"{format_bytes(_allocated(found))} of "
+        f"{format_bytes(ROOM * answer.spec.memory_bytes)}",
+        "a step": f"{format_seconds(found.seconds())}: {_where(found)}",
+    }
+
+
+def _slow_hint(found: FewLayers) -> str:
+    waits = {n: s for n, s in found.time_by_cause.items() if n.startswith("waiting for")}
+    waiting = sum(waits.values()) / found.seconds()
+    if waiting > 0.15:
+        return (
+            f"The GPU waits for {waiting:.0%} of the step: fewer tensors, or more tokens a GPU, hide "
+            "more."
+        )
+    if found.plan.checkpoint == "full":
+        return (
+            "It computes all the time, and a fourth of that a second time: make room for fewer "
+            "checkpoints."
+        )
+    return "Little is computed twice and little waited for: what is left of memory, tokens fill."
+
+
+@exercise("15.3", "The checkpoint interval")
+def best_interval(answer: Callable[..., Any]) -> dict[str, Any]:
+    for _ in range(4):
+        checkpoint_s = random.choice((60, 90, 120, 300))
+        gpus, gpu_years = random.choice((4096, 8192, 16_384)), random.choice((5, 8, 12))
+        given = f"checkpoint_s {checkpoint_s}, gpus {gpus:,}, gpu_years {gpu_years}"
+        with for_input(given, "Return a number of seconds."):
+            yours = float(answer(checkpoint_s, gpus, gpu_years))
+        of_one_s = gpu_years * 365 * 86_400
+        between_s = of_one_s / gpus
+        best = failures.best_interval_s(checkpoint_s, between_s)
+
+        def lasts(
+            interval_s: float, cost_s: float = checkpoint_s, mean_s: float = between_s
+        ) -> float:
+            return failures.expected_goodput(interval_s, cost_s, 0, mean_s)
+
+        most = max(lasts(best * 2 ** (k / 20)) for k in range(-20, 21))
+        if not yours > 0 or most - lasts(min(yours, 50 * between_s)) > 0.001:
+            known = {
+                "That is for one GPU: with more of them, one fails sooner.": math.sqrt(
+                    2 * checkpoint_s * of_one_s
+                ),
+                "Half an interval is lost, not a whole one: a factor of 2 is missing.": math.sqrt(
+                    checkpoint_s * between_s
+                ),
+                "That is the time between failures: many checkpoints belong in it.": between_s,
+                "The root is missing.": 2 * checkpoint_s * between_s,
+            }
+            near = (h for h, value in known.items() if math.isclose(yours, value, rel_tol=0.01))
+            otherwise = "Too often: it writes more than it loses."
+            if yours > best:
+                otherwise = "Too seldom: more is computed again than writing would cost."
+            share = f", {lasts(yours):.1%} lasts" if 0 < yours < 50 * between_s else ""
+            raise Wrong(
+                yours=f"every {yours:,.0f} s{share}",
+                expected=f"at least {most - 0.001:.1%} lasts",
+                given=given,
+                hint=next(near, otherwise),
+            )
+    return {
+        "the last one": f"{given}: every {format_seconds(yours)}, {lasts(yours):.2%} of the time lasts",
+        "the most that can last": f"{most:.2%}",
+    }
+
+
+class _Task(NamedTuple):
+    sizes: TransformerSizes
+    sequence: int
+    gpus: int
+    gpus_per_host: int
+    gpu: str
+    network: str
+
+    def __str__(self) -> str:
+        return (
+            f"{napkin.parameters(self.sizes) / 1e9:.1f} billion parameters, sequence {self.sequence}, "
+            f"{self.gpus} {self.gpu} in hosts of {self.gpus_per_host}, {self.network}"
+        )
+
+    @property
+    def plain(self) -> Plan:
+        return Plan(
+            self.sizes,
+            Layout(shards=self.gpus),
+            1,
+            self.sequence,
+            "full",
+            gpu=self.gpu,
+            gpus_per_host=self.gpus_per_host,
+            network=self.network,
+        )
+
+
+# Sizes of Code Llama 34B and of Llama 2 13B, on clusters of nobody's.
+_TASKS = (
+    _Task(TransformerSizes(48, 8192, 64, 8, 22_016, 32_000), 4096, 48, 8, "H200", "RoCE 400"),
+    _Task(
+        TransformerSizes(40, 5120, 40, 40, 13_824, 32_000), 4096, 32, 4, "A100", "InfiniBand HDR"
+    ),
+)
+
+
+@exercise("15.4", "Defend a layout")
+def defend(answer: Callable[..., Any]) -> dict[str, Any]:
+    shown = {}
+    for task in _TASKS:
+        given = str(task)
+        with for_input(given, "Return plan, state_bytes, tokens_per_s."):
+            plan, state_bytes, tokens_per_s = answer(*task)
+        if not isinstance(plan, Plan):
+            raise Wrong(
+                yours=f"{plan!r}", expected="a Plan", given=given, hint="The plan comes first."
+            )
+        _same_task(plan, task.plain, given)
+        _check_room(plan, given)
+        found, own = _few(plan), _few(task.plain).tokens_per_s()
+        state = 12 * napkin.parameters(task.sizes) / plan.layout.shards / plan.layout.tensors
+        for what, mine, right, within, hint in (
+            ("bytes of state", state_bytes, state, 0.05, _state_hint(state_bytes, plan)),
+            (
+                "tokens/s a GPU",
+                tokens_per_s,
+                found.tokens_per_s(),
+                0.25,
+                _speed_hint(tokens_per_s, found),
+            ),
+        ):
+            if abs(mine / right - 1) > within:
+                raise Wrong(
+                    yours=f"{mine:,.4g} {what}",
+                    expected=f"{right:,.4g} {what}, give or take {within:.0%}",
+                    given=f"{given}; {plan.layout}",
+                    hint=hint,
+                )
+        if found.tokens_per_s() < 0.7 * own:
+            raise Wrong(
+                yours=f"{found.tokens_per_s():,.0f} tokens/s a GPU ({_where(found)})",
+                expected=f"at least {0.7 * own:,.0f}",
+                given=f"{given}; {plan.layout}",
+                hint=_slow_hint(found),
+            )
+        shown[given] = (
+            f"{plan.layout}: {format_bytes(_allocated(found))} allocated, {tokens_per_s:,.0f} tokens/s "
+            f"a GPU expected, {found.tokens_per_s():,.0f} in virtual time"
+        )
+    return shown
+
+
+def _state_hint(mine: float, plan: Plan) -> str:
+    count, parts = napkin.parameters(plan.sizes), plan.layout.shards * plan.layout.tensors
+    if math.isclose(mine, 16 * count / parts, rel_tol=0.05):
+        return "Gradients come and go: parameters and Adam's state are 12 bytes, not 16."
+    if math.isclose(mine, 12 * count, rel_tol=0.05):
+        return "Divide by the GPUs that share one copy of it."
+    return "12 bytes a parameter, over shards times tensors."
+
+
+def _speed_hint(mine: float, found: FewLayers) -> str:
+    plan = found.plan
+    at_peak = plan.spec.tensor_flop_per_s / napkin.flop_per_token(plan.sizes, plan.sequence)
+    if math.isclose(mine, at_peak, rel_tol=0.1):
+        return "That is the whole peak: arithmetic reaches half of it."
+    if math.isclose(mine, at_peak / 2 * plan.layout.ranks, rel_tol=0.4):
+        return "Tokens/s of one GPU, not of all."
+    if plan.checkpoint == "full" and math.isclose(mine, at_peak / 2, rel_tol=0.05):
+        return "Full checkpoints compute forward twice: four thirds of the FLOPs."
+    return f"A step is, in virtual time, {_where(found)}."
+
+
+def _same_task(plan: Plan, wanted: Plan, given: str) -> None:
+    names = ("sizes", "sequence", "gpus_per_host", "network")
+    wrong = [name for name in names if getattr(plan, name) != getattr(wanted, name)]
+    if plan.spec != wanted.spec:
+        wrong.append("gpu")
+    if plan.layout.ranks != wanted.layout.ranks:
+        wrong.append(f"layout: {plan.layout.ranks} GPUs")
+    if wrong:
+        raise Wrong(
+            yours=f"a plan for something else: {', '.join(wrong)}",
+            expected=f"{wanted.layout.ranks} {wanted.spec.name.removeprefix('Virtual ')}, and the "
+            "model, sequence, hosts and network that were asked for",
+            given=given,
+            hint="replicas × shards × tensors are all GPUs, and the plan names what it is for.",
+        )
+
+
+def _check_room(plan: Plan, given: str) -> None:
+    room = ROOM * plan.spec.memory_bytes
+    allocated = _allocated(_few(plan))
+    if allocated > room:
+        causes = Table(
+            ("", ""), [(n, format_bytes(b)) for n, b in _few(plan).bytes_by_cause.items()]
+        )
+        raise Wrong(
+            yours=f"{format_bytes(allocated)} allocated\n{causes}",
+            expected=f"at most {format_bytes(room)}",
+            given=given,
+            hint="More shards make the first two smaller; fewer sequences, more tensors or more "
+            "checkpoints the last.",
+        )
+
+
+def _allocated(found: FewLayers) -> float:
+    return sum(found.bytes_by_cause.values())
+
+
+def _where(found: FewLayers) -> str:
+    shares = {name: time_s / found.seconds() for name, time_s in found.time_by_cause.items()}
+    return ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share > 0.01)
+
+
+@functools.cache
+def _few(plan: Plan) -> FewLayers:
+    return in_few_layers(plan)

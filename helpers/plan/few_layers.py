@@ -1,0 +1,67 @@
+"""A plan's step from two recordings with few of its layers: seconds where the whole takes many.
+
+All layers of a transformer are alike, so a step is what two sizes of it say, continued; time and
+allocated bytes to a few thousandths (``tests/plan/test_few_layers.py``). With fewer than four layers
+the most bytes are taken at another moment of the step, so both have at least four. What the
+allocator reserves beyond that is not continued: it goes in leaps.
+"""
+
+import dataclasses
+from typing import Any
+
+from helpers import vgpu
+from helpers.plan.step import Plan, Step, predict
+
+LAYERS = (4, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class FewLayers:
+    """A plan, and its steps with ``LAYERS`` of its layers."""
+
+    plan: Plan
+    steps: tuple[Step, Step]
+
+    def seconds(self, **costs: Any) -> float:
+        """Of a step of the whole model; costs: other ones than recorded, as for ``vgpu.replay``."""
+        few = [s.timeline if not costs else vgpu.replay(s.timeline, **costs) for s in self.steps]
+        return self._continued(*(timeline.makespan_s for timeline in few))
+
+    def tokens_per_s(self, **costs: Any) -> float:
+        """Of one GPU."""
+        return self.plan.tokens / self.plan.layout.ranks / self.seconds(**costs)
+
+    @property
+    def bytes_by_cause(self) -> dict[str, float]:
+        """As ``Step.bytes_by_cause``; together, what is allocated at the peak."""
+        few, more = (step.bytes_by_cause for step in self.steps)
+        return {cause: self._continued(few[cause], more[cause]) for cause in few}
+
+    @property
+    def time_by_cause(self) -> dict[str, float]:
+        few, more = (step.time_by_cause for step in self.steps)
+        names = [*more, *(name for name in few if name not in more)]
+        return {n: self._continued(few.get(n, 0.0), more.get(n, 0.0)) for n in names}
+
+    def _continued(self, few: float, more: float) -> float:
+        low, high = (step.plan.sizes.layers for step in self.steps)
+        return more + (self.plan.sizes.layers - high) * (more - few) / (high - low)
+
+
+def in_few_layers(plan: Plan, **costs: Any) -> FewLayers:
+    """The plan, from two recordings with few layers; costs: as for ``predict``.
+
+    ValueError for a model that has no more layers than those.
+    """
+    if plan.sizes.layers < LAYERS[1]:
+        raise ValueError(
+            f"a model of {plan.sizes.layers} layers is small enough for predict(); few layers are "
+            f"{LAYERS[0]} and {LAYERS[1]}"
+        )
+    few, more = (
+        predict(
+            dataclasses.replace(plan, sizes=dataclasses.replace(plan.sizes, layers=layers)), **costs
+        )
+        for layers in LAYERS
+    )
+    return FewLayers(plan, (few, more))

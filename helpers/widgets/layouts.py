@@ -1,0 +1,93 @@
+"""Llama 70B on 64 H100s: a layout to bytes by cause, a timeline and tokens/s, by PyTorch's own code.
+
+The layout's step is recorded with few layers (``helpers.plan.few_layers``), which takes some seconds,
+and kept: another network plays the same recording again.
+"""
+
+from functools import cache
+
+import ipywidgets
+from IPython.display import display
+
+from helpers import plots, vgpu
+from helpers.models import LLAMA
+from helpers.parallel import Layout
+from helpers.plan import CHECKPOINTS, Plan
+from helpers.plan.few_layers import FewLayers, in_few_layers
+from helpers.tables import Table
+from helpers.units import format_bytes, format_seconds
+from helpers.widgets.live import live
+
+GPUS, GPU, MODEL = 64, "H100", "70B"
+NETWORKS = ("InfiniBand NDR", "InfiniBand HDR", "InfiniBand EDR", "Ethernet 100")
+
+
+def plan_of(tensors: int, replicas: int, batch: int, checkpoint: str) -> Plan:
+    """What is left of the GPUs are shards; ValueError where they do not come out even."""
+    if GPUS % (tensors * replicas):
+        raise ValueError(f"{tensors} tensors × {replicas} replicas do not divide {GPUS} GPUs")
+    layout = Layout(replicas, GPUS // (tensors * replicas), tensors)
+    return Plan(LLAMA[MODEL], layout, batch, checkpoint=checkpoint, gpu=GPU)
+
+
+@cache
+def answer(plan: Plan) -> FewLayers:
+    """The plan's step, recorded once."""
+    return in_few_layers(plan)
+
+
+def answer_table(found: FewLayers, network: str) -> Table:
+    """Speed, time by cause, and whether it fits."""
+    room = found.plan.spec.memory_bytes
+    allocated = sum(found.bytes_by_cause.values())
+    seconds = found.seconds(network=network)
+    speed = found.tokens_per_s(network=network)
+    fits = "fits" if allocated <= 0.85 * room else "tight" if allocated <= room else "does not fit"
+    return Table(
+        (f"{found.plan.layout}, batch {found.plan.batch}", ""),
+        [
+            ("tokens/s a GPU", f"{speed:,.0f}"),
+            ("a step", f"{format_seconds(seconds)}, {found.plan.tokens:,} tokens"),
+            ("allocated", f"{format_bytes(allocated)} of {format_bytes(room)}: {fits}"),
+        ],
+        caption=f"Llama {MODEL} on {GPUS} {GPU}s, {network}; counted, and in virtual time",
+    )
+
+
+def show_layout(
+    tensors: int, replicas: int, batch: int, checkpoint: str, network: str = NETWORKS[0]
+) -> None:
+    """Draw bytes by cause and the step of four layers; say why where there is no such layout."""
+    try:
+        found = answer(plan_of(tensors, replicas, batch, checkpoint))
+    except ValueError as problem:
+        print(f"No such layout: {problem}.")
+        return
+    display(answer_table(found, network))
+    plots.allocated({str(found.plan.layout): found.bytes_by_cause}, found.plan.spec.memory_bytes)
+    played = vgpu.replay(found.steps[0].timeline, network=network)
+    layers = found.steps[0].plan.sizes.layers
+    plots.timeline(played, f"A step with {layers} of the layers", devices=played.devices[:1])
+
+
+def layout_explorer() -> ipywidgets.Widget:
+    """Tensors, replicas, batch, checkpoints and network around ``show_layout``."""
+
+    def slider(name: str, values: list[int], value: int) -> ipywidgets.Widget:
+        return ipywidgets.SelectionSlider(
+            options=values, value=value, description=name, continuous_update=False
+        )
+
+    controls: dict[str, ipywidgets.Widget] = {
+        "tensors": slider("tensors", [1, 2, 4, 8], 8),
+        "replicas": slider("replicas", [1, 2, 4, 8], 1),
+        "batch": slider("batch", [1, 2, 4, 8, 16], 8),
+        "checkpoint": ipywidgets.Dropdown(
+            options=CHECKPOINTS, value="full", description="checkpoints"
+        ),
+        "network": ipywidgets.Dropdown(options=NETWORKS, description="network"),
+    }
+    drawn = live(show_layout, controls)
+    numbers = [controls[name] for name in ("tensors", "replicas", "batch")]
+    others = [controls[name] for name in ("checkpoint", "network")]
+    return ipywidgets.VBox([ipywidgets.HBox(numbers), ipywidgets.HBox(others), drawn])

@@ -1,0 +1,38 @@
+"""A step from few of its layers is that of the whole model."""
+
+import dataclasses
+
+import pytest
+
+from helpers.models import TransformerSizes
+from helpers.parallel import Layout
+from helpers.plan import Plan, predict
+from helpers.plan.few_layers import in_few_layers
+
+SIZES = TransformerSizes(12, 1024, 8, 8, 2752, 2048, sequence=1024)
+
+
+@pytest.mark.parametrize("layout", [Layout(shards=16), Layout(shards=4, tensors=4)], ids=str)
+def test_time_and_bytes_are_those_of_all_layers(layout):
+    plan = Plan(SIZES, layout, 4, 1024, "full")
+    few, whole = in_few_layers(plan), predict(plan)
+    assert few.seconds() == pytest.approx(whole.seconds, rel=0.01)
+    assert few.tokens_per_s() == pytest.approx(whole.tokens_per_s, rel=0.01)
+    assert sum(few.bytes_by_cause.values()) == pytest.approx(whole.allocated_bytes, rel=0.01)
+    for cause, size in whole.state_bytes.items():
+        assert few.bytes_by_cause[cause] == pytest.approx(size, rel=1e-3)
+    assert sum(few.time_by_cause.values()) == pytest.approx(few.seconds())
+
+
+def test_other_costs_need_no_other_recording():
+    plan = Plan(SIZES, Layout(shards=16), 1, 1024)
+    few = in_few_layers(plan)
+    again = predict(plan, arithmetic_share=0.3)
+    assert few.seconds(arithmetic_share=0.3) == pytest.approx(again.seconds, rel=0.01)
+    assert few.seconds() < few.seconds(arithmetic_share=0.3)
+
+
+def test_a_small_model_has_no_fewer_layers():
+    plan = Plan(dataclasses.replace(SIZES, layers=6), Layout(shards=16), 1, 1024)
+    with pytest.raises(ValueError, match="a model of 6 layers is small enough"):
+        in_few_layers(plan)

@@ -1,0 +1,101 @@
+"""Lesson 15: backward for nothing, other networks, no failures, one rate for all batches."""
+
+from broken_claims import Broken
+
+# One recording less, and fewer sizes.
+_TWO_ROWS = [
+    ('    "70B on 256, shards 32 × tensors 8": (llama("70B", 32, 8, 16, "full"), True, 597),\n', "")
+]
+_SMALL_FIRST = [
+    (
+        'first = Plan(LLAMA["8B"], Layout(shards=8), batch=2,',
+        'first = Plan(dataclasses.replace(LLAMA["8B"], layers=6), Layout(shards=8), batch=2,',
+    )
+]
+
+BROKEN = [
+    Broken(
+        "I01",
+        "there is no backward",
+        edits=[("        model(tokens).sum().backward()", "        model(tokens).sum()")],
+    ),
+    Broken(
+        "I02",
+        "nothing is computed again",
+        shorter=_SMALL_FIRST,
+        edits=[
+            (
+                "ways = {how: dataclasses.replace(first, checkpoint=how)",
+                'ways = {how: dataclasses.replace(first, checkpoint="none")',
+            )
+        ],
+    ),
+    Broken(
+        "I03",
+        "the hosts have one slow adapter",
+        shorter=_TWO_ROWS,
+        edits=[
+            (
+                "return Plan(LLAMA[model], layout, batch, checkpoint=checkpoint, gpu=H100_96)",
+                "return Plan(LLAMA[model], layout, batch, checkpoint=checkpoint, gpu=H100_96, "
+                'network="Ethernet 25")',
+            )
+        ],
+    ),
+    Broken(
+        "I04",
+        "nothing is computed again",
+        edits=[('llama("70B", 32, 8, 16, "full")', 'llama("70B", 32, 8, 16, "none")')],
+    ),
+    Broken(
+        "I05",
+        "chunks are not played",
+        edits=[
+            (
+                "schedules.interleaved(8, micro_batches, chunks)",
+                "schedules.one_forward_one_backward(8, micro_batches)",
+            )
+        ],
+    ),
+    Broken(
+        "I06",
+        "stages wait in turn: a batch is one micro-batch",
+        edits=[
+            (
+                "tera = {row.name: megatron.tera(row.run, of_a100) for row in chosen}",
+                "tera = {row.name: megatron.tera(row.run._replace(batch=row.run.replicas * row.run.micro_batch"
+                " * row.run.pipeline), of_a100) for row in chosen}",
+            )
+        ],
+    ),
+    Broken(
+        "I07",
+        "the batch grows with the GPUs",
+        edits=[("batch=512 // gpus, sequence=2048)", "batch=16, sequence=2048)")],
+    ),
+    Broken(
+        "I08",
+        "checkpoints cost nothing",
+        edits=[
+            (
+                "return failures.expected_goodput(interval_s, checkpoint_s, restart_s, mean_s)",
+                "return failures.expected_goodput(interval_s, 0, restart_s, mean_s)",
+            )
+        ],
+    ),
+    Broken(
+        "I09",
+        "the rate never changes",
+        edits=[
+            (
+                "optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)",
+                "optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)",
+            )
+        ],
+    ),
+    Broken(
+        "I10",
+        "each size sends the largest",
+        edits=[("numbers = torch.zeros(size // 4)", "numbers = torch.zeros(sizes[-1] // 4)")],
+    ),
+]

@@ -1,0 +1,103 @@
+"""Typical mistakes in the exercises of lesson 15, and what the learner must be told."""
+
+_NAPKIN = """
+def on_a_napkin(parameters, layers, width, sequence, tokens, gpus, flop_per_s, mfu):
+    flop_per_token = {flop}
+    seconds = flop_per_token * tokens / ({speed})
+    return {days}, {state}
+"""
+_RIGHT = {
+    "flop": "6 * parameters + 12 * layers * width * sequence",
+    "speed": "gpus * flop_per_s * mfu",
+    "days": "seconds / 86_400",
+    "state": "16 * parameters / gpus",
+}
+
+
+def _napkin(**changes):
+    return _NAPKIN.format(**{**_RIGHT, **changes})
+
+
+_INTERVAL = """
+def best_interval(checkpoint_s, gpus, gpu_years):
+    between_failures_s = gpu_years * 365 * 86_400{gpus}
+    return {interval}
+"""
+
+_DEFEND = """
+def defend(sizes, sequence, gpus, gpus_per_host, gpu, network):
+    plan = Plan(sizes, Layout({layout}), batch={batch}, sequence=sequence, checkpoint="{checkpoint}",
+                gpu=gpu, gpus_per_host=gpus_per_host, network=network)
+    tokens_per_s = {speed} * plan.spec.tensor_flop_per_s / napkin.flop_per_token(sizes, sequence)
+    return plan, {state}, tokens_per_s
+"""
+_SOUND = {
+    "layout": "shards=gpus",
+    "batch": 1,
+    "checkpoint": "full",
+    "speed": "0.5 / (4 / 3)",
+    "state": "12 * napkin.parameters(sizes) / gpus",
+}
+
+
+def _defend(**changes):
+    return _DEFEND.format(**{**_SOUND, **changes})
+
+
+WRONG = {
+    "15.1": [
+        (_napkin(flop="6 * parameters"), "Attention is missing"),
+        (_napkin(flop="2 * parameters + 4 * layers * width * sequence"), "backward takes twice"),
+        (_napkin(days="seconds"), "a day has 86,400"),
+        (_napkin(days="seconds / 3600"), "a day has 24"),
+        (_napkin(speed="gpus * flop_per_s"), "No GPU reaches its peak"),
+        (_napkin(speed="flop_per_s * mfu"), "all of them compute together"),
+        (_napkin(state="16 * parameters"), "divide by the GPUs"),
+        (_napkin(state="4 * parameters / gpus"), "4 of the 16 bytes"),
+        (_napkin(state="12 * parameters / gpus"), "Gradients are missing"),
+        (_napkin(days="tokens"), "in days"),
+        (_napkin().replace("return seconds / 86_400,", "return"), "Return days, state_bytes"),
+    ],
+    "15.2": [
+        ("my_plan = 64", "Layout(shards="),
+        ('my_plan = Plan(LLAMA["8B"], Layout(shards=64))', "the plan names what it is for"),
+        ('my_plan = Plan(LLAMA["70B"], Layout(shards=32))', "all GPUs"),
+        ('my_plan = Plan(LLAMA["70B"], Layout(shards=64))', "more checkpoints"),
+        (
+            'my_plan = Plan(LLAMA["70B"], Layout(shards=8, tensors=8), batch=8, checkpoint="full")',
+            "fewer tensors",
+        ),
+    ],
+    "15.3": [
+        (
+            _INTERVAL.format(gpus="", interval="math.sqrt(2 * checkpoint_s * between_failures_s)"),
+            "That is for one GPU",
+        ),
+        (
+            _INTERVAL.format(
+                gpus=" / gpus", interval="math.sqrt(checkpoint_s * between_failures_s)"
+            ),
+            "a factor of 2",
+        ),
+        (_INTERVAL.format(gpus=" / gpus", interval="between_failures_s"), "many checkpoints"),
+        (
+            _INTERVAL.format(gpus=" / gpus", interval="2 * checkpoint_s * between_failures_s"),
+            "The root is missing",
+        ),
+        (_INTERVAL.format(gpus=" / gpus", interval="checkpoint_s"), "Too often"),
+        (_INTERVAL.format(gpus=" / gpus", interval="between_failures_s / 2"), "Too seldom"),
+    ],
+    "15.4": [
+        (_defend(state="16 * napkin.parameters(sizes) / gpus"), "12 bytes, not 16"),
+        (_defend(state="12 * napkin.parameters(sizes)"), "Divide by the GPUs"),
+        (_defend(speed="1.0"), "the whole peak"),
+        (_defend(speed="0.5"), "four thirds"),
+        (_defend(speed="0.375 * gpus"), "one GPU, not of all"),
+        (_defend(layout="replicas=gpus", state="12 * napkin.parameters(sizes)"), "More shards"),
+        (_defend(layout="shards=gpus // 2"), "all GPUs"),
+        (
+            "def defend(sizes, sequence, gpus, gpus_per_host, gpu, network):\n    return 1, 2, 3",
+            "The plan comes first",
+        ),
+    ],
+}
