@@ -6,13 +6,6 @@ from broken_claims import Broken
 _TWO_ROWS = [
     ('    "70B on 256, shards 32 × tensors 8": (llama("70B", 32, 8, 16, "full"), True, 597),\n', "")
 ]
-_SMALL_FIRST = [
-    (
-        'first = Plan(LLAMA["8B"], Layout(shards=8), batch=2,',
-        'first = Plan(dataclasses.replace(LLAMA["8B"], layers=6), Layout(shards=8), batch=2,',
-    )
-]
-
 BROKEN = [
     Broken(
         "I01",
@@ -22,7 +15,7 @@ BROKEN = [
     Broken(
         "I02",
         "nothing is computed again",
-        shorter=_SMALL_FIRST,
+        shorter=[('for how in ("none", "selective", "full")}', 'for how in ("none", "full")}')],
         edits=[
             (
                 "ways = {how: dataclasses.replace(first, checkpoint=how)",
@@ -59,7 +52,8 @@ BROKEN = [
     ),
     Broken(
         "I06",
-        "stages wait in turn: a batch is one micro-batch",
+        "a batch has no more micro-batches than stages",
+        shorter=[('("1.7", "145.6", "310.1", "1008")', '("1.7", "1008")')],
         edits=[
             (
                 "tera = {row.name: megatron.tera(row.run, of_a100) for row in chosen}",
