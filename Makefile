@@ -22,8 +22,8 @@ NEW_HOME := $(shell mkdir -p .home 2>/dev/null && test -w .home && cd .home && p
 export HOME := $(NEW_HOME)
 endif
 
-.PHONY: help venv lab wheels test test-browser test-gpu check format bench student solved class slides book \
-  lesson clean
+.PHONY: help venv lab wheels test test-browser test-gpu check format bench student solved exam class \
+  slides book lesson clean
 help:
 	@echo "make lab      set up and open JupyterLab at lesson 00 (ARGS=\"--no-browser --port 9999\")"
 	@echo "make test     set up and run every test and every lesson (ARGS=\"tests/launch -k hang\")"
@@ -34,6 +34,7 @@ help:
 	@echo "make bench    measure, and write benchmarks/RESULTS.md (ARGS=\"launch\")"
 	@echo "make student  an edition without solutions, to hand out (OUT=folder or file.zip)"
 	@echo "make solved   the same, solved"
+	@echo "make exam     the exam's sheet, without solutions and checks (OUT=file.ipynb)"
 	@echo "make class CLASS=folder   check the exercises that a class handed in"
 	@echo "make slides   slides of each lesson in build/slides"
 	@echo "make lesson TITLE=\"...\"   the skeleton of the next lesson"
@@ -94,6 +95,9 @@ student: venv
 
 solved: venv
 	$(BIN)/python -m teaching.editions solved $(or $(OUT),build/solved.zip)
+
+exam: venv
+	$(BIN)/python -m teaching.exam $(or $(OUT),build/99_exam.ipynb)
 
 class: venv
 	$(BIN)/python -m teaching.class_check $(CLASS) $(ARGS)

@@ -49,7 +49,7 @@ def handed_in(folder: Path) -> list[Learner]:
 
 
 def _learner(folder: Path) -> Learner:
-    originals = {lessons.number(path): path for path in lessons.NOTEBOOKS if lessons.number(path)}
+    originals = {lessons.number(path): path for path in (*lessons.NOTEBOOKS, lessons.EXAM)}
     newest: dict[str, tuple[float, Path]] = {}
     others = []
     # os.walk passes over folders that it may not read, and follows no link in a circle.

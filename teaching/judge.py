@@ -84,7 +84,7 @@ class _Judge:
     """Takes the job's answers one after the other; later ones know the names of earlier ones."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        self.path = lessons.ROOT / "notebooks" / job["lesson"]
+        self.path = lessons.ROOT / job["lesson"]
         self.reports = Path(job["reports"])
         self.names: dict[str, Any] = {}
         self.pid = os.getpid()

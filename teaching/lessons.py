@@ -8,6 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+EXAM = ROOT / "teaching" / "exam" / "99_exam.ipynb"
+"""Its number and its ids are those of a lesson 99, so that it is judged like one."""
 
 
 @dataclass(frozen=True)

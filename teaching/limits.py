@@ -103,7 +103,7 @@ class _Judge:
         home = folder / "home"
         home.mkdir()
         job = {
-            "lesson": lesson.name,
+            "lesson": lesson.relative_to(lessons.ROOT).as_posix(),
             "answers": todo,
             "earlier": earlier,
             "memory_bytes": limits.memory_bytes,

@@ -1,0 +1,195 @@
+"""Checks of the exam's tasks about planning: who sees which sample, who waits, what fits."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from helpers import devices, memory, schedules
+from helpers.checks.core import Wrong, exercise, for_input
+from helpers.units import format_bytes
+
+
+@exercise("99.6", "Go on with other ranks")
+def remaining(answer: Callable[..., list[list[int]]]) -> dict[str, Any]:
+    for samples, done, ranks, batch_size in ((24, 8, 2, 4), (37, 12, 3, 4), (50, 0, 4, 5)):
+        order = random.sample(range(1000), samples)
+        given = f"{samples} samples, {done} done, {ranks} ranks with batches of {batch_size}"
+        with for_input(given, "A rank's batches are lists of indices out of order."):
+            batches = [answer(list(order), done, r, ranks, batch_size) for r in range(ranks)]
+            _same_number(batches)
+            together = ranks * batch_size
+            for step, start in enumerate(range(done, samples, together)):
+                parts = [of_rank[step] for of_rank in batches if step < len(of_rank)]
+                _judge_step(parts, order[start : start + together], f"step {step} of {given}")
+            if len(batches[0]) != step + 1:
+                raise Wrong(yours=f"{len(batches[0])} batches", expected=f"{step + 1}, and no more")
+    return {"each of the samples": "seen once, on 2, 3 and 4 ranks, in as many steps on each"}
+
+
+def _same_number(batches: list[list[list[int]]]) -> None:
+    counts = [len(of_rank) for of_rank in batches]
+    if len(set(counts)) > 1:
+        raise Wrong(
+            yours=f"{counts} batches on the ranks",
+            expected="as many on each rank",
+            hint="A rank that has no batch left would not come to the next all-reduce.",
+        )
+
+
+def _judge_step(parts: list[list[int]], expected: list[int], given: str) -> None:
+    seen = [index for part in parts for index in part]
+    if sorted(seen) != sorted(expected):
+        raise Wrong(
+            yours=f"the ranks together see {sorted(seen)}",
+            expected=f"the next ones of the order, {sorted(expected)}",
+            given=given,
+            hint="After a step, what all ranks have seen must be a beginning of the order.",
+        )
+    sizes = [len(part) for part in parts]
+    if max(sizes) - min(sizes) > 1:
+        raise Wrong(
+            yours=f"batches of {sizes}",
+            expected="sizes that differ by one at most",
+            given=given,
+            hint="Share the last few out to all ranks.",
+        )
+
+
+@exercise("99.7", "Play a schedule")
+def makespan(answer: Callable[..., float | None]) -> dict[str, Any]:
+    for make in (schedules.all_forward_all_backward, schedules.one_forward_one_backward, None):
+        stages, micro_batches = random.randint(2, 4), random.randint(3, 6)
+        forward_s, backward_s = random.randint(1, 5), random.randint(2, 9)
+        if make is None:
+            orders = _deadlocked()
+            expected: float | None = None
+        else:
+            schedule = make(stages, micro_batches)
+            orders = [[(a.kind, a.micro_batch) for a in row] for row in schedule.rows]
+            half = backward_s / 2
+            times = schedules.Times(forward_s, input_gradient=half, weight_gradient=half)
+            expected = schedules.play(schedule, times).makespan
+        given = f"forward {forward_s} s, backward {backward_s} s, orders {orders}"
+        with for_input(given, "Begin each action as soon as its GPU and what it needs are there."):
+            yours = answer([list(row) for row in orders], forward_s, backward_s)
+            if expected is None and yours is not None:
+                raise Wrong(
+                    yours=yours,
+                    expected="None",
+                    hint="Here each GPU waits for the other. None, if no GPU can go on.",
+                )
+            if expected is None:
+                continue
+            if not isinstance(yours, int | float):
+                raise Wrong(yours=yours, expected=f"{expected} s")
+            if not math.isclose(yours, expected):
+                hint = "A backward needs that of the next stage; a forward that of the one before."
+                if yours > expected:
+                    hint = (
+                        "GPUs work side by side, each action as soon as it can. The end is when the "
+                        "last GPU is done."
+                    )
+                raise Wrong(yours=f"{yours} s", expected=f"{expected} s", hint=hint)
+    return {"played": "all forward, all backward; 1F1B; and one that deadlocks"}
+
+
+def _deadlocked() -> list[list[tuple[str, int]]]:
+    return [[("F", 0), ("B", 0), ("F", 1), ("B", 1)], [("F", 1), ("B", 1), ("F", 0), ("B", 0)]]
+
+
+@exercise("99.8", "The largest batch")
+def largest_batch(answer: Callable[[Callable[[int], int], int], int]) -> dict[str, Any]:
+    (gpu,) = devices.lab(1)
+    for width in random.sample(range(200, 400, 8), 2):
+        step = _step(width, gpu)
+        step(2)  # the first step makes Adam's state
+        about = random.randint(2500, 4000)
+        budget_bytes = step(about) + random.randint(0, 4000)
+        asked: list[int] = []
+
+        def peak(
+            batch_size: int, step: Any = step, about: int = about, asked: list[int] = asked
+        ) -> int:
+            asked.append(batch_size)
+            return step(_possible(batch_size, about, asked))
+
+        given = f"width {width}, a budget of {format_bytes(budget_bytes)}"
+        with for_input(given, "Return a number of samples."):
+            yours = answer(peak, budget_bytes)
+            if isinstance(yours, bool) or not isinstance(yours, int):
+                raise Wrong(yours=yours, expected="a whole number of samples")
+            if len(asked) > 3:
+                raise Wrong(
+                    yours=f"{len(asked)} steps measured, with {asked} samples",
+                    expected="3 at most",
+                    hint="A line is known from two of its points.",
+                )
+            held = step(_possible(yours, about, asked)) if yours > 0 else 0
+            _judge_batch(yours, held, step, budget_bytes, asked)
+    return {"your batch": f"{yours} samples", "measured": f"with {asked} samples"}
+
+
+def _step(width: int, gpu: torch.device) -> Callable[[int], int]:
+    """A function that trains a new network for one step: the most bytes, its own state included."""
+    layers = nn.Linear(64, width), nn.Linear(width, width), nn.Linear(width, 10)
+    model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2]).to(gpu)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(batch_size: int) -> int:
+        def train() -> None:
+            x = torch.zeros(batch_size, 64, device=gpu)
+            F.cross_entropy(model(x), x[:, 0].long()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        (above,) = memory.peaks_during(train, [gpu])
+        state = [part for of_one in optimizer.state.values() for part in of_one.values()]
+        kept = [*model.parameters(), *state]
+        return above + sum(tensor.nbytes for tensor in kept if tensor.device == gpu)
+
+    return step
+
+
+def _possible(batch_size: int, about: int, asked: Sequence[int]) -> int:
+    """A batch that this machine can be asked to try, for ``about`` samples in the budget."""
+    if batch_size > 3 * about:
+        raise Wrong(
+            yours=f"{batch_size:,} samples",
+            expected=f"fewer than {3 * about:,}",
+            hint=_hint_for_batch(asked),
+        )
+    return batch_size
+
+
+def _hint_for_batch(asked: Sequence[int]) -> str:
+    small = [size for size in asked if size < 64]
+    if small:
+        return (
+            f"With {min(small)} samples the peak is in the update, where no sample counts. "
+            "Measure where activations decide."
+        )
+    return "A part of the bytes is there for any batch; the rest grows with it."
+
+
+def _judge_batch(
+    yours: int, held: int, step: Callable[[int], int], budget_bytes: int, asked: Sequence[int]
+) -> None:
+    hint = _hint_for_batch(asked)
+    if held > budget_bytes:
+        raise Wrong(
+            yours=f"{yours} samples, {format_bytes(held)}",
+            expected=f"at most {format_bytes(budget_bytes)}",
+            hint=hint,
+        )
+    more = math.ceil(yours * 1.02) + 1
+    if step(more) <= budget_bytes:
+        raise Wrong(
+            yours=f"{yours} samples, {format_bytes(held)}",
+            expected=f"the most that fit; {more} samples would, too",
+            hint=hint,
+        )

@@ -1,0 +1,179 @@
+"""Checks of the exam's tasks that run on ranks, each with a GPU."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from helpers.calls import Collectives, counted_on_gpu, own_gpu
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
+from helpers.checks.on_ranks import GPU, on_ranks
+
+
+@exercise("99.5", "The largest of all ranks")
+def largest_of_all(answer: Callable[[torch.Tensor, int], torch.Tensor]) -> dict[str, Any]:
+    for ranks, k in ((2, 3), (3, 4)):
+        lengths = [random.randint(k, 9) for _ in range(ranks - 1)] + [random.randint(0, k - 1)]
+        numbers = torch.randperm(99)[: sum(lengths)].float() - 150  # all below zero
+        scores = list(numbers.split(lengths))
+        expected = numbers.topk(k).values
+        given = f"k = {k} and {ranks} ranks with {lengths} scores"
+        results = on_ranks(_on_gpu, ranks, _largest, answer, scores, k, given=given, gpu=GPU)
+        for rank, (yours, calls) in enumerate(results):
+            hint = "All ranks return the k largest of all scores, in descending order."
+            if isinstance(yours, torch.Tensor) and (yours == 0).any():
+                hint = "Scores may all be below zero: what stands in for a missing one must lose."
+            expect_equal(yours, expected, given=f"{given}; on rank {rank}", hint=hint)
+            _within(calls, 1, ranks * k, f"{given}; on rank {rank}", "k numbers of each rank do.")
+    return {"sent": f"one {calls[0][0]}, of {k} numbers a rank"}
+
+
+def _on_gpu(
+    rank: int, world_size: int, call: Callable[..., Any], *args: Any
+) -> tuple[Any, Collectives]:
+    """On a rank: what ``call`` returns, its tensors on the CPU, and the collectives."""
+    result, calls = counted_on_gpu(rank, world_size, call, *args)
+    if isinstance(result, tuple):
+        return tuple(_fetched(part) for part in result), calls
+    return _fetched(result), calls
+
+
+def _fetched(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_fetched(part) for part in value]
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _largest(
+    rank: int, world_size: int, answer: Callable[..., Any], scores: list[torch.Tensor], k: int
+) -> Any:
+    return answer(scores[rank].to(own_gpu()), k)
+
+
+def _within(calls: Collectives, most: int, largest: int, given: str, hint: str) -> None:
+    """Wrong for more than ``most`` collectives, for one with more numbers, and for none."""
+    if 0 < len(calls) <= most and all(size <= largest for _, size in calls):
+        return
+    raise Wrong(
+        yours=", ".join(f"{name} of {size} numbers" for name, size in calls) or "no collective",
+        expected=f"{most} collective, of {largest} numbers at most",
+        given=given,
+        hint=f"The result is right, not within the budget. {hint}",
+    )
+
+
+@exercise("99.9", "Clip what is sharded")
+def clip_sharded(answer: Callable[..., Any]) -> dict[str, Any]:
+    for ranks, factor in ((2, 0.5), (3, 2.0)):
+        everyone = [torch.randn(4), torch.randn(2, 3)]
+        parts = [[torch.randn(3, 2), torch.randn(5)] for _ in range(ranks)]
+        whole = [*everyone, *(gradient for of_rank in parts for gradient in of_rank)]
+        norm = torch.stack([gradient.square().sum() for gradient in whole]).sum().sqrt()
+        limit = factor * norm.item()
+        given = f"{ranks} ranks, a norm of {norm:.4f}, at most {limit:.4f}"
+        results = on_ranks(
+            _on_gpu, ranks, _clipped, answer, parts, everyone, limit, given=given, gpu=GPU
+        )
+        scale = min(1.0, factor)
+        for rank, ((yours, sharded, replicated), calls) in enumerate(results):
+            where = f"{given}; on rank {rank}"
+            hint = _hint_for_norm(yours, parts, everyone, rank)
+            expect_close(_number(yours, where), norm, given=where, hint=hint)
+            for name, found, before in (
+                ("sharded", sharded, parts[rank]),
+                ("replicated", replicated, everyone),
+            ):
+                for mine, gradient in zip(found, before, strict=True):
+                    expect_close(
+                        mine,
+                        gradient * scale,
+                        given=f"a {name} gradient; {where}",
+                        hint="Scale every gradient in place, and never make one larger.",
+                        rtol=1e-4,
+                        atol=1e-5,
+                    )
+            _within(calls, 1, 1, where, "One number has to be added up over the ranks.")
+    return {"norms": "those of the whole gradient, on 2 and 3 ranks", "sent": "one number"}
+
+
+def _clipped(
+    rank: int,
+    world_size: int,
+    answer: Callable[..., Any],
+    parts: list[list[torch.Tensor]],
+    everyone: list[torch.Tensor],
+    limit: float,
+) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
+    sharded = [gradient.to(own_gpu()) for gradient in parts[rank]]
+    replicated = [gradient.to(own_gpu()) for gradient in everyone]
+    return answer(sharded, replicated, limit), sharded, replicated
+
+
+def _number(yours: Any, where: str) -> torch.Tensor:
+    if isinstance(yours, torch.Tensor) and yours.numel() == 1:
+        return yours.reshape(()).float()
+    if isinstance(yours, int | float) and not isinstance(yours, bool):
+        return torch.tensor(float(yours))
+    raise Wrong(
+        yours=yours,
+        expected="the norm before clipping, one number",
+        given=where,
+        hint="Return it on every rank.",
+    )
+
+
+def _hint_for_norm(
+    yours: Any, parts: list[list[torch.Tensor]], everyone: list[torch.Tensor], rank: int
+) -> str:
+    def squares(gradients: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+
+    def near(other: torch.Tensor) -> bool:
+        return abs(float(yours) - other.item()) < 1e-3 * other.item()
+
+    common = squares(everyone)
+    shards = torch.stack([squares(of_rank) for of_rank in parts])
+    if not isinstance(yours, torch.Tensor | int | float):
+        return ""
+    if near((shards.sum() + len(parts) * common).sqrt()):
+        return "Each rank has the same replicated gradients: they count once, not once a rank."
+    if near((shards[rank] + common).sqrt()):
+        return "This is the norm of what one rank has. The others hold the rest of the gradient."
+    if near((shards + common).sqrt().sum()) or near(shards.sqrt().sum() + common.sqrt()):
+        return "Norms do not add up; their squares do."
+    return "The square of the norm is the sum of the squares of all numbers."
+
+
+@exercise("99.10", "The likeliest token")
+def likeliest(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    for ranks, tokens, words in ((2, 5, 700), (3, 4, 400)):
+        # Distinct in bfloat16, so that there is one largest in each row.
+        steps = torch.stack([torch.randperm(ranks * words) for _ in range(tokens)])
+        logits = torch.where(steps == ranks * words - 1, 50, -(steps % 100)).bfloat16()
+        expected = logits.argmax(-1)
+        parts = [part.contiguous() for part in logits.chunk(ranks, dim=-1)]
+        given = f"{tokens} tokens, {ranks} ranks with {words} of the words each, bfloat16"
+        results = on_ranks(_on_gpu, ranks, _found, answer, parts, given=given, gpu=GPU)
+        for rank, (yours, calls) in enumerate(results):
+            where = f"{given}; on rank {rank}"
+            hint = "Return the number of a word, for each token, as an integer tensor."
+            if isinstance(yours, torch.Tensor) and yours.shape == expected.shape:
+                hint = _hint_for_words(yours, expected, words)
+            expect_equal(yours, expected, given=where, hint=hint)
+            _within(calls, 2, 2 * ranks * tokens, where, "Two numbers a token and rank do.")
+    return {"sent": " and ".join(f"{name} of {size} numbers" for name, size in calls)}
+
+
+def _hint_for_words(yours: torch.Tensor, expected: torch.Tensor, words: int) -> str:
+    if torch.equal(yours % words, expected % words):
+        return "Right within its part. A rank's words begin at rank times the words of a part."
+    if torch.equal(yours.bfloat16(), expected.bfloat16()):
+        return "Near by: bfloat16 has 8 bits for whole numbers, too few for a word's."
+    return "First the largest of each rank and where it is, then the largest of these."
+
+
+def _found(
+    rank: int, world_size: int, answer: Callable[..., Any], parts: list[torch.Tensor]
+) -> Any:
+    return answer(parts[rank].to(own_gpu()))

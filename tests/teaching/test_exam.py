@@ -1,0 +1,109 @@
+"""The exam: its stubs, solutions and typical mistakes; its sheet; judged like a lesson."""
+
+import ast
+import json
+
+import pytest
+from wrong_answers.exam import WRONG
+
+from helpers import vgpu
+from helpers.checks import exercises
+from teaching import class_check, editions, lessons
+from teaching.exam.__main__ import JUDGED_LATER, main
+from teaching.judge import outcome_of
+
+TASKS = lessons.exercise_ids(lessons.EXAM)
+each_task = pytest.mark.parametrize("task", TASKS)
+
+
+@pytest.fixture(autouse=True)
+def without_the_notebook_s_gpus():
+    """Its setup asks for eight, for good; a test gives them back."""
+    yield
+    vgpu.disable()
+
+
+def test_there_are_ten_with_minutes_that_fit():
+    assert [f"99.{n}" for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)] == TASKS and WRONG.keys() == {
+        *TASKS
+    }
+    for task in TASKS:
+        (text,) = lessons.tagged(lessons.EXAM, f"exercise-{task}")
+        minutes = int(text.source.partition("**Minutes:** ")[2].partition(" ")[0])
+        assert 10 <= minutes <= 15
+
+
+@each_task
+def test_the_stub_alone_is_not_attempted(task):
+    (stub,) = lessons.tagged(lessons.EXAM, f"stub-{task}")
+    assert outcome_of(lessons.EXAM, task, stub.source).status == "not attempted"
+
+
+@each_task
+def test_the_solution_passes_and_shows_what_it_did(task):
+    for _ in range(3):  # the input is drawn anew
+        outcome = outcome_of(lessons.EXAM, task, lessons.solution(lessons.EXAM, task))
+        assert outcome.status == "right" and outcome.achieved, str(outcome)
+
+
+@each_task
+def test_typical_mistakes_fail_with_their_hint(task):
+    assert len(WRONG[task]) >= 3
+    for source, phrase in WRONG[task]:
+        outcome = outcome_of(lessons.EXAM, task, source)
+        assert outcome.status == "wrong", f"passed as {outcome.status}:\n{source}"
+        assert phrase in str(outcome), f"{phrase!r} is not in:\n{outcome}"
+        assert outcome.yours != outcome.expected or outcome.error, f"they read the same:\n{outcome}"
+        assert outcome.given and outcome.hint, f"for which input, and why?\n{outcome}"
+
+
+def test_its_tasks_are_none_of_the_course():
+    ids = {item.id for item in exercises()}
+    assert ids and not ids & {*TASKS}
+
+
+@pytest.fixture
+def sheet(tmp_path, capsys):
+    path = tmp_path / "99_exam.ipynb"
+    main([str(path)])
+    assert "10 tasks" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="exists already"):
+        main([str(path)])
+    return path
+
+
+def test_the_sheet_gives_nothing_away_and_runs_without_the_teacher_s_tools(sheet):
+    text = sheet.read_text("utf-8")
+    assert "teaching" not in text and "Solution" not in text and "check(" not in text
+    cells = lessons.cells(sheet)
+    assert lessons.exercise_ids(sheet) == TASKS
+    assert sum(cell.source == JUDGED_LATER for cell in cells) == 10
+    names = dict.fromkeys(("__name__",), "__main__")
+    (setup,) = lessons.tagged(sheet, "setup")
+    exec(setup.source, names)
+    for task in TASKS:
+        (stub,) = lessons.tagged(sheet, f"stub-{task}")
+        ast.parse(stub.source)
+
+
+def test_the_student_s_edition_has_no_exam(tmp_path):
+    editions.write("student", tmp_path / "student")
+    names = [path.name for path in (tmp_path / "student").rglob("*")]
+    assert "99_exam.ipynb" not in names and "exam" not in names
+
+
+@pytest.mark.timeout(600)
+def test_a_class_s_sheets_are_judged_like_lessons(sheet, tmp_path):
+    notebook = json.loads(sheet.read_text("utf-8"))
+    for cell in notebook["cells"]:
+        if "stub-99.6" in cell["metadata"].get("tags", ()):
+            cell["source"] = lessons.solution(lessons.EXAM, "99.6")
+        if "stub-99.2" in cell["metadata"].get("tags", ()):
+            cell["source"] = WRONG["99.2"][0][0]
+    folder = tmp_path / "handed_in" / "ada"
+    folder.mkdir(parents=True)
+    (folder / "99_exam.ipynb").write_text(json.dumps(notebook), "utf-8")
+    verdicts = class_check.check_class(folder.parent, class_check.Limits())
+    found = {verdict.exercise: verdict.status for verdict in verdicts}
+    assert found == dict.fromkeys(TASKS, "not attempted") | {"99.6": "right", "99.2": "wrong"}
+    assert class_check.table(verdicts).splitlines()[1].split()[-1] == "1"
