@@ -12,7 +12,7 @@ from typing import Any
 from helpers import vgpu
 from helpers.plan.step import Plan, Step, predict
 
-LAYERS = (4, 8)
+LAYERS = (4, 5)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,8 @@ def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, i
         axes.plot(counts, [found[n] for n in counts], "o-", color=colour, label=name)
     axes.set(xscale="log", yscale="log", xlabel="GPUs, and tokens that each has in a step")
     axes.set_xticks(counts, [f"{n}\n{tokens[n]:,}" for n in counts])
+    doublings = [first / 2 * 2**k for k in range(1, 1 + (counts[-1] // counts[0]).bit_length())]
+    axes.set_yticks(doublings, [f"{speed:.3g}" for speed in doublings])
     axes.minorticks_off()
     axes.set_ylabel("million tokens/s, all GPUs")
     axes.legend(loc="upper left", fontsize=9)
