@@ -178,6 +178,7 @@ def evaluate(exercise_id: str, answer: Any) -> Outcome:
             raise Wrong(
                 yours=answer,
                 expected="a function or class",
+                given="what check was given",
                 hint="Hand over the function itself, without calling it.",
             )
         achieved = item.checker(answer) or {}

@@ -185,6 +185,7 @@ def find_the_rank_that_hangs(never_came: Any) -> dict[str, Any]:
         raise Wrong(
             yours=repr(never_came),
             expected="a rank: a whole number from 0",
+            given="train_until with some_losses and the limit 0.3",
             hint="Run train_until with a short timeout_s and read the last line of the message.",
         )
     if never_came != 2:

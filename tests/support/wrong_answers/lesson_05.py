@@ -95,7 +95,8 @@ WRONG = {
             ),
             "change the buffer in place",
         ),
-        (_counter("self.calls = [0]", "self.calls[0] += 1"), "TypeError"),
+        (_counter("self.calls = [0]", "self.calls[0] += 1"), "compares int(model.calls)"),
+        (_counter("self.count = 0", "self.count += 1"), "compares int(model.calls)"),
         (
             _counter("self.calls = torch.zeros(())", "self.calls.add_(1)"),
             "once for each replica",
