@@ -1,5 +1,6 @@
 """Runs code cells as a notebook does: display, f?, !ls, %magics, top-level await."""
 
+import atexit
 import sys
 from typing import Any
 
@@ -23,6 +24,8 @@ class Shell(InteractiveShell):
     def __init__(self, namespace: dict[str, Any]) -> None:
         config = Config({"HistoryManager": {"enabled": False}})
         super().__init__(user_ns=namespace, config=config, compiler_class=_Compiler)
+        # It would keep each shell's names to the end, and look for garbage once for each of them.
+        atexit.unregister(self.atexit_operations)
 
     def run(self, source: str, name: str) -> None:
         """Run one cell; raises what it raises, SystemExit and KeyboardInterrupt included."""
