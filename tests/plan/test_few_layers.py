@@ -33,6 +33,6 @@ def test_other_costs_need_no_other_recording():
 
 
 def test_a_small_model_has_no_fewer_layers():
-    plan = Plan(dataclasses.replace(SIZES, layers=6), Layout(shards=16), 1, 1024)
-    with pytest.raises(ValueError, match="a model of 6 layers is small enough"):
+    plan = Plan(dataclasses.replace(SIZES, layers=4), Layout(shards=16), 1, 1024)
+    with pytest.raises(ValueError, match="a model of 4 layers is small enough"):
         in_few_layers(plan)
