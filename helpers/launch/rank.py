@@ -2,6 +2,7 @@
 
 import atexit
 import faulthandler
+import gc
 import linecache
 import multiprocessing
 import os
@@ -45,6 +46,10 @@ def _end_forkserver(folder: str, forkserver: int) -> None:
 if SOCKETS_FOLDER in os.environ:
     atexit.register(_end_forkserver, os.environ[SOCKETS_FOLDER], os.getpid())
     backend.prepare()
+    # A rank never frees what it was forked with. Each of its collections of garbage would go
+    # through all of torch, and by touching every object make a copy of its page.
+    gc.collect()
+    gc.freeze()
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """launch.run hands a cell's function to processes and brings its results back."""
 
+import multiprocessing
 import multiprocessing.forkserver
 import os
 import threading
@@ -45,6 +46,20 @@ def test_warming_up_starts_the_process_that_ranks_come_from():
     launch.warm_up()
     run(source, 1)
     assert started is not None and server._forkserver_pid == started
+
+
+@pytest.mark.skipif(
+    "forkserver" not in multiprocessing.get_all_start_methods(), reason="nothing to fork from"
+)
+def test_a_rank_looks_for_garbage_among_its_own_objects_only():
+    """Going through all of torch takes longer than most ranks compute, and copies its pages."""
+    source = """
+    def main(rank, world_size):
+        import gc
+        return len(gc.get_objects()), gc.get_freeze_count()
+    """
+    [(own, of_the_forkserver)] = run(source, 1)
+    assert of_the_forkserver > 100_000 > 10 * own
 
 
 def test_no_function_begins_before_every_rank_has_joined():
