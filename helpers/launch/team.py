@@ -34,8 +34,17 @@ from helpers.launch.rank import (
     main,
 )
 
-PRELOAD = ("torch", "torch._dynamo", "helpers.launch.rank")
-"""What the forkserver imports once, for all ranks. Every optimizer imports torch._dynamo."""
+PRELOAD = (
+    "torch",
+    "torch._dynamo",  # every optimizer imports it
+    "torch.distributed.checkpoint",
+    "IPython",  # the checks of exercises import it
+    "helpers.launch.rank",
+)
+"""What the forkserver imports once, for all ranks; it passes over what is not installed.
+
+The last of them freezes what there is.
+"""
 
 END_LIMIT_S = 10.0
 """How long a rank, and all that it has started, may take to end."""
