@@ -171,13 +171,11 @@ class _Rank:
 def _has_ended(pid: int) -> bool:
     """Whether that process is gone; its pipes close a moment before it is."""
     until_s = time.monotonic() + 1
-    try:
+    with suppress(psutil.NoSuchProcess):  # it is gone, and somebody has taken its status
         while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             if time.monotonic() > until_s:
                 return False
             time.sleep(0.01)
-    except psutil.NoSuchProcess:
-        pass
     return True
 
 
