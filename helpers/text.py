@@ -19,9 +19,7 @@ VOCABULARY = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
 _NUMBERS = {letter: number for number, letter in enumerate(VOCABULARY)}
 
 # What the topics have beyond ASCII, and how a typewriter would write it.
-_PLAIN = str.maketrans(
-    {"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-", "—": "--", "…": "...", "\t": "    "}
-)
+_PLAIN = {"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-", "—": "--", "…": "...", "\t": "    "}
 
 
 def encode(text: str) -> torch.Tensor:
@@ -55,8 +53,15 @@ def decode(tokens: torch.Tensor) -> str:
 
 @cache
 def _all_letters() -> torch.Tensor:
-    text = "\n\n".join(topics[name] for name in sorted(topics)).translate(_PLAIN)
-    return encode("".join(letter for letter in text if letter in _NUMBERS))
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    for letter, plain in _PLAIN.items():
+        text = text.replace(letter, plain)
+    # Every rank of a training looks them up, so not letter by letter.
+    numbers = torch.full((128,), -1)
+    numbers[[ord(letter) for letter in VOCABULARY]] = torch.arange(len(VOCABULARY))
+    codes = torch.frombuffer(bytearray(text.encode("ascii", "ignore")), dtype=torch.uint8)
+    found = numbers[codes.long()]
+    return found[found >= 0]  # other control characters have no number
 
 
 def letters(train: bool = True) -> torch.Tensor:
