@@ -1,7 +1,6 @@
 """``record()`` and ``spend()``: how a program asks for virtual time."""
 
 import functools
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +12,7 @@ from helpers.vgpu.device import gpus
 from helpers.vgpu.device.links import get_link
 from helpers.vgpu.timing import module_names, recording
 from helpers.vgpu.timing.costs import CostModel
+from helpers.vgpu.timing.play.garbage import rarely_collected
 from helpers.vgpu.timing.play.steps import Program
 from helpers.vgpu.timing.recording import Recording
 from helpers.vgpu.timing.streams import priority_of, set_stream_number
@@ -40,14 +40,10 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
     timeline.ranks = [rank]
     program = Program(costs, rank, gpus.current_index(), gpus.device_count())
     made = Recording(costs, timeline, set_stream_number, priority_of, rank)
-    # Events are many and stay: looking through them for cycles again and again would be in vain.
-    thresholds = gc.get_threshold()
     try:
-        with recording.begun(made), module_names.tracked():
-            gc.set_threshold(100_000, *thresholds[1:])
+        with recording.begun(made), module_names.tracked(), rarely_collected():
             yield timeline
     finally:
-        gc.set_threshold(*thresholds)
         timeline.host_s, timeline.makespan_s = made.end()
         timeline.events = in_order(made.clock.player.events)
         program.steps = made.clock.steps
