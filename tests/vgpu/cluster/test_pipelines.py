@@ -14,6 +14,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
+from toy_gpu import KB, toy_gpu
 
 from helpers import vgpu
 from helpers.schedules import (
@@ -25,24 +26,8 @@ from helpers.schedules import (
 )
 
 US = 1e-6
-KB = 250  # float32 values of 1,000 bytes
 SLOW = vgpu.Link("1 GB/s", 1e9, 0.0, "made for these tests")
 AT_ONCE = vgpu.Link("no time", 1e30, 0.0, "made for these tests")
-
-
-def spec(link):
-    return vgpu.GPUSpec(
-        name="Virtual Test",
-        memory_bytes=2**40,
-        memory_bandwidth_bytes_per_s=1e9,
-        fp32_flop_per_s=1e30,
-        tensor_flop_per_s=1e30,
-        multi_processor_count=1,
-        compute_capability=(1, 0),
-        source="made for these tests",
-        link=link,
-        host_link=link,
-    )
 
 
 EXACT = {
@@ -90,7 +75,7 @@ class Stage(nn.Module):
 
 def recorded(rank, schedule, ranks, micro_batches, link=AT_ONCE, chunks=1, make=Stage):
     """One step of one rank, after one that sets the pipeline up."""
-    with vgpu.cluster(1, ranks, gpu=spec(link), rank=rank) as made, vgpu.shapes_only():
+    with vgpu.cluster(1, ranks, gpu=toy_gpu(link), rank=rank) as made, vgpu.shapes_only():
         stages = []
         for index in range(rank, ranks * chunks, ranks):
             module = make().to(made.device)

@@ -5,27 +5,14 @@ The toy: a launch takes 1 µs, a GPU reads and writes 1 GB/s, and nothing else c
 
 import pytest
 import torch
+from toy_gpu import KB, SPEC
 
 from helpers import vgpu
 from helpers.vgpu.timing.play.units import Processors
 
-PLAIN = vgpu.Link("plain", 1e9, 0.0, "made for these tests")
-SPEC = vgpu.GPUSpec(
-    name="Virtual Test",
-    memory_bytes=2**40,
-    memory_bandwidth_bytes_per_s=1e9,
-    fp32_flop_per_s=1e30,
-    tensor_flop_per_s=1e30,
-    multi_processor_count=1,
-    compute_capability=(1, 0),
-    source="made for these tests",
-    link=PLAIN,
-    host_link=PLAIN,
-)
 COSTS = vgpu.CostModel(
     SPEC, memory_share=1.0, link_share=1.0, python_launch_s=1e-6, engine_launch_s=1e-6, kernel_s=0.0
 )
-KB = 250  # float32 values of 1,000 bytes
 
 pytestmark = pytest.mark.virtual_gpus(2, gpu=SPEC)
 

@@ -10,24 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from toy_gpu import KB, SPEC
 
 from helpers import launch, vgpu
 from helpers.vgpu.timing.play.meeting import Meeting
 from helpers.vgpu.timing.play.player import Player
 
-PLAIN = vgpu.Link("plain", 1e9, 0.0, "made for these tests")
-SPEC = vgpu.GPUSpec(
-    name="Virtual Test",
-    memory_bytes=2**40,
-    memory_bandwidth_bytes_per_s=1e9,
-    fp32_flop_per_s=1e30,
-    tensor_flop_per_s=1e30,
-    multi_processor_count=1,
-    compute_capability=(1, 0),
-    source="made for these tests",
-    link=PLAIN,
-    host_link=PLAIN,
-)
 COSTS = vgpu.CostModel(
     SPEC,
     arithmetic_share=1.0,
@@ -37,7 +25,6 @@ COSTS = vgpu.CostModel(
     engine_launch_s=1e-6,
     kernel_s=0.0,
 )
-KB = 250  # float32 values of 1,000 bytes
 US = 1e-6
 
 pytestmark = [

@@ -6,26 +6,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from toy_gpu import KB, SPEC
 
 from helpers import vgpu
 from helpers.vgpu.timing import recording
 from helpers.vgpu.timing.play.units import Unit
 from helpers.vgpu.timing.trace import covered_s
 
-PLAIN = vgpu.Link("plain", 1e9, 0.0, "made for these tests")
-# One microsecond to launch, a byte takes a nanosecond, arithmetic is free, nothing else costs.
-SPEC = vgpu.GPUSpec(
-    name="Virtual Test",
-    memory_bytes=2**40,
-    memory_bandwidth_bytes_per_s=1e9,
-    fp32_flop_per_s=1e30,
-    tensor_flop_per_s=1e30,
-    multi_processor_count=1,
-    compute_capability=(1, 0),
-    source="made for these tests",
-    link=PLAIN,
-    host_link=PLAIN,
-)
 LAUNCH_S = 1e-6
 COSTS = vgpu.CostModel(
     SPEC,
@@ -36,7 +23,6 @@ COSTS = vgpu.CostModel(
     engine_launch_s=LAUNCH_S,
     kernel_s=0.0,
 )
-KB = 250  # float32 values of 1,000 bytes
 
 
 pytestmark = pytest.mark.virtual_gpus(2, gpu=SPEC)

@@ -1,0 +1,27 @@
+"""A GPU whose times are worked out by hand: it reads, writes and sends 1 GB/s, arithmetic is free.
+
+A kilobyte takes a microsecond each way; what launches cost is up to each test.
+"""
+
+from helpers import vgpu
+
+PLAIN = vgpu.Link("plain", 1e9, 0.0, "made for these tests")
+KB = 250  # float32 values of 1,000 bytes
+
+
+def toy_gpu(link: vgpu.Link = PLAIN) -> vgpu.GPUSpec:
+    return vgpu.GPUSpec(
+        name="Virtual Test",
+        memory_bytes=2**40,
+        memory_bandwidth_bytes_per_s=1e9,
+        fp32_flop_per_s=1e30,
+        tensor_flop_per_s=1e30,
+        multi_processor_count=1,
+        compute_capability=(1, 0),
+        source="made for these tests",
+        link=link,
+        host_link=link,
+    )
+
+
+SPEC = toy_gpu()
