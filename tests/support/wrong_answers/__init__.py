@@ -4,6 +4,9 @@ import importlib
 
 
 def wrong_answers(exercise_id):
-    """The typical mistakes for an exercise: pairs of code and a phrase of the hint it must get."""
+    """The typical mistakes for an exercise: pairs of code and a phrase of the hint it must get.
+
+    A phrase that names a rank or a random number is a compiled pattern.
+    """
     lesson = int(exercise_id.split(".")[0])
     return importlib.import_module(f"wrong_answers.lesson_{lesson:02d}").WRONG[exercise_id]

@@ -1,5 +1,7 @@
 """Typical mistakes in the exercises of lesson 06, and what the learner must be told."""
 
+import re
+
 AVERAGED = """
 def stop_together(rank, world_size, losses, limit):
     averages = []
@@ -140,7 +142,9 @@ def sum_over_ranks(tensor):
     dist.all_gather_into_tensor(total, part)
     return total.cpu()
 """,
-            "the answer is on the cpu, and the tensor came on vgpu:",
+            re.compile(
+                r"the answer is on the cpu, and the tensor came on vgpu:[0-3]: make it there, with"
+            ),
         ),
         ("def sum_over_ranks(tensor):\n    return tensor / 0 + missing", "line 2 of your cell"),
         ("def sum_over_ranks(tensor):\n    import os\n    os._exit(3)", "exit code 3"),
