@@ -2,22 +2,6 @@
 
 from broken_claims import Broken
 
-# The sweep over shares is not needed here.
-_ONE_SHARE = [
-    (
-        "\n".join(
-            f'    "{name}": {shares},'
-            for name, shares in (
-                ("arithmetic reaches 0.3", '{"arithmetic_share": 0.3}'),
-                ("arithmetic reaches 0.8", '{"arithmetic_share": 0.8}'),
-                ("network reaches 0.4", '{"network_share": 0.4}'),
-                ("links inside reach 0.4", '{"link_share": 0.4}'),
-            )
-        ),
-        "",
-    )
-]
-
 BROKEN = [
     Broken(
         "H01",
@@ -54,7 +38,6 @@ BROKEN = [
     Broken(
         "H03",
         "the network is as fast as the links inside a host",
-        shorter=_ONE_SHARE,
         edits=[
             (
                 "with vgpu.cluster(hosts=8, gpus_per_host=8",
