@@ -1,5 +1,7 @@
 """A training on a cluster that does not exist, planned: ``python -m helpers.plan``."""
 
-from helpers.plan.step import CHECKPOINTS, Plan, Step, predict
+from helpers.plan.layouts import Candidate, Found, search
+from helpers.plan.rank import predict
+from helpers.plan.step import CHECKPOINTS, Plan, Step
 
-__all__ = ["CHECKPOINTS", "Plan", "Step", "predict"]
+__all__ = ["CHECKPOINTS", "Candidate", "Found", "Plan", "Step", "predict", "search"]

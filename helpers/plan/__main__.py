@@ -14,8 +14,10 @@ from typing import Any
 from helpers import vgpu
 from helpers.models import LLAMA, TransformerSizes
 from helpers.parallel import Layout
+from helpers.plan.layouts import search
+from helpers.plan.rank import predict
 from helpers.plan.remedies import remedies
-from helpers.plan.step import CHECKPOINTS, Plan, Step, predict
+from helpers.plan.step import CHECKPOINTS, Plan, Step
 from helpers.tables import Table
 from helpers.units import format_bytes, format_seconds
 
@@ -26,6 +28,9 @@ examples:
 
   70B on 256: layers divided inside each host, parameters across hosts
     python -m helpers.plan --model 70B --shards 32 --tensors 8 --batch 16 --checkpoint full
+
+  every layout of 70B on 8 hosts, at most 512 sequences a step: which fit, and the fastest
+    python -m helpers.plan --search --model 70B --hosts 8 --sequences 512
 
   a model of your own, from a file; options on the command line win over it
     python -m helpers.plan --file plan.toml --trace step.json
@@ -46,6 +51,8 @@ A file has the same names as the options, and for a model of your own a table of
     vocabulary = 32000
 """
 
+_COSTS = {"arithmetic_share": "arithmetic_share", "compile": "fuses"}
+_SEARCH = ("hosts", "sequences", "whole")
 _LAYOUT = [field.name for field in dataclasses.fields(Layout)]
 
 
@@ -79,6 +86,19 @@ def parser() -> argparse.ArgumentParser:
         f"product, or all (default: {_default('checkpoint')})",
     )
     result.add_argument(
+        "--reshard-after-forward",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="whether parameters are freed after forward, and gathered again for backward "
+        f"(default: {_default('reshard_after_forward')})",
+    )
+    result.add_argument(
+        "--compile",
+        action="store_true",
+        default=None,
+        help="elementwise operations fuse, as torch.compile has it",
+    )
+    result.add_argument(
         "--gpu",
         choices=vgpu.PRESETS,
         metavar="NAME",
@@ -100,6 +120,14 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--trace", type=Path, metavar="FILE.json", help="write the step for ui.perfetto.dev"
     )
+    several = result.add_argument_group("search among all layouts, batches and checkpoints")
+    several.add_argument("--search", action="store_true", help="print the fastest that fit")
+    for name, text in (
+        ("hosts", "of the cluster, in place of a layout"),
+        ("sequences", "most sequences a step, on all GPUs together"),
+        ("whole", "how many of the fastest are predicted whole, the allocator included"),
+    ):
+        several.add_argument(f"--{name}", type=int, metavar="N", help=text)
     return result
 
 
@@ -110,6 +138,9 @@ def _default(name: str) -> Any:
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     try:
+        if options.search:
+            print(_searched(options))
+            return
         plan, costs = _read(options)
         step = predict(plan, **costs)
         print(report(step))
@@ -123,17 +154,30 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
 
 
-def _read(options: argparse.Namespace) -> tuple[Plan, dict[str, float]]:
+def _searched(options: argparse.Namespace) -> str:
+    own = {name: getattr(options, name) for name in _SEARCH if getattr(options, name) is not None}
+    plan, costs = _read(options)
+    if hosts := own.pop("hosts", None):
+        if plan.layout.ranks > 1:
+            raise ValueError(f"--hosts {hosts} beside a layout ({plan.layout}): give one of them")
+        layout = Layout(shards=hosts * plan.gpus_per_host)
+        plan = dataclasses.replace(plan, layout=layout)
+    return f"{search(plan, **own, **costs)}\n\nVirtual time, a model's prediction."
+
+
+def _read(options: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
     given = {name: value for name, value in vars(options).items() if value is not None}
-    given.pop("trace", None)
+    searches = given.pop("search")
+    if not searches and (unused := [f"--{name}" for name in _SEARCH if name in given]):
+        raise ValueError(f"{', '.join(unused)}: only of use with --search")
+    for name in ("trace", *_SEARCH):
+        given.pop(name, None)
     if file := given.pop("file", None):
         given = _from_file(file) | given
     model = given.pop("model", "8B")
     sizes = _sizes(model) if isinstance(model, dict) else LLAMA[model]
     layout = Layout(**{name: given.pop(name) for name in _LAYOUT if name in given})
-    costs = (
-        {"arithmetic_share": given.pop("arithmetic_share")} if "arithmetic_share" in given else {}
-    )
+    costs = {cost: given.pop(name) for name, cost in _COSTS.items() if name in given}
     return Plan(sizes, layout, **given), costs
 
 
@@ -144,7 +188,7 @@ def _from_file(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is not TOML: {error}") from error
     read = {name.replace("-", "_"): value for name, value in read.items()}
     known = {f.name for f in dataclasses.fields(Plan)} - {"sizes", "layout"}
-    known |= {*_LAYOUT, "model", "arithmetic_share"}
+    known |= {*_LAYOUT, *_COSTS, "model"}
     if unknown := sorted(set(read) - known):
         raise ValueError(f"{file} has {', '.join(unknown)}; a plan has {', '.join(sorted(known))}")
     if isinstance(model := read.get("model"), str) and model not in LLAMA:

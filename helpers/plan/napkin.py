@@ -23,6 +23,44 @@ def flop_per_token(sizes: TransformerSizes, sequence: int) -> int:
     return 6 * products + 12 * sizes.layers * sizes.width * sequence
 
 
+def kept_bytes(sizes: TransformerSizes, tokens: int, checkpoint: str = "full") -> int:
+    """What a block keeps for its backward pass at least, in bfloat16.
+
+    Its input; with "selective" also queries, values, the gate's products and attention's output;
+    with "none" what its norms, its products and attention were given or gave. tokens: of one rank,
+    or of all ranks that share tensors, among which it is then divided.
+    """
+    narrow = sizes.width * sizes.key_value_heads // sizes.heads
+    numbers = {
+        "full": sizes.width,
+        "selective": 3 * sizes.width + narrow + sizes.feed_forward,
+        "none": 6 * sizes.width + 2 * narrow + 3 * sizes.feed_forward,
+    }
+    return 2 * tokens * numbers[checkpoint]
+
+
+def least_bytes(
+    sizes: TransformerSizes,
+    tokens: int,
+    shards: int = 1,
+    tensors: int = 1,
+    checkpoint: str = "full",
+    gathered_once: bool = False,
+) -> int:
+    """What a rank holds at least when its backward pass begins.
+
+    Its part of the parameters and of Adam's two states in float32, what each block keeps, divided
+    among the ranks that share tensors, and the logits in float32; with ``gathered_once`` also the
+    blocks' parameters in bfloat16. tokens: of all ranks that share tensors.
+    """
+    outside = 2 * sizes.vocabulary * sizes.width + sizes.width
+    state = 12 * parameters(sizes) // shards
+    kept = sizes.layers * kept_bytes(sizes, tokens, checkpoint)
+    logits = 4 * tokens * sizes.vocabulary
+    gathered = 2 * (parameters(sizes) - outside) if gathered_once else 0
+    return (state + kept + logits + gathered) // tensors
+
+
 def state_bytes(sizes: TransformerSizes, shards: int = 1) -> int:
     """Float32 parameters, gradients and Adam's two states, divided among ``shards`` ranks."""
     return 16 * parameters(sizes) // shards

@@ -6,7 +6,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from helpers.plan.step import CHECKPOINTS, Plan, Step, predict
+from helpers.plan.rank import predict
+from helpers.plan.step import CHECKPOINTS, Plan, Step
 from helpers.tables import Table
 from helpers.units import format_bytes
 

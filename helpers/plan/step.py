@@ -1,32 +1,16 @@
-"""One step of a training on a cluster that does not exist: its time, its bytes, its tokens."""
+"""A plan of a training on a cluster, and what one step of it takes: time, bytes, tokens."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from helpers import vgpu
-from helpers.models import Transformer, TransformerSizes
-from helpers.parallel import Layout, check_tensors, loss_context, shard, share_tensors
+from helpers.models import TransformerSizes
+from helpers.parallel import Layout, check_tensors
 from helpers.plan.napkin import flop_per_token
 from helpers.vgpu.timing.trace import covered_s
 
 CHECKPOINTS = ("none", "selective", "full")
 """What of a block is computed again in backward: nothing, all but attention and every second matrix
 product (torchtitan's "selective op"), or everything."""
-
-_NO_LIMIT_BYTES = 2**50  # a plan that does not fit is still counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,105 +110,3 @@ class Step:
             known_s = now_s
         causes["waiting for the host"] = self.seconds - known_s
         return causes
-
-
-def predict(plan: Plan, **costs: Any) -> Step:
-    """The second step of rank 0, whose GPU computes nothing and counts everything.
-
-    bfloat16 parameters and gradients with float32 master copies and reduction, AdamW fused. costs:
-    as for ``vgpu.record`` (``arithmetic_share``, ``fuses`` and others).
-    """
-    with (
-        vgpu.cluster(
-            plan.hosts,
-            min(plan.gpus_per_host, plan.layout.ranks),
-            gpu=plan.spec,
-            network=plan.network,
-            memory_bytes=_NO_LIMIT_BYTES,
-        ) as cluster,
-        vgpu.shapes_only(),
-        vgpu.record_memory() as memory,
-    ):
-        step, model, optimizer = _training(plan)
-        step()
-        kept = {
-            "parameters": _bytes(model.parameters()),
-            "optimizer state": _bytes(
-                value for state in optimizer.state.values() for value in state.values()
-            ),
-        }
-        torch.get_device_module("vgpu").reset_peak_memory_stats()
-        with vgpu.record(**costs) as timeline:
-            step()
-        assert not timeline.races, timeline.races
-        return Step(
-            plan,
-            timeline,
-            torch.get_device_module("vgpu").max_memory_allocated(),
-            memory.reserved(cluster.device, expandable_segments=True).peak_reserved_bytes,
-            kept,
-        )
-
-
-def _training(plan: Plan) -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer]:
-    """A step of the plan's training, its model and its optimizer, on this rank."""
-    layout = plan.layout
-    mesh = layout.mesh("vgpu")
-    # Made on the host: of the whole model a GPU need not have room for more than its own part.
-    model = Transformer(dataclasses.replace(plan.sizes, sequence=plan.sequence))
-    if layout.tensors > 1:
-        share_tensors(model, mesh["tensors"])
-    for block in model.blocks:
-        _checkpointed(block, plan.checkpoint)
-    copies = ("replicas", "shards") if layout.replicas > 1 else ("shards",)
-    shard(
-        model,
-        list(model.blocks),
-        mesh[copies],
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        plan.reshard_after_forward,
-    )
-    model.to("vgpu")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-
-    def step() -> None:
-        size = (plan.batch, plan.sequence)
-        tokens = torch.randint(plan.sizes.vocabulary, size, device="vgpu")
-        with loss_context(layout):
-            # Nothing but the loss holds the logits during the backward pass.
-            F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step, model, optimizer
-
-
-def _bytes(tensors: Any) -> int:
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-    return sum(t.numel() * t.element_size() for t in local if isinstance(t, torch.Tensor))
-
-
-def _checkpointed(block: nn.Module, how: str) -> None:
-    if how == "none":
-        return
-    options = {"context_fn": _keep_every_second_product} if how == "selective" else {}
-    forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
-    block.forward = forward  # type: ignore[method-assign]
-
-
-def _keep_every_second_product() -> Any:
-    """torchtitan's selective checkpoints: what to keep of a block, besides its input."""
-    products = {False: 0, True: 0}
-    kept = {
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    }
-
-    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = func in kept
-        if func is torch.ops.aten.mm.default:
-            products[context.is_recompute] += 1
-            keeps = products[context.is_recompute] % 2 == 1
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,240 @@
+"""Every layout of a model on a cluster, and which of those that fit is fastest.
+
+A step's seconds and allocated bytes grow by the same with each block, as soon as as many blocks are
+there as are gathered at once. So each plan is tried with two small numbers of blocks, and what the
+fifth added is added for all that are missing. For Llama 70B that was the whole model's time and
+allocated bytes to within 0.01 % wherever it was tried. What the allocator reserves grows by steps
+and is no such line: the best plans are therefore predicted whole.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from tqdm import tqdm
+
+from helpers.parallel import Layout
+from helpers.plan import napkin
+from helpers.plan.rank import Rank, on_cluster, predict
+from helpers.plan.step import CHECKPOINTS, Plan, Step
+from helpers.tables import Table
+from helpers.units import format_bytes
+
+_FEW = (4, 5)
+"""Numbers of blocks that are tried. Three are gathered at once at most."""
+_MOST_SEQUENCES = 64
+
+_STATE = "parameters and optimizer state alone are too large"
+_NAPKIN = "activations are too large, on paper"
+_ALLOCATED = "more is allocated than a GPU has"
+_RESERVED = "more is reserved than a GPU has"
+_MORE_WORK = "computes or gathers again, though it fits without"
+
+
+@dataclasses.dataclass
+class Candidate:
+    """A plan that was looked at, and what became of it."""
+
+    plan: Plan
+    reason: str = ""
+    """Why it fell out; empty for one that fits, as far as is known."""
+    seconds: float | None = None
+    allocated_bytes: int | None = None
+    step: Step | None = None
+    """Only of a plan that was predicted whole; then the figures are the step's."""
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of one GPU; None for a plan that nobody timed."""
+        if self.seconds is None:
+            return None
+        return self.plan.tokens / self.plan.layout.ranks / self.seconds
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        return None if self.step is None else self.step.reserved_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What became of all plans. It prints as the best ten, and why the others fell out."""
+
+    candidates: list[Candidate]
+
+    @property
+    def best(self) -> list[Candidate]:
+        """Those that fit, fastest first. Only where ``step`` is given is it sure that they do."""
+        fitting = [one for one in self.candidates if not one.reason]
+        return sorted(fitting, key=lambda one: -(one.tokens_per_s or 0))
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why the others fell out, and how many."""
+        return dict(Counter(one.reason for one in self.candidates if one.reason).most_common())
+
+    def __str__(self) -> str:
+        best, rows = self.best, []
+        for one in best[:10]:
+            assert one.allocated_bytes is not None
+            rows.append(
+                (
+                    str(one.plan.layout),
+                    one.plan.batch,
+                    one.plan.checkpoint,
+                    "twice" if one.plan.reshard_after_forward else "once",
+                    f"{one.tokens_per_s:,.0f}",
+                    format_bytes(one.allocated_bytes),
+                    format_bytes(one.reserved_bytes) if one.reserved_bytes else "not tried",
+                )
+            )
+        header = "layout, batch, checkpoint, gathered, tokens/s a GPU, allocated, reserved"
+        table = Table(header.split(", "), rows)
+        others = Table(("why the others fell out", "plans"), list(self.reasons.items()))
+        head = f"{len(best)} of {len(self.candidates)} plans fit."
+        return "\n\n".join([head, *([str(table)] if rows else []), str(others)])
+
+
+def search(plan: Plan, sequences: int | None = None, whole: int = 1, **costs: Any) -> Found:
+    """Plans for the model, the GPUs and the network of ``plan``: all that divide, and their speed.
+
+    Layout, batch, checkpoint and ``reshard_after_forward`` are searched. Batches are powers of two;
+    sequences: the most in a step, on all GPUs together. From the fastest on, plans are predicted
+    whole until ``whole`` of them fit. costs: as for ``predict``. Nothing is accumulated over
+    micro-batches, and ranks that share tensors are neighbours in one host.
+    """
+    candidates = [Candidate(other) for other in _plans(plan, sequences)]
+    for one in candidates:
+        one.reason = _too_large_on_paper(one.plan)
+    left = [one for one in candidates if not one.reason]
+    with tqdm(desc="trying layouts", total=len(left) + whole, leave=False, unit="plan") as bar:
+        for _, group in itertools.groupby(left, key=lambda one: one.plan.layout):
+            _try(list(group), costs, bar)
+        found = Found(candidates)
+        _confirm(found, whole, costs, bar)
+    return found
+
+
+def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
+    ranks = plan.layout.ranks
+    for tensors, replicas in itertools.product(range(1, plan.gpus_per_host + 1), _parts(ranks)):
+        if ranks % (replicas * tensors):
+            continue
+        layout = Layout(replicas, ranks // (replicas * tensors), tensors)
+        gathers = (False, True) if layout.shards > 1 else (True,)
+        most = min(_MOST_SEQUENCES, (sequences or math.inf) / layout.batches)
+        for power in range(_MOST_SEQUENCES.bit_length()):
+            if 2**power > most:
+                break
+            for checkpoint, again in itertools.product(CHECKPOINTS, gathers):
+                try:
+                    yield dataclasses.replace(
+                        plan,
+                        layout=layout,
+                        batch=2**power,
+                        checkpoint=checkpoint,
+                        reshard_after_forward=again,
+                    )
+                except ValueError:  # the model's heads do not divide so
+                    continue
+
+
+def _parts(ranks: int) -> list[int]:
+    return [parts for parts in range(1, ranks + 1) if ranks % parts == 0]
+
+
+def _too_large_on_paper(plan: Plan) -> str:
+    layout, capacity = plan.layout, plan.spec.memory_bytes
+    least = functools.partial(
+        napkin.least_bytes, plan.sizes, shards=layout.shards, tensors=layout.tensors
+    )
+    if least(0) > capacity:
+        return _STATE
+    tokens, once = plan.batch * plan.sequence, not plan.reshard_after_forward
+    if least(tokens, checkpoint=plan.checkpoint, gathered_once=once) > capacity:
+        return _NAPKIN
+    return ""
+
+
+def _try(group: list[Candidate], costs: dict[str, Any], bar: Any) -> None:
+    """Time and bytes of plans of one layout, which share two models of few blocks."""
+    plan = group[0].plan
+    blocks = [few for few in _FEW if few <= plan.sizes.layers] or [plan.sizes.layers]
+    with on_cluster(plan):
+        ranks = [Rank(_of(plan, few)) for few in blocks]
+        for number, one in enumerate(group):
+            if one.reason or one.seconds is not None:
+                continue
+            one.reason = _known(one.plan, group[:number])
+            if not one.reason:
+                _predict_from_few(one, dict(zip(blocks, ranks, strict=True)), costs)
+            bar.update()
+
+
+def _of(plan: Plan, blocks: int) -> Plan:
+    return dataclasses.replace(plan, sizes=dataclasses.replace(plan.sizes, layers=blocks))
+
+
+def _known(plan: Plan, earlier: list[Candidate]) -> str:
+    """What is known of a plan from others of the same layout."""
+    for one in earlier:
+        other = one.plan
+        if other.batch <= plan.batch and _works_no_more(plan, other) and one.reason == _ALLOCATED:
+            return _ALLOCATED
+        if other.batch == plan.batch and _works_no_more(other, plan) and not one.reason:
+            return _MORE_WORK
+    return ""
+
+
+def _works_no_more(plan: Plan, other: Plan) -> bool:
+    """Whether a plan computes and gathers no more than another again; it keeps as much or more."""
+    again, other_again = (
+        (CHECKPOINTS.index(p.checkpoint), p.reshard_after_forward) for p in (plan, other)
+    )
+    return again[0] <= other_again[0] and again[1] <= other_again[1]
+
+
+def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, Any]) -> None:
+    plan, found = one.plan, []
+    kept_bytes = napkin.kept_bytes(plan.sizes, plan.batch * plan.sequence, plan.checkpoint)
+    least_added_bytes = kept_bytes // plan.layout.tensors
+    for few, rank in ranks.items():
+        missing = plan.sizes.layers - few
+        timeline, allocated_bytes = rank.timed(_of(plan, few), **costs)
+        if allocated_bytes + missing * least_added_bytes > plan.spec.memory_bytes:
+            one.reason = _ALLOCATED
+            return
+        found.append((timeline.makespan_s, allocated_bytes))
+    (before_s, before_bytes), (last_s, last_bytes) = found[0], found[-1]
+    one.seconds = last_s + missing * (last_s - before_s)
+    one.allocated_bytes = last_bytes + missing * (last_bytes - before_bytes)
+    if one.allocated_bytes > plan.spec.memory_bytes:
+        one.reason = _ALLOCATED
+
+
+def _confirm(found: Found, whole: int, costs: dict[str, Any], bar: Any) -> None:
+    """Predict plans whole, the fastest first, until so many fit."""
+    done = 0
+    while done < whole and (rest := [one for one in found.best if one.step is None]):
+        one = rest[0]
+        one.step = predict(one.plan, **costs)
+        one.seconds, one.allocated_bytes = one.step.seconds, one.step.allocated_bytes
+        bar.update()
+        if one.step.fits:
+            done += 1
+            continue
+        one.reason = _RESERVED
+        # What would have computed or gathered more, and was left out for that, has its chance now.
+        group = [c for c in found.candidates if _alike(c.plan, one.plan)]
+        for other in group:
+            if other.reason == _MORE_WORK:
+                other.reason = ""
+        if any(other.seconds is None and not other.reason for other in group):
+            _try(group, costs, bar)
+
+
+def _alike(plan: Plan, other: Plan) -> bool:
+    return plan.layout == other.layout and plan.batch == other.batch

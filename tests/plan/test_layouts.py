@@ -1,0 +1,123 @@
+"""The search among layouts: what it skips, what it extrapolates, and what it says."""
+
+import dataclasses
+
+import pytest
+
+from helpers.models import TransformerSizes
+from helpers.parallel import Layout
+from helpers.plan import Plan, layouts, napkin, predict, search
+from helpers.plan import __main__ as command
+
+SIZES = TransformerSizes(8, 256, 8, 4, 512, 1024, sequence=128)
+GUESS = Plan(SIZES, Layout(shards=2), sequence=128, gpus_per_host=2)
+# Two hosts of one GPU: no tensors are shared, and fewer plans are left to try.
+APART = dataclasses.replace(GUESS, sizes=dataclasses.replace(SIZES, layers=5), gpus_per_host=1)
+
+
+def with_memory(plan, size_bytes):
+    return dataclasses.replace(plan, gpu=dataclasses.replace(plan.spec, memory_bytes=size_bytes))
+
+
+@pytest.mark.parametrize(
+    ("layout", "checkpoint", "again"),
+    [
+        (Layout(shards=4), "none", True),
+        (Layout(2, 2), "full", False),
+        (Layout(1, 2, 2), "selective", True),
+        (Layout(1, 2, 2), "full", False),
+    ],
+)
+def test_a_few_blocks_tell_time_and_bytes_of_all(layout, again, checkpoint):
+    plan = dataclasses.replace(
+        GUESS, layout=layout, batch=4, checkpoint=checkpoint, reshard_after_forward=again
+    )
+    one, step = layouts.Candidate(plan), predict(plan)
+    layouts._try([one], {}, _NoBar())
+    assert one.seconds == pytest.approx(step.seconds, rel=1e-3)
+    assert one.allocated_bytes == pytest.approx(step.allocated_bytes, rel=1e-3)
+    least = napkin.least_bytes(
+        SIZES, 4 * 128, layout.shards, layout.tensors, checkpoint, gathered_once=not again
+    )
+    assert least < step.allocated_bytes
+
+
+class _NoBar:
+    def update(self):
+        pass
+
+
+def test_what_is_skipped_is_neither_faster_nor_fits():
+    """Every plan is predicted whole beside the search."""
+    plan = with_memory(APART, 34_000_000)
+    found = search(plan, sequences=2, whole=0)
+    whole = {id(one): predict(one.plan) for one in found.candidates}
+    fitting = [
+        one for one in found.candidates if whole[id(one)].allocated_bytes <= plan.spec.memory_bytes
+    ]
+    again = [one for one in fitting if one.reason]
+    assert {one.reason for one in again} == {layouts._MORE_WORK}
+    assert [one for one in found.best if one not in fitting] == []
+    fastest = max(whole[id(one)].tokens_per_s for one in fitting)
+    assert found.best[0].tokens_per_s == pytest.approx(fastest, rel=1e-3)
+    assert 0 < len(found.best) < len(fitting) < len(found.candidates)
+
+
+def test_every_layout_that_divides_is_a_candidate_once():
+    found = list(layouts._plans(dataclasses.replace(GUESS, layout=Layout(shards=4)), sequences=4))
+    assert len({(p.layout, p.batch, p.checkpoint, p.reshard_after_forward) for p in found}) == len(
+        found
+    )
+    assert {p.layout.ranks for p in found} == {4}
+    assert {p.layout.tensors for p in found} == {1, 2}  # in one host
+    assert max(p.batch * p.layout.batches for p in found) == 4
+    assert {p.reshard_after_forward for p in found if p.layout.shards == 1} == {True}
+
+
+def test_the_fastest_are_predicted_whole_until_some_fit():
+    free = search(APART, sequences=2, whole=1)
+    assert [one.step is not None for one in free.best] == [True, False]
+    first = free.best[0]
+    assert first.tokens_per_s == first.step.tokens_per_s
+    # Room for what the fastest allocates, and not for what the allocator reserves for it. Then what
+    # was left out because it gathers more has its chance.
+    tight = search(with_memory(APART, first.step.reserved_bytes - 1), sequences=2)
+    assert tight.reasons[layouts._RESERVED] == 1
+    assert tight.best[0].step.fits and tight.best[0].plan.layout == first.plan.layout
+    assert tight.best[0].plan.reshard_after_forward > first.plan.reshard_after_forward
+
+
+def test_where_nothing_fits_the_search_says_why():
+    found = search(with_memory(GUESS, 10_000_000), sequences=2)
+    assert found.best == [] and sum(found.reasons.values()) == len(found.candidates)
+    assert "0 of" in str(found) and layouts._STATE in str(found)
+
+
+FILE = """\
+gpu = "A100"
+sequence = 128
+gpus-per-host = 2
+
+[model]
+layers = 6
+width = 256
+heads = 8
+key_value_heads = 4
+feed_forward = 512
+vocabulary = 1024
+"""
+
+
+def test_the_command_prints_the_best_and_why_others_fell_out(tmp_path, capsys):
+    file = tmp_path / "plan.toml"
+    file.write_text(FILE)
+    command.main(["--file", str(file), "--search", "--hosts", "1", "--sequences", "2"])
+    shown = capsys.readouterr().out
+    assert "2 shards" in shown and "not tried" in shown and layouts._MORE_WORK in shown
+    for options, message in (
+        (["--hosts", "2"], "--hosts: only of use with --search"),
+        (["--search", "--hosts", "2", "--shards", "2"], "--hosts 2 beside a layout (2 shards)"),
+    ):
+        with pytest.raises(SystemExit):
+            command.main(["--file", str(file), *options])
+        assert message in capsys.readouterr().err
