@@ -10,7 +10,8 @@ import dataclasses
 from typing import Any
 
 from helpers import vgpu
-from helpers.plan.step import Plan, Step, predict
+from helpers.plan.rank import predict
+from helpers.plan.step import Plan, Step
 
 LAYERS = (4, 5)
 

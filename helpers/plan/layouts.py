@@ -19,13 +19,12 @@ from tqdm import tqdm
 
 from helpers.parallel import Layout
 from helpers.plan import napkin
+from helpers.plan.few_layers import LAYERS
 from helpers.plan.rank import Rank, on_cluster, predict
 from helpers.plan.step import CHECKPOINTS, Plan, Step
 from helpers.tables import Table
 from helpers.units import format_bytes
 
-_FEW = (4, 5)
-"""Numbers of blocks that are tried. Three are gathered at once at most."""
 _MOST_SEQUENCES = 64
 
 _STATE = "parameters and optimizer state alone are too large"
@@ -162,7 +161,7 @@ def _too_large_on_paper(plan: Plan) -> str:
 def _try(group: list[Candidate], costs: dict[str, Any], bar: Any) -> None:
     """Time and bytes of plans of one layout, which share two models of few blocks."""
     plan = group[0].plan
-    blocks = [few for few in _FEW if few <= plan.sizes.layers] or [plan.sizes.layers]
+    blocks = [few for few in LAYERS if few <= plan.sizes.layers] or [plan.sizes.layers]
     with on_cluster(plan):
         ranks = [Rank(_of(plan, few)) for few in blocks]
         for number, one in enumerate(group):
