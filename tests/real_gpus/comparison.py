@@ -8,6 +8,7 @@ import sys
 from itertools import combinations
 from pathlib import Path
 
+from helpers import vgpu
 from helpers.units import format_bytes, format_seconds
 from teaching.lessons import ROOT
 
@@ -16,9 +17,6 @@ OBSERVED = Path(__file__).with_name("observed.py")
 WITHOUT_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 CLEARLY = 2
 """Two times are compared where, in virtual time, one is at least so many times the other."""
-PRESETS = ("K80", "V100", "A100", "H100")
-"""Of virtual GPUs, in the order in which a real one's name is searched for them."""
-
 
 def observe(*command: str) -> dict:
     """What ``observed.py`` finds, run by ``command``; RuntimeError with its errors if it fails."""
@@ -41,7 +39,7 @@ def virtual_command(count: int, gpu: str) -> list[str]:
 
 def preset_for(name: str) -> str:
     """The virtual GPU to hold a real one's times against; H100 where there is none of its name."""
-    return next((preset for preset in PRESETS if preset in name), "H100")
+    return next((preset for preset in vgpu.PRESETS if preset in name), "H100")
 
 
 def in_cuda_s_words(message: str) -> str:

@@ -94,7 +94,8 @@ def test_words_are_compared_without_what_one_machine_adds(message, expected):
 
 def test_the_virtual_gpu_beside_a_real_one():
     assert comparison.preset_for("NVIDIA A100-SXM4-80GB") == "A100"
-    assert comparison.preset_for("NVIDIA H200") == "H100"
+    assert comparison.preset_for("NVIDIA H200") == "H200"
+    assert comparison.preset_for("NVIDIA L4") == "H100"
 
 
 def test_a_program_that_fails_is_shown():
