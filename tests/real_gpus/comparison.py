@@ -18,6 +18,7 @@ WITHOUT_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZ
 CLEARLY = 2
 """Two times are compared where, in virtual time, one is at least so many times the other."""
 
+
 def observe(*command: str) -> dict:
     """What ``observed.py`` finds, run by ``command``; RuntimeError with its errors if it fails."""
     done = subprocess.run(
