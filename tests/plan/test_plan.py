@@ -118,6 +118,24 @@ def test_the_command_prints_bytes_time_and_speed_and_writes_a_trace(tmp_path, ca
     )
 
 
+def test_compiling_and_gathering_once_are_options(tmp_path):
+    file = tmp_path / "plan.toml"
+    file.write_text(
+        "compile = true\nreshard-after-forward = false\n" + FILE.format(shards=4, batch=8)
+    )
+    from_file = command._read(command.parser().parse_args(["--file", str(file)]))
+    options = ["--file", str(file), "--no-reshard-after-forward", "--compile"]
+    plan, costs = command._read(command.parser().parse_args(options))
+    assert from_file == (plan, costs)
+    assert costs == {"fuses": True} and not plan.reshard_after_forward
+    fused, plain = predict(plan, **costs), predict(plan)
+    kernels = [sum(e.kind == "kernel" for e in step.timeline.events) for step in (fused, plain)]
+    assert kernels[0] < kernels[1]
+    again = predict(dataclasses.replace(plan, reshard_after_forward=True))
+    gathers = [sum(e.name == "all_gather" for e in s.timeline.events) for s in (plain, again)]
+    assert gathers[0] < gathers[1]
+
+
 def test_what_does_not_fit_is_told_what_would(tmp_path, capsys):
     file = tmp_path / "plan.toml"
     file.write_text(FILE.format(shards=4, batch=20_000))
