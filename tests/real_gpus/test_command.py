@@ -51,6 +51,42 @@ def test_each_step_counts(monkeypatch, capsys):
     assert "ranks: failed or differed" in capsys.readouterr().out
 
 
+def seen(*gpus, seconds=(1e-3, 1e-5)):
+    return {
+        "hardware": {"gpus": gpus, "torch": "2.15.0", "CUDA": "13.2"},
+        "errors": {"to numpy": "TypeError: can't convert"},
+        "peaks": {"MLP": [2**20]},
+        "times": dict(zip(("long", "short"), seconds, strict=True)),
+    }
+
+
+@pytest.mark.parametrize(("seconds", "well"), [((2e-3, 1e-3), True), ((1e-3, 2e-3), False)])
+def test_a_comparison_is_kept_whatever_came_out(monkeypatch, tmp_path, seconds, well):
+    asked = []
+
+    def observe(*words):
+        asked.append(words)
+        return seen("Virtual A100") if words else seen("NVIDIA A100", seconds=seconds)
+
+    page = tmp_path / "real_gpus.md"
+    page.write_text(command.HEADING + command.NOTHING_YET, "utf-8")
+    monkeypatch.setattr(command, "PAGE", page)
+    monkeypatch.setattr(command.comparison, "observe", observe)
+    assert command.compare(machine("NVIDIA A100", "NVIDIA A100")) == well
+    assert asked == [(), tuple(command.comparison.virtual_command(2, "A100"))]
+    kept = page.read_text("utf-8")
+    assert "1 × NVIDIA A100" in kept and command.NOTHING_YET not in kept
+    assert ("No differences." in kept) == well and ("real the reverse" in kept) != well
+
+
+def test_pytest_s_verdict_counts_and_it_is_told_that_real_gpus_are_wanted(tmp_path):
+    asks = "import os\ndef test(): assert os.environ['REAL_GPUS'] == '1' and {}\n"
+    for verdict in (True, False):
+        path = tmp_path / f"test_{verdict}.py"
+        path.write_text(asks.format(verdict), "utf-8")
+        assert command.run("-q", "-p", "no:cacheprovider", str(path)) == verdict
+
+
 def test_results_stand_on_the_page_the_newest_first():
     page = command.PAGE.read_text(encoding="utf-8")
     once = command.with_result(page, "### 2027-01-01 · 1 × A\n")
