@@ -213,13 +213,12 @@ def _follow(team: Team, limit_s: float | None, arrived: Callable[[Member], bool]
     seen: tuple[object, ...] = ()
     while not all(map(arrived, team.members)):
         team.listen(min(deadline_s, look_s))
-        if any(map(faults.failed, team.members)):
-            _settle(team)
-            raise faults.fault(team.members, team.scratch)
+        _raise_failure(team)
         now_s = time.monotonic()
         if now_s < min(deadline_s, look_s):
             continue
         where = team.ask_where(time_s=2)
+        _raise_failure(team)  # of one that failed before it could answer
         before, seen = seen, hangs.standstill(where)
         still = seen == before
         certain = still and hangs.is_deadlock(where, min(deadline_s - now_s, SHORT_LIMIT_S))
@@ -228,6 +227,12 @@ def _follow(team: Team, limit_s: float | None, arrived: Callable[[Member], bool]
             raise faults.hang(team.members, where, time_s, certain)
         # A check costs the ranks a little, and the longer they have run, the less urgent it is.
         look_s = now_s + (now_s - began_s)
+
+
+def _raise_failure(team: Team) -> None:
+    if any(map(faults.failed, team.members)):
+        _settle(team)
+        raise faults.fault(team.members, team.scratch)
 
 
 def _settle(team: Team) -> None:

@@ -11,6 +11,8 @@ import pytest
 from cells import cell
 
 from helpers import launch
+from helpers.launch import launcher
+from helpers.launch.team import Team
 
 
 @dataclass
@@ -367,3 +369,19 @@ def test_a_run_after_a_failed_one_works():
     with pytest.raises(launch.RankDied):
         launch.run(names["fails"], 2)
     assert launch.run(names["works"], 2) == [0, 1]
+
+
+def test_ranks_that_all_fail_while_they_are_asked_where_they_are(monkeypatch):
+    """A hang is looked for after half a second, which is when short functions fail."""
+    ask = Team.ask_where
+
+    def until_all_have_failed(team, time_s):
+        while any(member.outcome is None for member in team.members):
+            team.listen(float("inf"))
+        return ask(team, time_s)
+
+    monkeypatch.setattr(launcher, "FIRST_LOOK_S", 0.0)
+    monkeypatch.setattr(Team, "ask_where", until_all_have_failed)
+    fails = cell("def main(rank, world_size): raise ValueError(rank)")["main"]
+    with pytest.raises(launch.RankRaised, match="ValueError"):
+        launch.run(fails, 2)
