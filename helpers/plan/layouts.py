@@ -178,7 +178,10 @@ def _of(plan: Plan, blocks: int) -> Plan:
 
 
 def _known(plan: Plan, earlier: list[Candidate]) -> str:
-    """What is known of a plan from others of the same layout."""
+    """What is known of a plan from others of the same layout.
+
+    Taken for granted: to compute and gather less again takes no less memory and no more time.
+    """
     for one in earlier:
         other = one.plan
         if other.batch <= plan.batch and _works_no_more(plan, other) and one.reason == _ALLOCATED:
@@ -189,7 +192,7 @@ def _known(plan: Plan, earlier: list[Candidate]) -> str:
 
 
 def _works_no_more(plan: Plan, other: Plan) -> bool:
-    """Whether a plan computes and gathers no more than another again; it keeps as much or more."""
+    """Whether a plan computes and gathers no more than another again."""
     again, other_again = (
         (CHECKPOINTS.index(p.checkpoint), p.reshard_after_forward) for p in (plan, other)
     )
