@@ -129,12 +129,12 @@ def gained(times_s: Mapping[int, Mapping[int, float]], message: str, how: str) -
     for colour, marker, count in zip(colours, "osD^", counts, strict=False):
         gains = [times_s[width][1] / times_s[width][count] for width in widths]
         axes.plot(widths, gains, marker=marker, color=colour, label=f"{count} GPUs")
-        axes.axhline(count, color=colour, lw=0.8, ls=":")
+        axes.axhline(count, color=colour, lw=0.8, ls=":", label=f"{count} times")
     axes.axhline(1, color="black", lw=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xticks(widths, [str(width) for width in widths])
     axes.set(xlabel="width of the layer", ylabel="times as fast as one GPU", ylim=(0, None))
-    axes.legend()
+    axes.legend(bbox_to_anchor=(1.02, 1), loc="upper left")
     title(axes, message, how)
     told = "; ".join(
         f"{count} GPUs: "
