@@ -21,6 +21,8 @@ _OF_KIND = {
 }
 # Two bars whose gap is narrower than this share of the axis are drawn as one.
 _INVISIBLE = 1 / 2000
+# A bar narrower than this share of the axis is a hairline, and a lane of them looks empty.
+_HAIRLINE = 1 / 500
 # Inches over and under the lanes, and a lane.
 _TOP, _BOTTOM, _LANE = 0.65, 0.55, 0.45
 
@@ -38,12 +40,13 @@ def timeline(
 
     host: a lane for the waits of the host as well. until_s: the end of the axis, so that several
     recordings can share one scale. devices: the GPUs to draw; all, unless given. Without ``axes`` a
-    figure is made and shown.
+    figure is made and shown. Further streams whose bars would all be hairlines are left out, and the
+    line under the title says how many.
     """
-    lanes = lanes_of(record, host, devices)
     end_s = until_s or record.makespan_s or 1.0
+    lanes, left_out = visible(lanes_of(record, host, devices), end_s)
     if axes is not None:
-        _draw(axes, record, message, lanes, end_s)
+        _draw(axes, record, message, lanes, end_s, left_out)
         return
     height = _TOP + _LANE * len(lanes) + _BOTTOM
     made, axes = figure(width=8.5, height=height)
@@ -51,7 +54,7 @@ def timeline(
     made.set_layout_engine("none")
     axes.set_position((0.15, _BOTTOM / height, 0.67, 1 - (_TOP + _BOTTOM) / height))
     made.add_artist(Rectangle((0, 0), 1, 1, transform=made.transFigure, fill=False, linewidth=0))
-    _draw(axes, record, message, lanes, end_s)
+    _draw(axes, record, message, lanes, end_s, left_out)
     show(made, _alt(record, lanes))
 
 
@@ -62,8 +65,11 @@ def timelines(
     devices: Sequence[torch.device] | None = None,
 ) -> None:
     """Several recordings under each other, on one scale of time; the names are their titles."""
-    every = {name: lanes_of(record, host, devices) for name, record in records.items()}
-    heights = [_TOP + _BOTTOM + _LANE * len(lanes) for lanes in every.values()]
+    end_s = max(record.makespan_s for record in records.values())
+    every = {
+        name: visible(lanes_of(record, host, devices), end_s) for name, record in records.items()
+    }
+    heights = [_TOP + _BOTTOM + _LANE * len(lanes) for lanes, _ in every.values()]
     made, grid = figure(
         len(records),
         width=8.5,
@@ -71,10 +77,11 @@ def timelines(
         gridspec_kw={"height_ratios": heights},
         squeeze=False,
     )
-    end_s = max(record.makespan_s for record in records.values())
     for axes, (name, record) in zip(grid.flat, records.items(), strict=True):
-        _draw(axes, record, name, every[name], end_s)
-    show(made, " ".join(f"{name}: {_alt(record, every[name])}" for name, record in records.items()))
+        lanes, left_out = every[name]
+        _draw(axes, record, name, lanes, end_s, left_out)
+    told = (f"{name}: {_alt(record, every[name][0])}" for name, record in records.items())
+    show(made, " ".join(told))
 
 
 def _draw(
@@ -83,6 +90,7 @@ def _draw(
     message: str,
     lanes: Mapping[str, list[TraceEvent]],
     end_s: float,
+    left_out: int,
 ) -> None:
     factor, unit = (1.0, "s") if end_s >= 1 else (1e3, "ms") if end_s >= 1e-3 else (1e6, "µs")
     for row, events in enumerate(lanes.values()):
@@ -100,7 +108,11 @@ def _draw(
     seen = {kind_of(event) for events in lanes.values() for event in events}
     handles: Any = [Patch(color=colour, label=k) for k, colour in _OF_KIND.items() if k in seen]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
-    title(axes, message, f"virtual time, {record.gpu}")
+    how = f"virtual time, {record.gpu}"
+    if left_out:
+        streams = "a stream that works" if left_out == 1 else f"{left_out} streams that work"
+        how += f"; without {streams} for moments only"
+    title(axes, message, how)
 
 
 def _alt(record: Timeline, lanes: Mapping[str, list[TraceEvent]]) -> str:
@@ -136,6 +148,22 @@ def lanes_of(
     if host:
         lanes["host"] = record.of(torch.device("cpu"))
     return lanes
+
+
+def visible(
+    lanes: Mapping[str, list[TraceEvent]], end_s: float
+) -> tuple[dict[str, list[TraceEvent]], int]:
+    """The lanes without further streams that would look empty on so long an axis; how many those are."""
+    seen = {
+        name: events
+        for name, events in lanes.items()
+        if ", " not in name
+        or any(
+            stop_s - start_s >= end_s * _HAIRLINE
+            for _, start_s, stop_s in stretches(events, end_s * _INVISIBLE)
+        )
+    }
+    return seen, len(lanes) - len(seen)
 
 
 def _name_of(record: Timeline, device: torch.device) -> str:

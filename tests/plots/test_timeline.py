@@ -101,3 +101,20 @@ def test_joined_ranks_of_a_cluster_have_their_numbers():
         "vgpu:0",
         "vgpu:1",
     ]
+
+
+def test_a_stream_whose_bars_no_eye_would_see_has_no_lane():
+    """Its lane would look empty; the line under the title says that it is not there."""
+    with vgpu.enable(1, gpu="K80"), vgpu.shapes_only():
+        x, tiny = torch.ones(2**26, device="vgpu"), torch.ones(1, device="vgpu")
+        with vgpu.record() as found:
+            x.neg()
+            with torch.vgpu.stream(torch.vgpu.Stream()):
+                tiny.neg()
+    assert len(lanes_of(found)) == 2
+    made, axes = figure()
+    timeline(found, "One kernel", axes=axes)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["vgpu:0"]
+    under = "virtual time, Tesla K80; without a stream that works for moments only"
+    assert under in [text.get_text() for text in axes.texts]
+    matplotlib.pyplot.close(made)
