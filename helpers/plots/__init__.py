@@ -18,7 +18,6 @@ from helpers.plots.one_device.places import memories, relabelled
 from helpers.plots.one_device.training import digit_grid, learning_curves, resumed_curves
 from helpers.plots.parallel.meshes import expert_load, mesh, ring_work
 from helpers.plots.parallel.plans import (
-    allocated,
     by_batch,
     goodput,
     latency_and_bandwidth,
@@ -37,7 +36,6 @@ __all__ = [
     "COLOURS",
     "against_k",
     "against_segments",
-    "allocated",
     "before_and_after",
     "busiest_rank",
     "by_batch",

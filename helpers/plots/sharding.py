@@ -13,39 +13,53 @@ _OF_CAUSE = {
     "gradients": COLOURS["vermilion"],
     "optimizer state": COLOURS["purple"],
     "gathered": COLOURS["sky"],
+    "gradients, gathered parameters, activations": COLOURS["sky"],
 }
+_UNITS = {"GB": 1e9, "GiB": 2**30}
 _GIB = 2**30
 
 
 def held_by_cause(
-    held: Mapping[str, Mapping[str, int]],
+    held: Mapping[str, Mapping[str, float]],
     capacity_bytes: float | None = None,
     message: str = "What each GPU holds",
     how: str = "bytes counted, shapes only",
+    unit: str = "GB",
 ) -> None:
-    """A bar for each way: the bytes of one GPU by cause, in GB; dashed, what a GPU has."""
+    """A bar for each way: the bytes of one GPU by cause, in GB or GiB; dashed, what a GPU has."""
     made, axes = figure(width=8, height=1.1 + 0.45 * len(held))
     names = list(held)[::-1]
     left = [0.0] * len(names)
     for cause, colour in _OF_CAUSE.items():
-        sizes = [held[name].get(cause, 0) / 1e9 for name in names]
+        sizes = [held[name].get(cause, 0) / _UNITS[unit] for name in names]
         if any(sizes):
             axes.barh(range(len(names)), sizes, 0.6, left, color=colour, label=cause)
         left = [low + size for low, size in zip(left, sizes, strict=True)]
-    for place, total in enumerate(left):
-        axes.text(total, place, f" {total:.1f} GB", va="center", fontsize=9)
     widest = max(left)
+    room = ""
     if capacity_bytes is not None:
-        axes.axvline(capacity_bytes / 1e9, color="black", linestyle="--", linewidth=1)
-        widest = max(widest, capacity_bytes / 1e9)
+        capacity = capacity_bytes / _UNITS[unit]
+        axes.axvline(capacity, color="black", linestyle="--", linewidth=1)
+        widest = max(widest, capacity)
+        room = f" A GPU has {capacity:.0f} {unit}."
+    for place, total in enumerate(left):
+        axes.annotate(
+            f"{total:.1f} {unit}",
+            (total, place),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            # The dashed line may run behind it.
+            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "linewidth": 0},
+        )
     axes.set_yticks(range(len(names)), names)
-    axes.set_xlim(0, widest * 1.15)
-    axes.set_xlabel("GB on each GPU")
+    axes.set_xlim(0, widest * 1.3)
+    axes.set_xlabel(f"{unit} on each GPU")
     axes.grid(axis="y", visible=False)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     title(axes, message, how)
-    room = f" A GPU has {capacity_bytes / 1e9:.0f} GB." if capacity_bytes else ""
-    told = "; ".join(f"{name} {total:.1f} GB" for name, total in zip(names, left, strict=True))
+    told = "; ".join(f"{name} {total:.1f} {unit}" for name, total in zip(names, left, strict=True))
     show(made, f"Bars of the bytes on each GPU, by cause. {told}.{room}")
 
 

@@ -64,7 +64,13 @@ def show_layout(
         print(f"No such layout: {problem}.")
         return
     display(answer_table(found, network))
-    plots.allocated({str(found.plan.layout): found.bytes_by_cause}, found.plan.spec.memory_bytes)
+    plots.held_by_cause(
+        {str(found.plan.layout): found.bytes_by_cause},
+        capacity_bytes=found.plan.spec.memory_bytes,
+        message="What one GPU holds",
+        how="counted at the peak of a step; dashed: its memory",
+        unit="GiB",
+    )
     played = vgpu.replay(found.steps[0].timeline, network=network)
     layers = found.steps[0].plan.sizes.layers
     plots.timeline(played, f"A step with {layers} of the layers", devices=played.devices[:1])

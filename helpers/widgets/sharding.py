@@ -108,7 +108,7 @@ def show_answer(model: str, gpus: int, way: str, gpu: str) -> None:
     plots.held_by_cause(
         {name: each.held for name, each in found.items()},
         capacity_bytes=vgpu.PRESETS[gpu].memory_bytes,
-        message=f"Llama {model} on {gpus} GPUs; dashed, a {gpu}",
+        message=f"Llama {model} on {gpus} GPUs; dashed, one {gpu}",
         how="16 bytes a parameter, and two gathered blocks; no activations",
     )
     display(answer_table(found[way], gpus, gpu))

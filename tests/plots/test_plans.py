@@ -37,7 +37,7 @@ def test_latency_and_bandwidth(alts):
     assert "16 B 100 µs, 1 MiB 2 ms" in alts[0]
 
 
-def test_allocated_bytes_add_up_beside_the_memory(alts):
+def test_bytes_add_up_beside_the_memory(alts):
     held = {"parameters": 2**30, "optimizer state": 2 * 2**30}
-    plots.allocated({"4 shards": held}, 80 * 2**30)
-    assert alts == ["Bars of a GPU's bytes by cause: 4 shards 3.0 GiB, of 80 GiB."]
+    plots.held_by_cause({"4 shards": held}, 80 * 2**30, unit="GiB")
+    assert alts == ["Bars of the bytes on each GPU, by cause. 4 shards 3.0 GiB. A GPU has 80 GiB."]

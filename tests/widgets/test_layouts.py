@@ -43,11 +43,11 @@ def test_the_explorer_shows_what_is_chosen(monkeypatch):
 def test_bytes_and_the_step_are_drawn_and_a_wrong_layout_is_explained(capsys, monkeypatch):
     drawn, tables = [], []
     monkeypatch.setattr(layouts, "display", tables.append)
-    monkeypatch.setattr(layouts.plots, "allocated", lambda *given: drawn.append(given))
+    monkeypatch.setattr(layouts.plots, "held_by_cause", lambda held, **_: drawn.append(held))
     monkeypatch.setattr(layouts.plots, "timeline", lambda record, *_, **__: drawn.append(record))
     layouts.show_layout(1, 1, 1, "full")
     held, played = drawn
-    assert held[0]["64 shards"] == answer(plan_of(1, 1, 1, "full")).bytes_by_cause
+    assert held["64 shards"] == answer(plan_of(1, 1, 1, "full")).bytes_by_cause
     assert played.makespan_s == answer(plan_of(1, 1, 1, "full")).steps[0].seconds
     layouts.show_layout(1, 3, 1, "full")
     assert "No such layout: 1 tensors × 3 replicas do not divide 64" in capsys.readouterr().out

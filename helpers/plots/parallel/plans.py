@@ -6,11 +6,6 @@ from collections.abc import Mapping, Sequence
 from helpers.plots.style import COLOURS, figure, show, title
 from helpers.units import format_bytes, format_seconds
 
-_OF_CAUSE = {
-    "parameters": COLOURS["blue"],
-    "optimizer state": COLOURS["purple"],
-    "gradients, gathered parameters, activations": COLOURS["sky"],
-}
 _IN_TURN = [COLOURS[name] for name in ("blue", "orange", "green", "purple")]
 
 
@@ -114,25 +109,3 @@ def latency_and_bandwidth(measured: Mapping[int, float], expected: Mapping[int, 
         f"{format_bytes(size)} {format_seconds(measured[size])}" for size in sizes[::2]
     )
     show(made, f"Points of an all-reduce's time over its bytes, flat and then rising: {told}.")
-
-
-def allocated(held: Mapping[str, Mapping[str, float]], room_bytes: float) -> None:
-    """A bar for each layout: bytes of one GPU at the peak, by cause; dashed, what a GPU has."""
-    made, axes = figure(width=8.5, height=1.2 + 0.45 * len(held))
-    names = list(held)[::-1]
-    left = [0.0] * len(names)
-    for cause, colour in _OF_CAUSE.items():
-        sizes = [held[name].get(cause, 0) / 2**30 for name in names]
-        axes.barh(range(len(names)), sizes, 0.6, left, color=colour, label=cause)
-        left = [low + size for low, size in zip(left, sizes, strict=True)]
-    for place, total in enumerate(left):
-        axes.text(total, place, f" {total:.1f} GiB", va="center", fontsize=9)
-    axes.axvline(room_bytes / 2**30, color="black", linestyle="--", linewidth=1)
-    axes.set_yticks(range(len(names)), names)
-    axes.set_xlim(0, 1.15 * max(*left, room_bytes / 2**30))
-    axes.set_xlabel("GiB allocated at the peak of a step")
-    axes.grid(axis="y", visible=False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
-    title(axes, "What one GPU holds", "counted; dashed: its memory")
-    told = "; ".join(f"{name} {total:.1f} GiB" for name, total in zip(names, left, strict=True))
-    show(made, f"Bars of a GPU's bytes by cause: {told}, of {room_bytes / 2**30:.0f} GiB.")
