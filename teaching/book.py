@@ -25,6 +25,7 @@ import nbformat
 from helpers import course
 from helpers.course import claims
 from teaching import lessons, rendered
+from teaching.pages import explorers
 
 PAGES = Path(__file__).parent / "pages"
 CONFIGURATION: dict[str, Any] = {
@@ -41,6 +42,7 @@ CONFIGURATION: dict[str, Any] = {
     },
     "html_static_path": ["_static"],
     "html_css_files": ["site.css"],
+    "html_js_files": ["explorers.js"],
     "html_show_sourcelink": False,
     "html_copy_source": False,
     "nb_execution_mode": "off",
@@ -113,7 +115,10 @@ def write_sources(source: Path, cache: Path) -> None:
     for path in lessons.NOTEBOOKS:
         print(f"running {path.stem}", flush=True)
         notebook = rendered.run(path, cache)
+        answered, took_s = 0, 0.0
         for cell in notebook.cells:
+            took_s += explorers.seconds(cell)
+            answered += explorers.put_in_page(cell, source / "_static" / "explorers")
             if "setup" in cell.metadata.get("tags", ()):
                 cell.metadata.tags.append("hide-input")
             # JupyterLab names a heading's place otherwise than MyST does.
@@ -123,6 +128,8 @@ def write_sources(source: Path, cache: Path) -> None:
             for output in cell.get("outputs", ()):
                 if "text/html" in output.get("data", {}):
                     output.data["text/html"] = _as_pages(output.data["text/html"])
+        if answered:
+            print(f"  {answered} answers of its explorer, computed in {took_s:.0f} s", flush=True)
         nbformat.write(notebook, source / path.name)
     ledger = claims.read(lessons.ROOT / "notebooks")
     verdicts = [claim.verdict for claim in ledger]
@@ -145,7 +152,7 @@ def write_sources(source: Path, cache: Path) -> None:
         text = text.replace("{" + name + "}", value)
     (source / "index.md").write_text(text, encoding="utf-8")
     (source / "claims.md").write_text(claims_page(ledger), encoding="utf-8")
-    for name in ("claims.js", "site.css"):
+    for name in ("claims.js", "explorers.js", "site.css"):
         shutil.copy(PAGES / name, source / "_static")
     shutil.copy(lessons.ROOT / "docs" / "eight_gpus.gif", source / "_static")
 

@@ -3,33 +3,40 @@
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
 
+from helpers.widgets.live import ANSWERS
 from teaching import lessons
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 STATE = "application/vnd.jupyter.widget-state+json"
 CELL_SECONDS = 300
+# The explorer of lesson 15 records dozens of layouts, a few seconds each on a machine that is idle.
+ANSWERS_SECONDS = 3600
+ASK = "from helpers.widgets import live\nlive.show_answers()\ndel live"
 LIVE_ONLY = "*This explorer has sliders: it lives in JupyterLab.*"
 
 
 def run(path: Path, cache: Path) -> nbformat.NotebookNode:
     """A lesson, executed top to bottom in a fresh kernel; kept in ``cache`` until it changes.
 
-    A widget is replaced by what it showed at first, and a sentence that it is live only. Raises
+    A widget is replaced by what it showed at first, and a sentence that it is live only; with that
+    comes, as ANSWERS, a list of what its explorers answer (``helpers.widgets.live.answers``). Raises
     nbclient.exceptions.CellExecutionError if a cell fails.
     """
     kept = cache / f"{path.stem}-{_digest(path)}.ipynb"
     if not kept.exists():
         notebook = nbformat.read(path, as_version=4)
+        _ask_explorers(notebook)
         with tempfile.TemporaryDirectory() as progress:
             environment = os.environ | {"COURSE_PROGRESS_DIR": progress}
             client = NotebookClient(
                 notebook,
-                timeout=CELL_SECONDS,
+                timeout_func=lambda cell: ANSWERS_SECONDS if cell.source == ASK else CELL_SECONDS,
                 resources={"metadata": {"path": str(path.parent)}},
                 # A kernel warns on the terminal that it listens on this machine.
                 extra_arguments=["--log-level=ERROR"],
@@ -49,16 +56,35 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def _ask_explorers(notebook: nbformat.NotebookNode) -> None:
+    """Ask each explorer for its answers right behind its cell, in the state that it has there."""
+    cells = []
+    for cell in notebook.cells:
+        cells.append(cell)
+        if cell.cell_type == "code" and "_explorer(" in cell.source:
+            cells.append(nbformat.v4.new_code_cell(ASK))
+    notebook.cells = cells
+
+
 def _settle(notebook: nbformat.NotebookNode) -> None:
     kept = notebook.metadata.pop("widgets", {}).get(STATE, {}).get("state", {})
+    answers: dict[str, dict] = {}
+    for cell in notebook.cells:
+        if cell.source == ASK:
+            for output in cell.outputs:
+                answers |= output["data"][ANSWERS]
+    notebook.cells = [cell for cell in notebook.cells if cell.source != ASK]
     for cell in notebook.cells:
         if cell.cell_type != "code":
             continue
         outputs = []
         for output in cell.outputs:
             if WIDGET in output.get("data", {}):
-                looks = _first_look(output["data"][WIDGET]["model_id"], kept)
+                within = list(_within(output["data"][WIDGET]["model_id"], kept))
+                looks = [look for name in within for look in _first_look(name, kept)]
                 data = {"text/markdown": LIVE_ONLY, "text/plain": LIVE_ONLY.strip("*")}
+                if found := [answers[name] for name in within if name in answers]:
+                    data[ANSWERS] = found
                 # A progress bar is a widget too, and shows nothing that would be missed.
                 if looks:
                     outputs += [*looks, nbformat.v4.new_output("display_data", data=data)]
@@ -67,10 +93,14 @@ def _settle(notebook: nbformat.NotebookNode) -> None:
         cell.outputs = outputs
 
 
+def _within(model_id: str, kept: dict) -> Iterator[str]:
+    """The widget itself and what it contains, in order."""
+    yield model_id
+    for child in kept.get(model_id, {}).get("state", {}).get("children", []):
+        yield from _within(child.removeprefix("IPY_MODEL_"), kept)
+
+
 def _first_look(model_id: str, kept: dict) -> list[nbformat.NotebookNode]:
-    """What the outputs inside a widget showed when the notebook had run, in order."""
-    state = kept.get(model_id, {}).get("state", {})
-    shown = [nbformat.from_dict(output) for output in state.get("outputs", [])]
-    for child in state.get("children", []):
-        shown += _first_look(child.removeprefix("IPY_MODEL_"), kept)
-    return shown
+    """What a widget, if it is an output, showed when the notebook had run."""
+    outputs = kept.get(model_id, {}).get("state", {}).get("outputs", [])
+    return [nbformat.from_dict(output) for output in outputs]

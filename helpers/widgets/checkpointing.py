@@ -87,5 +87,6 @@ def checkpointing_explorer(gpu: torch.device) -> ipywidgets.Widget:
     drawn = live(
         lambda depth, segments: show_run(depth, min(depth, segments), gpu),
         {"depth": depth, "segments": segments},
+        {"depth": (16, 25, 36), "segments": (1, 2, 4, 5, 6, 8, 13, 16)},
     )
     return ipywidgets.VBox([ipywidgets.HBox([depth, segments]), drawn])

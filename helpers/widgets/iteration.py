@@ -69,5 +69,6 @@ def iteration_explorer(steps: Sequence[Snapshot]) -> ipywidgets.Widget:
     forth = ipywidgets.Button(description="forth", icon="arrow-right")
     back.on_click(lambda _: setattr(number, "value", max(number.value - 1, number.min)))
     forth.on_click(lambda _: setattr(number, "value", min(number.value + 1, number.max)))
-    drawn = live(lambda number: show_step(steps, number), {"number": number})
+    every = {"number": range(1, len(steps) + 1)}
+    drawn = live(lambda number: show_step(steps, number), {"number": number}, every)
     return ipywidgets.VBox([ipywidgets.HBox([back, number, forth]), drawn])

@@ -1,20 +1,40 @@
-"""An output that shows what a function draws and prints, for what its controls say now."""
+"""An output that shows what a function draws and prints, for what its controls say now.
 
+For a page that has no kernel, ``answers`` computes what it would show, for a few values of each
+control.
+"""
+
+import json
+import math
+import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import ipywidgets
 from ipykernel.jsonutil import encode_images, json_clean
+from IPython.display import display
 from IPython.utils.capture import capture_output
 
+# What a page without a kernel offers: of one control, unless its explorer says which; of all.
+FEW_VALUES, MOST_ANSWERS = 5, 120
+ANSWERS = "application/vnd.course.answers+json"
+"""The media type of what ``show_answers`` displays."""
 
-def live(
-    function: Callable[..., None], controls: Mapping[str, ipywidgets.Widget]
-) -> ipywidgets.Output:
+Function = Callable[..., None]
+Controls = Mapping[str, ipywidgets.Widget]
+Few = Mapping[str, Sequence[Any]]
+
+# By the id of its output, every explorer whose answers nobody has asked for yet.
+_explorers: dict[str, tuple[Function, Controls, Few]] = {}
+
+
+def live(function: Function, controls: Controls, few: Few | None = None) -> ipywidgets.Output:
     """An output that follows ``controls``: ``function`` is called with their values, by name.
 
-    What it displays comes before what it prints; an error is shown with its traceback. In place of
+    What it displays comes before what it prints; an error is shown with its traceback. ``few``
+    names, for some controls, the values that a page without a kernel offers. In place of
     ``ipywidgets.interactive_output``, whose output travels to the notebook and back to the kernel:
     nbclient can then miss the end of a cell and never stop waiting (jupyter/nbclient#312).
     """
@@ -28,10 +48,103 @@ def live(
     for control in controls.values():
         control.observe(answer, "value")
     answer()
+    _explorers[shown.model_id] = function, controls, few or {}
     return shown
 
 
-def _outputs(function: Callable[..., None], values: dict[str, Any]) -> list[dict[str, Any]]:
+def show_answers() -> None:
+    """Display the ``answers`` of the explorers made since the last call, by their outputs' ids."""
+    found = {name: answers(*explorer) for name, explorer in _explorers.items()}
+    _explorers.clear()
+    if found:
+        display({ANSWERS: found, "text/plain": f"answers of {len(found)} explorers"}, raw=True)
+
+
+def answers(function: Function, controls: Controls, few: Few) -> dict[str, Any]:
+    """What ``function`` shows for every combination of ``offered`` values, ready for JSON.
+
+    ``controls`` has each control's label, its values as words and which of them it says now.
+    ``answers`` has the combinations in the order of itertools.product, each as indices into
+    ``parts``: outputs as a notebook's cell holds them, each once. Raises RuntimeError where the
+    function fails, and as ``offered`` does.
+    """
+    values = offered(controls, few)
+    begun = time.perf_counter()
+    parts: dict[str, int] = {}
+    found = []
+    for choice in product(*values.values()):
+        setting = {name: value for name, (_, value) in zip(values, choice, strict=True)}
+        shown = _outputs(function, setting)
+        if failed := [each for each in shown if each["output_type"] == "error"]:
+            raise RuntimeError(f"explorer at {setting}: " + "".join(failed[0]["traceback"]))
+        texts = [json.dumps(each, sort_keys=True) for each in shown]
+        found.append([parts.setdefault(text, len(parts)) for text in texts])
+    described = [
+        {
+            "label": control.description,
+            "values": [words for words, _ in values[name]],
+            "now": [value for _, value in values[name]].index(control.value),
+            "slider": "Slider" in type(control).__name__,
+        }
+        for name, control in controls.items()
+    ]
+    return {
+        "controls": described,
+        "parts": [json.loads(text) for text in parts],
+        "answers": found,
+        "seconds": time.perf_counter() - begun,
+    }
+
+
+def offered(controls: Controls, few: Few) -> dict[str, list[tuple[str, Any]]]:
+    """Each control's values for a page without a kernel, as words and value.
+
+    Those of ``few``; of another control at most FEW_VALUES, among them its first, its last and
+    what it says now. Raises ValueError for a value that a control lacks, where what it says now is
+    left out, and where there are more than MOST_ANSWERS combinations.
+    """
+    found = {}
+    for name, control in controls.items():
+        every = _choices(control)
+        values = [value for _, value in every]
+        kept = list(few.get(name, _spread(values, values.index(control.value))))
+        if lacking := [value for value in kept if value not in values]:
+            raise ValueError(f"control {name!r} has no {lacking}; it has {values}")
+        if control.value not in kept:
+            raise ValueError(f"control {name!r} says {control.value!r}, which is not among {kept}")
+        found[name] = [(words, value) for words, value in every if value in kept]
+    if (count := math.prod(map(len, found.values()))) > MOST_ANSWERS:
+        raise ValueError(
+            f"{count} combinations of {', '.join(found)} are more than {MOST_ANSWERS}: "
+            "name fewer values in few="
+        )
+    return found
+
+
+def _choices(control: ipywidgets.Widget) -> list[tuple[str, Any]]:
+    """Every value that a control can have, with its words."""
+    if isinstance(control, ipywidgets.IntSlider):
+        return [(str(n), n) for n in range(control.min, control.max + 1, control.step)]
+    options = list(control.options)
+    # As ipywidgets reads them: pairs are words and value, if all are pairs.
+    if all(isinstance(option, tuple | list) and len(option) == 2 for option in options):
+        return [(str(words), value) for words, value in options]
+    return [(str(option), option) for option in options]
+
+
+def _spread(values: list[Any], now: int) -> list[Any]:
+    """FEW_VALUES of them, evenly from the first to the last; the one nearest ``now`` gives way."""
+    last = len(values) - 1
+    if last < FEW_VALUES:
+        return values
+    places = [round(i * last / (FEW_VALUES - 1)) for i in range(FEW_VALUES)]
+    if now not in places:
+        inner = min(range(1, FEW_VALUES - 1), key=lambda i: abs(places[i] - now))
+        places[inner] = now
+    return [values[place] for place in places]
+
+
+def _outputs(function: Function, values: dict[str, Any]) -> list[dict[str, Any]]:
     """What a call displays and prints, as a notebook's cell holds it."""
     failed: dict[str, Any] | None = None
     with capture_output() as captured:

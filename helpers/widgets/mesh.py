@@ -125,7 +125,12 @@ def mesh_explorer() -> ipywidgets.Widget:
         options=[16, 32, 64, 128, 256], value=64, description="sequences", continuous_update=False
     )
     controls["network"] = ipywidgets.Dropdown(options=NETWORKS, description="network")
-    drawn = live(show_mesh, controls)
+    data_first = ("data", *(name for name in DIMENSIONS if name != "data"))
+    few = {
+        **{"tensor": (1, 4, 8), "context": (1, 2, 8), "pipeline": (1, 2, 8)},
+        **{"order": (DIMENSIONS, data_first), "sequences": (16, 64), "network": NETWORKS[:1]},
+    }
+    drawn = live(show_mesh, controls, few)
     sizes = [controls[name] for name in ("tensor", "context", "pipeline")]
     others = [controls[name] for name in ("order", "sequences", "network")]
     return ipywidgets.VBox([ipywidgets.HBox(sizes), ipywidgets.HBox(others), drawn])

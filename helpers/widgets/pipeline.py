@@ -190,7 +190,8 @@ def pipeline_explorer() -> ipywidgets.Widget:
             style={"description_width": "initial"},
         ),
     }
-    drawn = live(show_answer, controls)
+    few = {"gpu": (None, "H100"), "devices": (2, 4, 8), "micro_batches": (4, 8, 16, 32)}
+    drawn = live(show_answer, controls, few)
     kind, gpu, devices, micro_batches = controls.values()
     rows = [ipywidgets.HBox([kind, gpu]), ipywidgets.HBox([devices, micro_batches])]
     return ipywidgets.VBox([*rows, drawn])

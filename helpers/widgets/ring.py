@@ -80,5 +80,7 @@ def ring_explorer() -> ipywidgets.Widget:
         step.max = 2 * (change["new"] - 1)
 
     ranks.observe(fit_steps, "value")
-    drawn = live(show_ring, {"ranks": ranks, "step": step})
+    # A step past the end shows the end, so that fewer ranks are shown whole with the same slider.
+    few = {"ranks": (2, 3, 4), "step": range(7)}
+    drawn = live(show_ring, {"ranks": ranks, "step": step}, few)
     return ipywidgets.VBox([ipywidgets.HBox([ranks, step]), drawn])

@@ -129,6 +129,7 @@ def sharding_explorer() -> ipywidgets.Widget:
         ),
         "way": ipywidgets.Dropdown(options=list(WAYS), value=WAYS[3], description="cut"),
     }
-    drawn = live(show_answer, controls)
+    few = {"gpu": ("H100", "H200"), "gpus": (8, 16, 64, 512)}
+    drawn = live(show_answer, controls, few)
     model, gpu, gpus, way = controls.values()
     return ipywidgets.VBox([ipywidgets.HBox([model, gpu]), ipywidgets.HBox([gpus, way]), drawn])

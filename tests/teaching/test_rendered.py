@@ -2,6 +2,7 @@
 
 import nbformat
 
+from helpers.widgets.live import ANSWERS
 from teaching import rendered
 
 EXPLORER = """
@@ -12,6 +13,19 @@ from helpers.widgets.live import live
 number = ipywidgets.IntSlider(3)
 shown = live(lambda number: display(HTML(f"<img alt='a bar {number} high'>")), {"number": number})
 ipywidgets.VBox([number, ipywidgets.HBox([shown])])
+"""
+
+ASKED = """
+import ipywidgets
+from helpers.widgets.live import live
+
+def number_explorer():
+    number = ipywidgets.IntSlider(3, min=2, max=3, description="number")
+    shown = live(lambda number: print(factor * number), {"number": number})
+    return ipywidgets.VBox([number, shown])
+
+factor = 10
+number_explorer()
 """
 
 
@@ -27,4 +41,18 @@ def test_an_explorer_leaves_its_first_picture(tmp_path):
     assert sentence.data["text/markdown"] == rendered.LIVE_ONLY
     assert ran.cells[1].outputs == [], "a progress bar is no explorer"
     assert "widgets" not in ran.metadata
+    nbformat.validate(ran)
+
+
+def test_an_explorer_leaves_its_answers_in_the_state_behind_its_cell(tmp_path):
+    cells = [nbformat.v4.new_code_cell(source) for source in (ASKED, "factor = 1000")]
+    path = tmp_path / "99_explorer.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    ran = rendered.run(path, tmp_path / "cache")
+    assert [cell.source for cell in ran.cells] == [cell.source for cell in cells]
+    look, note = ran.cells[0].outputs
+    (found,) = note.data[ANSWERS]
+    assert look.text == "30\n" and note.data["text/markdown"] == rendered.LIVE_ONLY
+    assert [part["text"] for part in found["parts"]] == ["20\n", "30\n"]
+    assert found["answers"] == [[0], [1]] and found["controls"][0]["now"] == 1
     nbformat.validate(ran)

@@ -1,12 +1,22 @@
 """The output behind the explorers: it follows its controls and hides no error."""
 
 import base64
+import math
 
 import ipywidgets
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
-from helpers.widgets.live import live
+from helpers.widgets import (
+    checkpointing,
+    layouts,
+    mesh,
+    pipeline,
+    sharding,
+    tensor_parallel,
+)
+from helpers.widgets.live import FEW_VALUES, answers, live, offered
 
 LESSON = """
 %matplotlib inline
@@ -61,3 +71,76 @@ def test_in_a_kernel_it_holds_pictures_html_and_prints():
     assert base64.b64decode(outputs[0]["data"]["image/png"]).startswith(b"\x89PNG")
     assert outputs[1]["data"]["text/html"] == "<b>4</b>"
     assert outputs[2]["text"] == "height 4\n"
+
+
+def _controls():
+    return {
+        "number": ipywidgets.IntSlider(7, min=1, max=40, description="number"),
+        "word": ipywidgets.Dropdown(options=[("one", "a"), ("two", "b")], description="word"),
+    }
+
+
+def test_the_answers_are_those_of_every_combination():
+    found = answers(lambda number, word: print(word * (number // 20)), _controls(), {})
+    number, word = found["controls"]
+    assert number["label"] == "number" and number["slider"] and not word["slider"]
+    assert word["values"] == ["one", "two"] and number["values"][number["now"]] == "7"
+    texts = ["".join(found["parts"][part]["text"] for part in each) for each in found["answers"]]
+    assert texts == [w * (int(n) // 20) + "\n" for n in number["values"] for w in ("a", "b")]
+    assert len(found["parts"]) == len(set(texts)) < len(texts), "the same output is kept once"
+
+
+def test_a_page_offers_few_values_among_them_the_ends_and_what_the_control_says():
+    values = [value for _, value in offered(_controls(), {})["number"]]
+    assert len(values) == FEW_VALUES and values == sorted(values)
+    assert {1, 7, 40} <= set(values)
+    named = offered(_controls(), {"number": (40, 7)})
+    assert named == {"number": [("7", 7), ("40", 40)], "word": [("one", "a"), ("two", "b")]}
+
+
+@pytest.mark.parametrize(
+    ("few", "message"),
+    [
+        ({"number": (7, 41)}, r"'number' has no \[41\]"),
+        ({"word": ("b",)}, r"'word' says 'a', which is not among \['b'\]"),
+        ({"number": range(1, 41), "third": range(5)}, "400 combinations of number, word, third"),
+    ],
+)
+def test_values_that_a_page_cannot_offer_are_refused(few, message):
+    controls = _controls()
+    controls["third"] = ipywidgets.IntSlider(0, min=0, max=4)
+    with pytest.raises(ValueError, match=message):
+        offered(controls, few)
+
+
+def test_an_answer_that_fails_says_for_which_values():
+    with pytest.raises(RuntimeError, match=r"'number': 1, 'word': 'a'.*(.|\n)*ZeroDivisionError"):
+        answers(lambda number, word: 1 / (number - 1), _controls(), {})
+
+
+@pytest.mark.parametrize(
+    ("module", "explorer", "count"),
+    [
+        (pipeline, pipeline.pipeline_explorer, 4 * 2 * 3 * 4),
+        (checkpointing, lambda: checkpointing.checkpointing_explorer(None), 3 * 8),
+        (sharding, sharding.sharding_explorer, 3 * 2 * 4 * 5),
+        (tensor_parallel, lambda: tensor_parallel.layer_explorer(None), 5 * 5 * 3),
+        (mesh, mesh.mesh_explorer, 3 * 3 * 3 * 2 * 2),
+        (layouts, layouts.layout_explorer, 3 * 2 * 3 * 2 * 2),
+    ],
+    ids=["10", "11", "12", "13", "14", "15"],
+)
+def test_the_lessons_explorers_offer_a_page_what_they_can_show(
+    monkeypatch, module, explorer, count
+):
+    asked = []
+
+    def only_asked(function, controls, few=None):
+        asked.append((controls, few or {}))
+        return ipywidgets.Output()
+
+    monkeypatch.setattr(module, "live", only_asked)
+    explorer()
+    values = offered(*asked[0])
+    assert math.prod(map(len, values.values())) == count
+    assert all(control.description for control in asked[0][0].values())

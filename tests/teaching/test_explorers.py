@@ -1,0 +1,111 @@
+"""Explorers on the site's pages: every answer is there, and is what the explorer's function gives."""
+
+import html.parser
+from itertools import product
+
+import nbformat
+import pytest
+
+from helpers.widgets.live import ANSWERS
+from teaching import lessons, rendered
+from teaching.pages import explorers
+
+SETUP = "%matplotlib inline\nfrom helpers.widgets.ring import ring_explorer, show_ring"
+
+
+@pytest.fixture(scope="module")
+def lesson(tmp_path_factory):
+    """The ring's explorer in a lesson, executed; then its function for each of 3 × 7 settings."""
+    calls = [f"show_ring({ranks}, {step})" for ranks, step in product((2, 3, 4), range(7))]
+    cells = [nbformat.v4.new_code_cell(source) for source in (SETUP, "ring_explorer()", *calls)]
+    folder = tmp_path_factory.mktemp("explorers")
+    path = folder / "99_explorer.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    return rendered.run(path, folder / "cache")
+
+
+@pytest.fixture
+def found(lesson):
+    return lesson.cells[1].outputs[-1].data[ANSWERS][0]
+
+
+def _shown(outputs):
+    return [
+        output["text"] if output["output_type"] == "stream" else output["data"]["text/html"]
+        for output in outputs
+    ]
+
+
+def test_the_page_has_the_function_s_answer_to_every_combination(lesson, found):
+    labels = [control["label"] for control in found["controls"]]
+    assert labels == ["ranks", "step"]
+    values = [control["values"] for control in found["controls"]]
+    assert values == [["2", "3", "4"], [str(step) for step in range(7)]]
+    settings = list(product(*map(range, map(len, values))))
+    assert len(settings) == len(found["answers"]) == len(lesson.cells) - 2
+    for positions, cell in zip(settings, lesson.cells[2:], strict=True):
+        answer = found["answers"][explorers.place(positions, (3, 7))]
+        parts = [found["parts"][part] for part in answer]
+        assert _shown(parts) == _shown(cell.outputs), cell.source
+    assert len(found["parts"]) == 2 * (3 + 5 + 7), "a step past the end is stored once"
+
+
+def test_controls_have_labels_and_pictures_are_files_stored_once(lesson, found, tmp_path):
+    page = _Page()
+    page.feed(explorers.explorer(found, tmp_path, "a-0"))
+    controls = [of for tag, of in page.tags if tag in ("input", "select")]
+    labelled = [of["for"] for tag, of in page.tags if tag == "label"]
+    assert [of["id"] for of in controls] == labelled and len(set(labelled)) == 2
+    assert [(of["max"], of["value"], of["aria-valuetext"]) for of in controls] == [
+        ("2", "2", "4"),
+        ("6", "0", "0"),
+    ]
+    pictures = [of for tag, of in page.tags if tag == "img"]
+    assert all(of["alt"] for of in pictures)
+    named = {of["src"].removeprefix("_static/explorers/") for of in pictures}
+    assert named == {path.name for path in tmp_path.iterdir()}
+    assert len(named) == 3 + 5 + 7 and len(pictures) == len(named) + 1, "and the first answer"
+
+
+def test_the_explorer_takes_the_place_of_its_first_look(lesson, tmp_path):
+    cell = nbformat.from_dict(lesson.cells[1])
+    _, words = _shown(cell.outputs[:2])
+    assert explorers.put_in_page(cell, tmp_path) == 21
+    (output,) = cell.outputs
+    first, _, templates = output.data["text/html"].partition("<template>")
+    assert words in first and "4 chunks of its own" in words
+    assert first.count("<img") == 1 and templates.count("<img") == 15
+    assert rendered.LIVE_ONLY not in output.data["text/html"]
+    plain = nbformat.from_dict(lesson.cells[2])
+    assert explorers.put_in_page(plain, tmp_path) == 0 and plain == lesson.cells[2]
+
+
+def test_a_menu_and_a_single_value_have_their_words(tmp_path):
+    controls = [
+        {"label": "over <a>", "values": ["x & y", "z"], "now": 1, "slider": False},
+        {"label": "GPU", "values": ["H100"], "now": 0, "slider": False},
+    ]
+    parts = [{"output_type": "stream", "name": "stdout", "text": text} for text in ("<1>", "2")]
+    found = {"controls": controls, "parts": parts, "answers": [[0], [1]], "seconds": 0.0}
+    text = explorers.explorer(found, tmp_path, "b-0")
+    assert "<option>x &amp; y</option><option selected>z</option>" in text
+    assert "<p><span>GPU</span> <output>H100</output></p>" in text
+    assert '<div class="explorer-answer" aria-live="polite"><pre>2</pre></div>' in text
+    assert "<template><pre>&lt;1&gt;</pre></template>" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_cells_that_show_explorers_are_those_that_are_asked():
+    for path in lessons.NOTEBOOKS:
+        imports = [cell for cell in lessons.cells(path) if "helpers.widgets" in cell.source]
+        shown = [c for c in lessons.cells(path) if c.is_code and "_explorer(" in c.source]
+        assert bool(imports) == bool(shown), path.name
+
+
+class _Page(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
