@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
@@ -82,7 +83,10 @@ def _settle(notebook: nbformat.NotebookNode) -> None:
             if WIDGET in output.get("data", {}):
                 within = list(_within(output["data"][WIDGET]["model_id"], kept))
                 looks = [look for name in within for look in _first_look(name, kept)]
-                data = {"text/markdown": LIVE_ONLY, "text/plain": LIVE_ONLY.strip("*")}
+                data: dict[str, Any] = {
+                    "text/markdown": LIVE_ONLY,
+                    "text/plain": LIVE_ONLY.strip("*"),
+                }
                 if found := [answers[name] for name in within if name in answers]:
                     data[ANSWERS] = found
                 # A progress bar is a widget too, and shows nothing that would be missed.
