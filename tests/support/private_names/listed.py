@@ -260,6 +260,12 @@ RELIANCES = (
         ),
     ),
     Reliance(
+        "forgetting the plans of DTensor when a cluster is left",
+        "Look where torch/distributed/tensor/_sharding_prop.py keeps what it has planned, and empty "
+        "that in distributed/meshes.py.",
+        ("torch.distributed.tensor._api.DTensor._op_dispatcher",),
+    ),
+    Reliance(
         "pipelines of torch on a cluster, whose absent ranks have no vote",
         "Look how a schedule sets itself up before its first step, and what it skips for torch's "
         "fake process group; distributed/pipelines.py makes it skip the same.",

@@ -6,6 +6,8 @@ Kernels take no time but where a test says so.
 
 import gc
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -358,6 +360,31 @@ def test_a_second_cluster_has_groups_of_its_own():
                 block(torch.empty(8, 64, device=made.device)).sum().backward()
             found[rank] = {event.ranks for event in collectives(timeline)}
     assert found == {0: {(0, 1, 2, 3)}, 5: {(4, 5, 6, 7)}}
+
+
+# As in a process that launch has forked: what was imported before is hidden from gc.get_objects().
+FROZEN = """
+import functools, gc
+import torch.distributed.tensor.parallel
+from helpers.models import TransformerSizes
+from helpers.parallel import Layout
+from helpers.plan import Plan, predict
+gc.freeze()
+sizes = TransformerSizes(2, 64, 4, 4, 128, 256, sequence=32)
+predict(Plan(sizes, Layout(2, 2, 2), sequence=32))
+gc.unfreeze()
+found = [f for f in gc.get_objects() if type(f) is functools._lru_cache_wrapper]
+of_dtensor = [f for f in found if f.__module__.startswith("torch.distributed.tensor")]
+print(len(of_dtensor), [f.__qualname__ for f in of_dtensor if f.cache_info().currsize])
+"""
+
+
+def test_no_plan_of_dtensor_of_a_frozen_process_outlives_a_cluster():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FROZEN], capture_output=True, text=True, timeout=100
+    )
+    count, kept = done.stdout.split(maxsplit=1)
+    assert int(count) > 1 and kept.strip() == "[]", done.stderr
 
 
 def collectives_so_far():
