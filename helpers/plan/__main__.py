@@ -52,7 +52,7 @@ A file has the same names as the options, and for a model of your own a table of
 """
 
 _COSTS = {"arithmetic_share": "arithmetic_share", "compile": "fuses"}
-_SEARCH = ("hosts", "sequences", "whole")
+_SEARCH = ("hosts", "sequences", "whole", "processes")
 _LAYOUT = [field.name for field in dataclasses.fields(Layout)]
 
 
@@ -126,6 +126,7 @@ def parser() -> argparse.ArgumentParser:
         ("hosts", "of the cluster, in place of a layout"),
         ("sequences", "most sequences a step, on all GPUs together"),
         ("whole", "how many of the fastest are predicted whole, the allocator included"),
+        ("processes", "that try plans at once (default: as many as cores and memory allow)"),
     ):
         several.add_argument(f"--{name}", type=int, metavar="N", help=text)
     return result

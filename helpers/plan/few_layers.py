@@ -7,13 +7,25 @@ allocator reserves beyond that is not continued: it goes in leaps.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 from helpers import vgpu
 from helpers.plan.rank import predict
 from helpers.plan.step import Plan, Step
 
-LAYERS = (4, 5)
+Number = TypeVar("Number", int, float)
+
+LAYERS = (4, 5)  # neighbours: what the last one adds is what each one adds
+
+
+def continued(layers: int, few: Number, more: Number) -> Number:
+    """What ``LAYERS`` of a model take, continued to all of its layers."""
+    return more + (layers - LAYERS[1]) * (more - few)
+
+
+def with_layers(plan: Plan, layers: int) -> Plan:
+    """The plan for a model of so many layers."""
+    return dataclasses.replace(plan, sizes=dataclasses.replace(plan.sizes, layers=layers))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +57,7 @@ class FewLayers:
         return {n: self._continued(few.get(n, 0.0), more.get(n, 0.0)) for n in names}
 
     def _continued(self, few: float, more: float) -> float:
-        low, high = (step.plan.sizes.layers for step in self.steps)
-        return more + (self.plan.sizes.layers - high) * (more - few) / (high - low)
+        return continued(self.plan.sizes.layers, few, more)
 
 
 def in_few_layers(plan: Plan, **costs: Any) -> FewLayers:
@@ -59,10 +70,5 @@ def in_few_layers(plan: Plan, **costs: Any) -> FewLayers:
             f"a model of {plan.sizes.layers} layers is small enough for predict(); few layers are "
             f"{LAYERS[0]} and {LAYERS[1]}"
         )
-    few, more = (
-        predict(
-            dataclasses.replace(plan, sizes=dataclasses.replace(plan.sizes, layers=layers)), **costs
-        )
-        for layers in LAYERS
-    )
+    few, more = (predict(with_layers(plan, layers), **costs) for layers in LAYERS)
     return FewLayers(plan, (few, more))

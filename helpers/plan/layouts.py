@@ -1,10 +1,10 @@
 """Every layout of a model on a cluster, and which of those that fit is fastest.
 
-A step's seconds and allocated bytes grow by the same with each block, as soon as as many blocks are
-there as are gathered at once. So each plan is tried with two small numbers of blocks, and what the
-fifth added is added for all that are missing. For Llama 70B that was the whole model's time and
-allocated bytes to within 0.01 % wherever it was tried. What the allocator reserves grows by steps
-and is no such line: the best plans are therefore predicted whole.
+Each plan is tried with few layers, and continued (few_layers.py). For Llama 70B that was the whole
+model's time and allocated bytes to within 0.01 % wherever it was tried. What the allocator reserves
+grows by steps and is no such line: the best plans are therefore predicted whole.
+
+Layouts know nothing of each other, so several processes try them at once.
 """
 
 import dataclasses
@@ -19,9 +19,10 @@ from tqdm import tqdm
 
 from helpers.parallel import Layout
 from helpers.plan import napkin
-from helpers.plan.few_layers import LAYERS
+from helpers.plan.few_layers import LAYERS, continued, with_layers
 from helpers.plan.rank import Rank, on_cluster, predict
 from helpers.plan.step import CHECKPOINTS, Plan, Step
+from helpers.plan.workers import Each, at_once, workers
 from helpers.tables import Table
 from helpers.units import format_bytes
 
@@ -97,23 +98,35 @@ class Found:
         return "\n\n".join([head, *([str(table)] if rows else []), str(others)])
 
 
-def search(plan: Plan, sequences: int | None = None, whole: int = 1, **costs: Any) -> Found:
+def search(
+    plan: Plan,
+    sequences: int | None = None,
+    whole: int = 1,
+    processes: int | None = None,
+    **costs: Any,
+) -> Found:
     """Plans for the model, the GPUs and the network of ``plan``: all that divide, and their speed.
 
     Layout, batch, checkpoint and ``reshard_after_forward`` are searched. Batches are powers of two;
     sequences: the most in a step, on all GPUs together. From the fastest on, plans are predicted
-    whole until ``whole`` of them fit. costs: as for ``predict``. Nothing is accumulated over
-    micro-batches, and ranks that share tensors are neighbours in one host.
+    whole until ``whole`` of them fit. processes: how many predict at once, by default as many as
+    cores and memory allow; the result is the same. costs: as for ``predict``. Nothing is
+    accumulated over micro-batches, and ranks that share tensors are neighbours in one host.
     """
     candidates = [Candidate(other) for other in _plans(plan, sequences)]
     for one in candidates:
         one.reason = _too_large_on_paper(one.plan)
     left = [one for one in candidates if not one.reason]
-    with tqdm(desc="trying layouts", total=len(left) + whole, leave=False, unit="plan") as bar:
-        for _, group in itertools.groupby(left, key=lambda one: one.plan.layout):
-            _try(list(group), costs, bar)
-        found = Found(candidates)
-        _confirm(found, whole, costs, bar)
+    groups = [list(group) for _, group in itertools.groupby(left, key=lambda one: one.plan.layout)]
+    if processes is None:
+        processes = min(at_once(), max(1, len(groups)))
+    found = Found(candidates)
+    with (
+        tqdm(desc="trying layouts", total=len(left) + whole, leave=False, unit="plan") as bar,
+        workers(processes) as each,
+    ):
+        _try(groups, costs, each, bar)
+        _confirm(found, whole, processes, costs, each, bar)
     return found
 
 
@@ -158,23 +171,27 @@ def _too_large_on_paper(plan: Plan) -> str:
     return ""
 
 
-def _try(group: list[Candidate], costs: dict[str, Any], bar: Any) -> None:
-    """Time and bytes of plans of one layout, which share two models of few blocks."""
+def _try(groups: list[list[Candidate]], costs: dict[str, Any], each: Each, bar: Any) -> None:
+    """Time and bytes of plans, each group's of one layout."""
+    for index, tried in each(_tried, [(group, costs) for group in groups]):
+        for one, result in zip(groups[index], tried, strict=True):
+            vars(one).update(vars(result))
+        bar.update(len(tried))
+
+
+def _tried(group: list[Candidate], costs: dict[str, Any]) -> list[Candidate]:
+    """The plans of one layout share two models of few layers."""
     plan = group[0].plan
-    blocks = [few for few in LAYERS if few <= plan.sizes.layers] or [plan.sizes.layers]
+    few = LAYERS if plan.sizes.layers > LAYERS[0] else (plan.sizes.layers,)
     with on_cluster(plan):
-        ranks = [Rank(_of(plan, few)) for few in blocks]
+        ranks = {layers: Rank(with_layers(plan, layers)) for layers in few}
         for number, one in enumerate(group):
             if one.reason or one.seconds is not None:
                 continue
             one.reason = _known(one.plan, group[:number])
             if not one.reason:
-                _predict_from_few(one, dict(zip(blocks, ranks, strict=True)), costs)
-            bar.update()
-
-
-def _of(plan: Plan, blocks: int) -> Plan:
-    return dataclasses.replace(plan, sizes=dataclasses.replace(plan.sizes, layers=blocks))
+                _predict_from_few(one, ranks, costs)
+    return group
 
 
 def _known(plan: Plan, earlier: list[Candidate]) -> str:
@@ -200,42 +217,58 @@ def _works_no_more(plan: Plan, other: Plan) -> bool:
 
 
 def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, Any]) -> None:
-    plan, found = one.plan, []
+    plan, seconds, sizes_bytes = one.plan, [], []
     kept_bytes = napkin.kept_bytes(plan.sizes, plan.batch * plan.sequence, plan.checkpoint)
     least_added_bytes = kept_bytes // plan.layout.tensors
-    for few, rank in ranks.items():
-        missing = plan.sizes.layers - few
-        timeline, allocated_bytes = rank.timed(_of(plan, few), **costs)
+    for layers, rank in ranks.items():
+        timeline, allocated_bytes = rank.timed(with_layers(plan, layers), **costs)
+        missing = plan.sizes.layers - layers
         if allocated_bytes + missing * least_added_bytes > plan.spec.memory_bytes:
             one.reason = _ALLOCATED
             return
-        found.append((timeline.makespan_s, allocated_bytes))
-    (before_s, before_bytes), (last_s, last_bytes) = found[0], found[-1]
-    one.seconds = last_s + missing * (last_s - before_s)
-    one.allocated_bytes = last_bytes + missing * (last_bytes - before_bytes)
+        seconds.append(timeline.makespan_s)
+        sizes_bytes.append(allocated_bytes)
+    if len(ranks) == 1:  # all layers of a small model
+        (one.seconds,), (one.allocated_bytes,) = seconds, sizes_bytes
+    else:
+        one.seconds = continued(plan.sizes.layers, *seconds)
+        one.allocated_bytes = continued(plan.sizes.layers, *sizes_bytes)
     if one.allocated_bytes > plan.spec.memory_bytes:
         one.reason = _ALLOCATED
 
 
-def _confirm(found: Found, whole: int, costs: dict[str, Any], bar: Any) -> None:
+def _confirm(
+    found: Found, whole: int, processes: int, costs: dict[str, Any], each: Each, bar: Any
+) -> None:
     """Predict plans whole, the fastest first, until so many fit."""
-    done = 0
+    done, steps = 0, dict[Plan, Step]()
     while done < whole and (rest := [one for one in found.best if one.step is None]):
         one = rest[0]
-        one.step = predict(one.plan, **costs)
+        if one.plan not in steps:
+            # While one process predicts it, others predict those that come next if it does not fit.
+            ahead = [other.plan for other in rest[:processes] if other.plan not in steps]
+            for index, step in each(_whole, [(plan, costs) for plan in ahead]):
+                steps[ahead[index]] = step
+        one.step = steps[one.plan]
         one.seconds, one.allocated_bytes = one.step.seconds, one.step.allocated_bytes
         bar.update()
         if one.step.fits:
             done += 1
             continue
         one.reason = _RESERVED
+        bar.total += 1
         # What would have computed or gathered more, and was left out for that, has its chance now.
         group = [c for c in found.candidates if _alike(c.plan, one.plan)]
         for other in group:
             if other.reason == _MORE_WORK:
                 other.reason = ""
         if any(other.seconds is None and not other.reason for other in group):
-            _try(group, costs, bar)
+            bar.total += len(group)
+            _try([group], costs, each, bar)
+
+
+def _whole(plan: Plan, costs: dict[str, Any]) -> Step:
+    return predict(plan, **costs)
 
 
 def _alike(plan: Plan, other: Plan) -> bool:

@@ -32,19 +32,14 @@ def test_a_few_blocks_tell_time_and_bytes_of_all(layout, again, checkpoint):
     plan = dataclasses.replace(
         GUESS, layout=layout, batch=4, checkpoint=checkpoint, reshard_after_forward=again
     )
-    one, step = layouts.Candidate(plan), predict(plan)
-    layouts._try([one], {}, _NoBar())
+    step = predict(plan)
+    (one,) = layouts._tried([layouts.Candidate(plan)], {})
     assert one.seconds == pytest.approx(step.seconds, rel=1e-3)
     assert one.allocated_bytes == pytest.approx(step.allocated_bytes, rel=1e-3)
     least = napkin.least_bytes(
         SIZES, 4 * 128, layout.shards, layout.tensors, checkpoint, gathered_once=not again
     )
     assert least < step.allocated_bytes
-
-
-class _NoBar:
-    def update(self):
-        pass
 
 
 def test_what_is_skipped_is_neither_faster_nor_fits():
@@ -74,17 +69,42 @@ def test_every_layout_that_divides_is_a_candidate_once():
     assert {p.reshard_after_forward for p in found if p.layout.shards == 1} == {True}
 
 
-def test_the_fastest_are_predicted_whole_until_some_fit():
-    free = search(APART, sequences=2, whole=1)
+@pytest.fixture(scope="module")
+def tight():
+    """A plan with room for what the fastest allocates, and not for what is reserved for it."""
+    first = search(APART, sequences=2, processes=1).best[0]
+    plan = with_memory(APART, first.step.reserved_bytes - 1)
+    return plan, search(plan, sequences=2, processes=1)
+
+
+def test_the_fastest_are_predicted_whole_until_some_fit(tight):
+    free = search(APART, sequences=2, whole=1, processes=1)
     assert [one.step is not None for one in free.best] == [True, False]
     first = free.best[0]
     assert first.tokens_per_s == first.step.tokens_per_s
-    # Room for what the fastest allocates, and not for what the allocator reserves for it. Then what
-    # was left out because it gathers more has its chance.
-    tight = search(with_memory(APART, first.step.reserved_bytes - 1), sequences=2)
-    assert tight.reasons[layouts._RESERVED] == 1
-    assert tight.best[0].step.fits and tight.best[0].plan.layout == first.plan.layout
-    assert tight.best[0].plan.reshard_after_forward > first.plan.reshard_after_forward
+    # What was left out because it gathers more has its chance where the fastest does not fit.
+    _, found = tight
+    assert found.reasons[layouts._RESERVED] == 1
+    assert found.best[0].step.fits and found.best[0].plan.layout == first.plan.layout
+    assert found.best[0].plan.reshard_after_forward > first.plan.reshard_after_forward
+
+
+def test_other_processes_find_the_same(tight):
+    plan, alone = tight
+    together = search(plan, sequences=2, processes=2)
+    assert _figures(together) == _figures(alone)
+    assert str(together) == str(alone)
+    # A step comes back with its timeline, and costs reach the process that predicts it.
+    step = search(APART, sequences=2, processes=2, arithmetic_share=0.1).best[0].step
+    assert step.timeline.events
+    assert step.seconds == predict(step.plan, arithmetic_share=0.1).seconds
+
+
+def _figures(found):
+    return [
+        (one.plan, one.reason, one.seconds, one.allocated_bytes, one.reserved_bytes)
+        for one in found.candidates
+    ]
 
 
 def test_where_nothing_fits_the_search_says_why():
@@ -111,7 +131,9 @@ vocabulary = 1024
 def test_the_command_prints_the_best_and_why_others_fell_out(tmp_path, capsys):
     file = tmp_path / "plan.toml"
     file.write_text(FILE)
-    command.main(["--file", str(file), "--search", "--hosts", "1", "--sequences", "2"])
+    command.main(
+        ["--file", str(file), "--search", "--hosts", "1", "--sequences", "2", "--processes", "1"]
+    )
     shown = capsys.readouterr().out
     assert "2 shards" in shown and "not tried" in shown and layouts._MORE_WORK in shown
     for options, message in (
