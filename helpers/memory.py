@@ -82,12 +82,13 @@ def only_new_garbage() -> Iterator[None]:
     """Leave what lives now out of the collections inside, as those of ``peaks_during``.
 
     A collection goes through every object: a tenth of a second once torch is imported, and none of
-    these becomes garbage by what is measured. In a program that has frozen what it began with, what
-    lives now joins it for good.
+    these becomes garbage by what is measured. A program that has frozen what it began with is left
+    as it is: it has only new objects to go through.
     """
     gc.collect()
     ours = gc.get_freeze_count() == 0
-    gc.freeze()
+    if ours:
+        gc.freeze()
     try:
         yield
     finally:
