@@ -82,6 +82,15 @@ WRONG = {
             "Take one at a time",
         ),
         (
+            "def attend(query, blocks):\n"
+            "    scored = [(query @ k.mT * query.size(-1) ** -0.5, v) for k, v in blocks]\n"
+            "    highest = torch.cat([s.amax(-1, True) for s, _ in scored], -1).amax(-1, True)\n"
+            "    weighed = [((s - highest).exp(), v) for s, v in scored]\n"
+            "    total = sum(w.sum(-1, True) for w, _ in weighed)\n"
+            "    return sum(w @ v for w, v in weighed) / total",
+            "let each go",
+        ),
+        (
             _ATTEND.format(
                 factor="query.size(-1) ** -0.5", total=_TOTAL, output="output + weights @ values"
             ),
