@@ -188,7 +188,7 @@ def what_to_wrap(answer: Callable[[list[int], int], Any]) -> dict[str, str]:
         _judge_units(yours, layers, budget, fits, given)
         shown[given] = (
             f"{yours}: {format_bytes(_gathered_at_once(layers, yours))} gathered at once, "
-            f"{len(yours)} gathers"
+            f"in {len(yours)} {'unit' if len(yours) == 1 else 'units'}"
         )
     return shown
 
@@ -269,7 +269,8 @@ def which_batch(answer: Callable[[int, float, float], float]) -> dict[str, str]:
 
 def _tokens_hint(ratio: float, gpus: int) -> str:
     reasons = {
-        2.0: "Twice too many. A multiplication and an addition count as two operations.",
+        2.0: "Twice too many. A parameter in bfloat16 has 2 bytes, and a multiplication and an "
+        "addition count as two operations.",
         0.5: "Half of it. A parameter in bfloat16 has 2 bytes.",
         gpus / (gpus - 1): "A GPU has its own part already: it gets (gpus - 1)/gpus of the layer.",
         1 / 3: "That is for all of a step. Forward alone takes 2 operations a parameter and token.",

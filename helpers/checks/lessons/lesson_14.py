@@ -137,7 +137,10 @@ def _hint_for_softmax(
     if not isinstance(yours, torch.Tensor) or yours.shape != expected.shape:
         return "Return a tensor of the query's shape: one output for each query."
     if not torch.isfinite(yours).all():
-        return "exp overflows: subtract the highest score so far before it, in each block."
+        return (
+            "exp overflows, or all weights of a query are 0: in each block, subtract before it the "
+            "highest score so far of that query."
+        )
     own = [F.scaled_dot_product_attention(query, k, v) for k, v in blocks]
     if torch.allclose(yours, torch.stack(own).mean(0), atol=1e-3):
         return "The mean of the blocks' results is not it: a block with higher scores counts more."

@@ -71,6 +71,9 @@ def _napkin_hints(yours: Any, given: dict[str, Any]) -> tuple[str, str]:
         "Attention is missing: 12 · layers · width · sequence FLOPs a token.": _napkin(
             {**given, "width": 0}
         )[0],
+        "That is attention's forward alone: with backward it is 12, not 4.": _napkin(
+            {**given, "width": given["width"] / 3}
+        )[0],
         "That is forward alone: backward takes twice as much.": days / 3,
         "These are seconds; a day has 86,400.": days * 86_400,
         "These are hours; a day has 24.": days * 24,
@@ -83,6 +86,8 @@ def _napkin_hints(yours: Any, given: dict[str, Any]) -> tuple[str, str]:
         / 4,
         "Gradients are missing: 16 bytes a parameter, not 12.": state * 3 / 4,
         "That is the mixed variant without its float32 copy: 16 bytes a parameter.": state / 2,
+        "These are GB; return bytes.": state / 1e9,
+        "These are GiB; return bytes.": state / 2**30,
     }
     found = []
     for mine, known, otherwise in (

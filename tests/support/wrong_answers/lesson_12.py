@@ -81,7 +81,7 @@ WRONG = {
     ],
     "12.3": [
         (_TOKENS.format("2 * (gpus - 1) / gpus * flop_per_s / bytes_per_s"), "Twice too many"),
-        (_TOKENS.format("(gpus - 1) / gpus * flop_per_s / bytes_per_s / 2"), "has 2 bytes"),
+        (_TOKENS.format("(gpus - 1) / gpus * flop_per_s / bytes_per_s / 2"), "Half of it"),
         (_TOKENS.format("flop_per_s / bytes_per_s"), "its own part already"),
         (_TOKENS.format("(gpus - 1) / gpus * flop_per_s / bytes_per_s / 3"), "Forward alone"),
         (_TOKENS.format("bytes_per_s / flop_per_s"), "times the right number"),

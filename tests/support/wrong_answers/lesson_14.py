@@ -76,6 +76,20 @@ WRONG = {
             "exp overflows",
         ),
         (
+            # One highest score for all queries: the weights of some are all 0.
+            "def attend(query, blocks):\n"
+            "    highest, total, output = -math.inf, 0.0, 0.0\n"
+            "    for keys, values in blocks:\n"
+            "        scores = query @ keys.mT * query.size(-1) ** -0.5\n"
+            "        new = max(highest, scores.max().item())\n"
+            "        weights, shrink = (scores - new).exp(), math.exp(highest - new)\n"
+            "        total = shrink * total + weights.sum(-1, keepdim=True)\n"
+            "        output = shrink * output + weights @ values\n"
+            "        highest = new\n"
+            "    return output / total",
+            "highest score so far of that query",
+        ),
+        (
             "def attend(query, blocks):\n    keys, values = zip(*blocks)\n"
             "    return F.scaled_dot_product_attention(query, torch.cat(keys, -2), "
             "torch.cat(values, -2))",

@@ -48,6 +48,7 @@ WRONG = {
     "15.1": [
         (_napkin(flop="6 * parameters"), "Attention is missing"),
         (_napkin(flop="2 * parameters + 4 * layers * width * sequence"), "backward takes twice"),
+        (_napkin(flop="6 * parameters + 4 * layers * width * sequence"), "it is 12, not 4"),
         (_napkin(days="seconds"), "a day has 86,400"),
         (_napkin(days="seconds / 3600"), "a day has 24"),
         (_napkin(speed="gpus * flop_per_s"), "No GPU reaches its peak"),
@@ -55,6 +56,7 @@ WRONG = {
         (_napkin(state="16 * parameters"), "divide by the GPUs"),
         (_napkin(state="4 * parameters / gpus"), "4 of the 16 bytes"),
         (_napkin(state="12 * parameters / gpus"), "Gradients are missing"),
+        (_napkin(state="16 * parameters / gpus / 2**30"), "These are GiB"),
         (_napkin(days="tokens"), "in days"),
         (_napkin().replace("return seconds / 86_400,", "return"), "Return days, state_bytes"),
     ],
