@@ -138,8 +138,8 @@ def _hint_for_softmax(
         return "Return a tensor of the query's shape: one output for each query."
     if not torch.isfinite(yours).all():
         return (
-            "exp overflows, or all weights of a query are 0: in each block, subtract before it the "
-            "highest score so far of that query."
+            "exp overflows, or all weights of a query are 0: in each block, first subtract that "
+            "query's own highest score so far."
         )
     own = [F.scaled_dot_product_attention(query, k, v) for k, v in blocks]
     if torch.allclose(yours, torch.stack(own).mean(0), atol=1e-3):

@@ -87,7 +87,7 @@ WRONG = {
             "        output = shrink * output + weights @ values\n"
             "        highest = new\n"
             "    return output / total",
-            "highest score so far of that query",
+            "that query's own highest",
         ),
         (
             "def attend(query, blocks):\n    keys, values = zip(*blocks)\n"
