@@ -6,10 +6,6 @@ import pytest
 
 from teaching import lessons
 
-# Lessons whose predictions are still to be taken down with guess(): take a number out when done.
-STILL_WITHOUT = {
-    "06",
-}
 NUMBERED = [path for path in lessons.NOTEBOOKS if lessons.number(path)]
 each_lesson = pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
 
@@ -26,8 +22,6 @@ def places(path, pattern):
 
 @each_lesson
 def test_every_prediction_is_taken_down(path):
-    if lessons.number(path) in STILL_WITHOUT:
-        return
     cells = lessons.cells(path)
     asked = [
         i
@@ -46,8 +40,6 @@ def test_every_prediction_is_taken_down(path):
 
 @each_lesson
 def test_every_prediction_meets_its_outcome_before_anything_is_asserted(path):
-    if lessons.number(path) in STILL_WITHOUT:
-        return
     cells = lessons.cells(path)
     taken = places(path, r'\bguess\("(\d+[a-z])"')
     met = places(path, r"\bguess_(\d+[a-z])\.compare\(")
