@@ -85,12 +85,18 @@ def gather(
 def broadcast_coalesced(
     tensors: Sequence[torch.Tensor], devices: Any, buffer_size: int = 10485760
 ) -> list[list[torch.Tensor]]:
-    """The tensors on every device: on their own device themselves, copies elsewhere."""
+    """The tensors on every device: on their own device themselves, copies elsewhere.
+
+    The copies have no history, like those that C++ makes: autograd's ``Broadcast`` gives them one.
+    """
     targets = [_device(device) for device in devices]
     tensors = [_handle_complex(tensor) for tensor in tensors]
     size_bytes = sum(tensor.nbytes for tensor in tensors)
     with _as_collective("broadcast", size_bytes, targets, buffer_size):
-        return [[tensor.to(target) for tensor in tensors] for target in targets]
+        return [
+            [t if t.device == target else t.detach().to(target) for t in tensors]
+            for target in targets
+        ]
 
 
 def reduce_add(inputs: Sequence[torch.Tensor], destination: Any = None) -> torch.Tensor:

@@ -54,6 +54,15 @@ def test_replicas_see_their_share_and_gradients_equal_one_device(count):
                 torch.testing.assert_close(mine.grad.cpu(), other.grad)
 
 
+def test_detached_replicas_send_no_gradient_back():
+    with vgpu.enable(2) as lab:
+        module = nn.Linear(3, 2).to(lab.devices[0])
+        first, second = replicate(module, lab.devices, detach=True)
+        # As on CUDA: the first device's tensors are returned as they are, the others' are copies.
+        assert first.weight is module.weight
+        assert second.weight.device == lab.devices[1] and not second.weight.requires_grad
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_functional_form_splits_any_dim(dim):
     with vgpu.enable(3):
