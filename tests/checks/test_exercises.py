@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from right_answers import RIGHT
 from wrong_answers import wrong_answers
 
 from helpers import vgpu
@@ -36,6 +37,14 @@ def test_the_folded_solution_passes(path, exercise_id):
     outcome = outcome_of(path, exercise_id, lessons.solution(path, exercise_id))
     assert outcome.status == "right", str(outcome)
     assert outcome.achieved, "a right answer is shown what it did, beside the budget"
+
+
+@pytest.mark.parametrize("exercise_id", RIGHT)
+def test_answers_that_are_right_in_another_way_pass(exercise_id):
+    (path,) = (path for path, each in EXERCISES if each == exercise_id)
+    for source in RIGHT[exercise_id]:
+        outcome = outcome_of(path, exercise_id, source)
+        assert outcome.status == "right", f"{source}\n{outcome}"
 
 
 @each_exercise

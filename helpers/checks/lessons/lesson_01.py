@@ -29,7 +29,8 @@ def check_to_device(to_device: Callable[[Any, torch.device], Any]) -> dict[str, 
         untouched = _shape_of(batch)
         crossing = sum(tensor.device != far for tensor in _tensors(batch))
         given = f"to_device({_sketch(batch)}, {far})"
-        with for_input(given, _CONTAINERS), Calls() as calls:
+        hint = _TENSOR if isinstance(batch, torch.Tensor) else _CONTAINERS
+        with for_input(given, hint), Calls() as calls:
             moved = to_device(batch, far)
         if _shape_of(batch) != untouched:
             raise Wrong(
@@ -51,6 +52,7 @@ def check_to_device(to_device: Callable[[Any, torch.device], Any]) -> dict[str, 
     return {"your copies": made, "budget": f"{asked} copies, one for each tensor that had to move"}
 
 
+_TENSOR = "A tensor goes to the device that your function was given: tensor.to(device)."
 _CONTAINERS = (
     "Ask what the batch is before you touch it: a tensor, a dict, a namedtuple, a list, a tuple, or "
     "something else that goes through as it is."
@@ -97,7 +99,7 @@ def _compare(yours: Any, given: Any, device: torch.device, place: str) -> None:
             raise Wrong(
                 yours=f"{place} holds {list(yours) if keyed else len(yours)}",
                 expected=f"{keys if keyed else len(given)}",
-                hint="Every entry belongs into the result, in the same order.",
+                hint="Every entry belongs in the result, in the same order.",
             )
         for key in keys:
             _compare(yours[key], given[key], device, f"{place}[{key!r}]")
@@ -222,8 +224,12 @@ def _reference_loss(model: Any, images: torch.Tensor, labels: torch.Tensor) -> t
 
 def _expect_model_on(model: nn.Module, device: torch.device, given: str) -> None:
     buffers, parameters = dict(model.named_buffers()), dict(model.named_parameters())
-    if "mean" not in buffers:
-        found = "a parameter" if "mean" in parameters else "a plain attribute"
+    found = ""
+    if "mean" in parameters and parameters["mean"].requires_grad:
+        found = "a parameter, which an optimizer trains"
+    elif "mean" not in buffers | parameters:
+        found = "a plain attribute" if hasattr(model, "mean") else "gone from the model"
+    if found:
         raise Wrong(
             yours=f"mean is {found}",
             expected="mean is a buffer of the model",

@@ -15,6 +15,11 @@ WRONG = {
             "def to_device(batch, device):\n    return batch.to(devices.lab(2)[0])\n",
             "the device that your function was given",
         ),
+        # The name of one kind of GPU.
+        (
+            "def to_device(batch, device):\n    return batch.to('gpu:1')\n",
+            "A tensor goes to the device",
+        ),
         # A copy where none is needed.
         (
             "def to_device(batch, device):\n"
@@ -149,6 +154,22 @@ WRONG = {
             "    loss = F.cross_entropy(logits, labels.to(device), weight=weights)\n"
             "    return loss.detach().cpu().numpy()\n",
             "mean is a parameter",
+        ),
+        # No mean any more, and no fault with it.
+        (
+            "class Net(nn.Module):\n"
+            "    def __init__(self):\n"
+            "        super().__init__()\n"
+            "        self.linear = nn.Linear(4, 3)\n"
+            "    def forward(self, images):\n"
+            "        return self.linear(images - 0.5)\n"
+            "def run(model, images, labels, device):\n"
+            "    model.to(device)\n"
+            "    weights = torch.tensor([1.0, 2.0, 1.0], device=device)\n"
+            "    logits = model(images.to(device))\n"
+            "    loss = F.cross_entropy(logits, labels.to(device), weight=weights)\n"
+            "    return loss.detach().cpu().numpy()\n",
+            "mean is gone",
         ),
         # No error any more, since everything stays on the CPU.
         (

@@ -1,0 +1,71 @@
+"""Answers that are right in another way than the folded solution: a check may not refuse them."""
+
+_NET = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        {mean}
+
+    def forward(self, images):
+        return self.linear(images - self.mean)
+
+def run(model, images, labels, device):
+    model.to(device)
+    weights = torch.tensor([1.0, 2.0, 1.0]).to(device)
+    loss = F.cross_entropy(model(images.to(device)), labels.to(device), weight=weights)
+    return loss.detach().cpu().numpy()
+"""
+
+RIGHT = {
+    "1.1": [
+        """
+from torch.utils._pytree import tree_map
+
+def to_device(batch, device):
+    return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, batch)
+""",
+    ],
+    "1.2": [
+        _NET.format(mean="self.mean = nn.Buffer(torch.full((4,), 0.5), persistent=False)"),
+        _NET.format(mean="self.mean = nn.Parameter(torch.full((4,), 0.5), requires_grad=False)"),
+    ],
+    "2.1": [
+        """
+def loss_today(weight, images, labels):
+    images = images / images.abs().max()
+    hidden = torch.tanh(images @ weight).clone()
+    hidden[hidden.abs() < 0.1] = 0
+    return F.cross_entropy(hidden - hidden.max(1, keepdim=True)[0], labels)
+""",
+    ],
+    "5.4": [
+        """
+def load_any(model, state):
+    ways = {
+        "as it is": state,
+        "prefix removed": {name.removeprefix("module."): t for name, t in state.items()},
+        "prefix added": {f"module.{name}": t for name, t in state.items()},
+    }
+    for did, converted in ways.items():
+        if converted.keys() == model.state_dict().keys():
+            model.load_state_dict(converted)
+            return did
+    model.load_state_dict(state)
+""",
+    ],
+    "10.1": [
+        """
+def order(stage, micro_batches):
+    row, forward, backward = [], 0, 0
+    while backward < micro_batches:
+        if forward < micro_batches and forward - backward < 4 - stage:
+            row.append(f"F{forward}")
+            forward += 1
+        else:
+            row.append(f"B{backward}")
+            backward += 1
+    return row
+""",
+    ],
+}
