@@ -136,6 +136,10 @@ WRONG = {
             _COMPARE.format(error=_ERROR, said='"faster" if gap > 0 else "slower"'),
             "about the second list",
         ),
+        (
+            _COMPARE.format(error=_ERROR.replace("variance", "pvariance"), said=_SAID),
+            "one less than the number of repeats",
+        ),
         ("def compare(first, second):\n    return 'cannot tell'", "its number of repeats"),
         ("def compare(first, second):\n    return min(second) > min(first)", 'Return "slower"'),
     ],
