@@ -146,8 +146,8 @@ def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
             return peaks_during(lambda: step(module, x, y, gpus), gpus), module
 
     # Halfway between the usual way and the lean one, whatever this machine's allocator does.
-    usual = max(peak_of(gathered)[0])
-    budget = (usual + max(peak_of(in_forward)[0])) // 2
+    usual, lean = max(peak_of(gathered)[0]), peak_of(in_forward)[0]
+    budget = (usual + max(lean)) // 2
     peaks, module = peak_of(answer)
     for (name, mine), theirs in zip(module.named_parameters(), single.parameters(), strict=True):
         hint = f"The gradient of {name} is not that of the mean loss over the whole batch."
@@ -175,11 +175,17 @@ def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
             hint="Split the batch over both GPUs.",
         )
     if max(peaks) > budget:
+        hint = "The outputs of the whole batch are on GPU 0. Return the loss from forward."
+        if peaks[1] > 1.1 * lean[1]:
+            hint = (
+                "Each GPU holds more than it must: something still refers to its outputs while "
+                "backward runs. Compute the loss in forward, which lets go of them."
+            )
         raise Wrong(
             yours=", ".join(f"{g}: {format_bytes(p)}" for g, p in zip(gpus, peaks, strict=True)),
             expected=f"at most {format_bytes(budget)} on each",
             given=given,
-            hint="The outputs of the whole batch are on GPU 0. Return the loss from forward.",
+            hint=hint,
         )
     return {
         **{f"your peak on {g}": format_bytes(p) for g, p in zip(gpus, peaks, strict=True)},

@@ -86,6 +86,13 @@ WRONG = {
             ),
             "not that of one GPU",
         ),
+        (
+            _PARTS.format(
+                body="replicas = replicate(module, gpus[: len(chunks)], detach=True)\n"
+                "    return gather(parallel_apply(replicas, chunks), gpus[0])"
+            ),
+            "is everything in the graph?",
+        ),
     ],
     "5.3": [
         (_counter("self.calls = 0", "self.calls += 1"), "thrown away"),
@@ -116,6 +123,14 @@ WRONG = {
             "def lean_step(module, batch, labels, gpus):\n"
             "    F.cross_entropy(module(batch), labels).backward()",
             "Split the batch",
+        ),
+        (
+            "def lean_step(module, batch, labels, gpus):\n"
+            "    chunks, parts = scatter(batch, gpus), scatter(labels, gpus)\n"
+            "    outputs = parallel_apply(replicate(module, gpus), chunks)\n"
+            "    sums = [F.cross_entropy(o, y, reduction='sum') for o, y in zip(outputs, parts)]\n"
+            "    (sum(each.to(gpus[0]) for each in sums) / len(batch)).backward()",
+            "something still refers to its outputs",
         ),
         ("def lean_step(module, batch, labels, gpus):\n    pass", "no gradient"),
     ],
