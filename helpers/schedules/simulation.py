@@ -168,7 +168,7 @@ def _deadlock(schedule: Schedule, positions: list[int], ended: set[Action]) -> s
         seen.append(device)
         device = schedule.device_of(waits[device][1].stage)
     circle = seen[seen.index(device) :]
-    return f"{schedule.name} never ends: " + "; ".join(
+    return f"the schedule {schedule.name!r} never ends: " + "; ".join(
         _wait(schedule, at, *waits[at]) for at in circle
     )
 

@@ -29,7 +29,7 @@ def one_forward_order(answer: Callable[[int, int], Sequence[str]]) -> dict[str, 
     shown = {}
     # The sizes at the edges, some in between, and one at which GPipe would fill every memory.
     for micro_batches in (8, 1, 3, 4, random.randint(5, 20), 100):
-        given = f"{micro_batches} micro-batches"
+        given = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
         with for_input(given, 'For each stage a list such as ["F0", "F1", "B0", "B1"].'):
             rows = [answer(stage, micro_batches) for stage in range(_STAGES)]
         schedule = _rows_as_schedule(rows, micro_batches, given)
@@ -171,8 +171,9 @@ def all_losses(
 ) -> dict[str, str]:
     shown = {}
     for _ in range(2):
-        count, size = random.randint(4, 7), random.randint(64, 128)
-        batches = [torch.randn(size, 8) for _ in range(count)]
+        # So large that a step takes longer than its launches, and waiting for it costs time.
+        count, size = random.randint(4, 7), random.randint(256, 512)
+        batches = [torch.randn(size, 512) for _ in range(count)]
         with vgpu.enable(2) as lab:
             here, there = lab.devices
             on_gpu = [batch.to(here) for batch in batches]
