@@ -20,7 +20,9 @@ def largest_share(answer: Callable[[int, int], int]) -> dict[str, Any]:
     uneven = (even * 8 + random.randint(1, 7), 8)
     drawn = [(random.randint(1, 100), random.randint(1, 8)) for _ in range(20)]
     for batch_size, gpu_count in [uneven, *drawn]:
-        hint = "Nothing may be left over: a share is rounded up when the batch does not divide."
+        hint = (
+            "Nothing may be left over: a share is rounded up when the batch does not divide evenly."
+        )
         _expect_share(answer, batch_size, gpu_count, hint)
     yours = answer(even * 8, 8)
     if not isinstance(yours, int):
@@ -41,4 +43,6 @@ def _expect_share(
             hint = (
                 "None is what a function without a return gives: hand the number back with return."
             )
+        elif isinstance(share, str):
+            hint = "This is text: return the number itself."
         expect_equal(share, math.ceil(batch_size / gpu_count), hint=hint)

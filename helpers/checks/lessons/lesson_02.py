@@ -233,7 +233,8 @@ def _run_strictly(
     rate: float,
 ) -> tuple[float, float]:
     """What the answer returned, after all that does not depend on its numbers has been checked."""
-    given = f"a network, {len(batches)} batches, {len(held_out)} held-out ones, rate {rate:.2f}"
+    counts = f"batches: {len(batches)}, held out: {len(held_out)}"
+    given = f"a network, {counts}, rate {rate:.2f}"
     with for_input(
         given, hint="Each old word has a successor: the table at the end of the lesson names them."
     ):
@@ -250,11 +251,10 @@ def _run_and_watch(
 ) -> tuple[float, float]:
     said, returned, held = _run_quietly(answer, model, batches, held_out, rate)
     if said:
-        raise Wrong(
-            yours=f"a warning: {said[0]}",
-            expected="no warning",
-            hint="The warning names the old word and what replaces it.",
-        )
+        hint = "The warning names the old word and what replaces it."
+        if "Converting a tensor" in said[0]:
+            hint = "float(loss) warns, since it drops the history without a word: loss.item()."
+        raise Wrong(yours=f"a warning: {said[0]}", expected="no warning", hint=hint)
     _expect_modes(model.seen, len(batches), len(held_out))
     both = isinstance(returned, (tuple, list)) and len(returned) == 2
     if not both or any(type(part) is not float for part in returned):

@@ -8,6 +8,7 @@ WRONG = {
         ("def largest_share(b, n):\n    return b // n + 1", "divides evenly"),
         ("def largest_share(b, n):\n    return float(-(-b // n))", "whole number"),
         ("def largest_share(b, n):\n    print(-(-b // n))", "without a return"),
+        ("def largest_share(b, n):\n    return str(-(-b // n))", "This is text"),
         ("def largest_share(b, n):\n    return b // m", "name 'm' is not defined"),
     ],
 }

@@ -129,6 +129,7 @@ WRONG = {
         (_fit(evaluate="with torch.no_grad():"), "does not replace model.eval()"),
         (_fit().replace("model.train()", "pass"), "switch it, as the old script does"),
         (_fit(add="loss"), "two Python numbers"),
+        (_fit().replace("+= loss.item()", "+= float(loss)", 1), "drops the history without a word"),
         (_fit(loss="loss = F.cross_entropy(model(images), labels)"), "a sum over the batch"),
         (
             _fit(
