@@ -32,14 +32,17 @@ def four_parts(
     weights: Sequence[int],
     outputs: Sequence[torch.Tensor],
     output: torch.Tensor,
+    *,
+    backward: bool = False,
 ) -> None:
-    """One call of DataParallel and its backward, as boxes with sizes: a row a GPU, time to the right.
+    """One call of DataParallel as boxes with sizes: a row a GPU, time to the right.
 
     chunks and outputs: one tensor a GPU, in their order; weights: how many numbers each replica
-    has; output: what was gathered on the first GPU.
+    has; output: what was gathered on the first GPU. backward: draw its gradients, too.
     """
     gpus = [chunk.device for chunk in chunks]
-    made, axes = figure(width=9, height=1.1 + 0.85 * len(gpus))
+    columns = _COLUMNS if backward else _COLUMNS[:-1]
+    made, axes = figure(width=1.5 * len(columns), height=1.1 + 0.85 * len(gpus))
     _box(axes, 0, 0, f"batch\n{len(output)} × {chunks[0].shape[1]}", "grey")
     for row, (gpu, chunk, out) in enumerate(zip(gpus, chunks, outputs, strict=True)):
         axes.text(-0.55, row, str(gpu), ha="right", va="center", fontweight="bold")
@@ -47,30 +50,42 @@ def four_parts(
         what = "your model" if row == 0 else "a copy"
         _box(axes, 2, row, f"{what}\n{weights[row]:,} weights", "blue" if row == 0 else "sky")
         _box(axes, 3, row, f"output\n{_by(out)}", "orange")
-        _box(axes, 5, row, f"gradients\n{weights[row]:,}", "vermilion")
         _arrow(axes, (0, 0), (1, row))
         _arrow(axes, (1, row), (2, row))
         _arrow(axes, (2, row), (3, row))
         _arrow(axes, (3, row), (4, 0))
-        _arrow(axes, (4, 0), (5, row))
         if row > 0:
             _arrow(axes, (2, row - 1), (2, row), down=True)
-            _arrow(axes, (5, row), (5, row - 1), down=True)
-            axes.text(5.06, row - 0.5, "+", fontsize=13, va="center")
     _box(axes, 4, 0, f"output\n{_by(output)}", "orange")
-    axes.set(xlim=(-1.2, 5.5), ylim=(len(gpus) - 0.55, -0.85))
-    for column, name in enumerate(_COLUMNS):
+    if backward:
+        _draw_gradients(axes, weights)
+    axes.set(xlim=(-1.2, len(columns) - 0.5), ylim=(len(gpus) - 0.55, -0.85))
+    for column, name in enumerate(columns):
         axes.text(column, -0.65, name, ha="center", va="center", color="#444444", fontsize=9)
     axes.axis("off")
-    headline(made, "Cut, copied, computed, joined: and back again", "sizes of a real call")
+    back = ": and back again" if backward else ""
+    headline(made, f"Cut, copied, computed, joined{back}", "sizes of a real call")
     cut = ", ".join(f"{_by(chunk)} on {gpu}" for chunk, gpu in zip(chunks, gpus, strict=True))
     show(
         made,
         f"Boxes and arrows, a row for each GPU. The batch on {gpus[0]} is scattered: {cut}. The "
         f"model's {weights[0]:,} weights are copied from {gpus[0]} to the others. Each replica's "
-        f"output goes back to {gpus[0]}, {_by(output)} in all. In backward each GPU computes its "
-        f"own gradients, and they are added up on {gpus[0]}.",
+        f"output goes back to {gpus[0]}, {_by(output)} in all."
+        + (
+            f" In backward each GPU computes its own gradients, and they are added up on {gpus[0]}."
+            if backward
+            else ""
+        ),
     )
+
+
+def _draw_gradients(axes: Axes, weights: Sequence[int]) -> None:
+    for row, count in enumerate(weights):
+        _box(axes, 5, row, f"gradients\n{count:,}", "vermilion")
+        _arrow(axes, (4, 0), (5, row))
+        if row > 0:
+            _arrow(axes, (5, row), (5, row - 1), down=True)
+            axes.text(5.06, row - 0.5, "+", fontsize=13, va="center")
 
 
 def _by(tensor: torch.Tensor) -> str:

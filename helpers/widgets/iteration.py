@@ -15,10 +15,16 @@ from helpers.units import format_bytes
 from helpers.widgets.live import live
 
 
-def show_parts(module: nn.Module, batch: torch.Tensor, gpus: Sequence[torch.device]) -> None:
+def show_parts(
+    module: nn.Module,
+    batch: torch.Tensor,
+    gpus: Sequence[torch.device],
+    *,
+    backward: bool = False,
+) -> None:
     """Draw one call of nn.DataParallel on ``gpus``, with the sizes that its replicas saw.
 
-    ``module`` is on the first of ``gpus`` and is not changed.
+    ``module`` is on the first of ``gpus`` and is not changed. backward: draw its gradients, too.
     """
     names = [name for name, _ in module.named_parameters()]
     seen = {}
@@ -33,7 +39,7 @@ def show_parts(module: nn.Module, batch: torch.Tensor, gpus: Sequence[torch.devi
         output = nn.DataParallel(module, list(gpus))(batch)
     handle.remove()
     chunks, weights, outputs = zip(*(seen[gpu] for gpu in gpus), strict=True)
-    plots.four_parts(chunks, weights, outputs, output)
+    plots.four_parts(chunks, weights, outputs, output, backward=backward)
 
 
 def step_table(steps: Sequence[Snapshot], number: int) -> Table:

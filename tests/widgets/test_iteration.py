@@ -56,6 +56,10 @@ def test_the_drawing_has_the_sizes_that_the_replicas_saw(monkeypatch):
     (picture,) = shown
     assert "7 × 32 on vgpu:0, 6 × 32 on vgpu:1" in picture.alt
     assert "330 weights" in picture.alt and "13 × 10 in all" in picture.alt
+    # Where backward runs is the lesson's question, behind this drawing.
+    assert "gradients" not in picture.alt
+    show_parts(nn.Linear(32, 10).to(gpus[0]), torch.randn(13, 32), gpus, backward=True)
+    assert "each GPU computes its own gradients" in shown[1].alt
 
 
 def test_the_figure_of_the_steps_marks_the_peak(steps, monkeypatch):
