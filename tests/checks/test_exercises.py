@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from right_answers import RIGHT
+from checks.right_answers import RIGHT
 from wrong_answers import wrong_answers
 
 from helpers import vgpu
