@@ -68,7 +68,7 @@ def who_holds(cut: Mapping[str, Sequence[str]], gpus: int) -> None:
 
     cut: for each way, the causes that are cut; the others are whole on every GPU.
     """
-    causes = [cause for cause in _OF_CAUSE if cause != "gathered"]
+    causes = ["parameters", "gradients", "optimizer state"]
     made, grid = figure(1, len(cut), width=8.5, height=2.5, sharey=True)
     for axes, (name, parts) in zip(grid, cut.items(), strict=True):
         for row, cause in enumerate(causes):
