@@ -28,6 +28,7 @@ _LATELY = 200
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 _DDP = os.path.join(_TORCH, "nn", "parallel", "distributed.py")
+_FULLY_SHARD = os.path.join(_DISTRIBUTED, "fsdp", "_fully_shard") + os.sep
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,8 @@ def _call(stack: list[FrameType]) -> tuple[str, bool]:
             found, is_distributed = f"the {part} of DistributedDataParallel", False
         elif name == "_engine_run_backward":
             found, is_distributed = "backward", False
+        elif filename.startswith(_FULLY_SHARD):
+            found, is_distributed = "a gather or reduction of fully_shard", True
         elif filename.startswith(_DISTRIBUTED) and not filename.endswith("c10d_logger.py"):
             found, is_distributed = name + _peer(name, frame.f_locals), True
         elif is_learners(filename):

@@ -236,6 +236,16 @@ for _ in range(2 + rank):
         ["rank 0 waits in the construction of DistributedDataParallel", "rank 1 never came"],
     ),
     Fault(
+        "a forward under fully_shard on one rank only",
+        """
+from torch.distributed.fsdp import fully_shard
+net = torch.nn.Linear(2, 2)
+fully_shard(net)
+if rank == 0: net(torch.ones(1, 2))""",
+        launch.RanksHung,
+        ["rank 0 waits in a gather or reduction of fully_shard, ", "rank 1 never came"],
+    ),
+    Fault(
         "work that is only slow",
         "while True: pass",
         launch.RanksHung,
