@@ -5,15 +5,17 @@ flight recorder says which collectives it has started and not finished, those th
 program (``async_op=True``) or below it (DistributedDataParallel in ``backward``) included.
 """
 
+import faulthandler
 import linecache
 import math
 import os
 import pickle
+import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -93,13 +95,9 @@ def look(thread: int, stage: str) -> Snapshot:
             snapshot.members[group.group_name] = dist.get_process_group_ranks(group)
             snapshot.limits_s[group.group_name] = _limit_s(group)
     if stage == "runs":
-        stack: list[FrameType] = []
-        frame = sys._current_frames().get(thread)
-        while frame is not None:
-            stack.append(frame)
-            frame = frame.f_back
-        snapshot.place = own_place((f.f_code.co_filename, f.f_lineno) for f in stack)
-        snapshot.call, is_distributed = _call(stack)
+        stack = _stack(thread)
+        snapshot.place = own_place((call.filename, call.line) for call in stack)
+        snapshot.call, is_distributed = _call(stack, thread)
         in_wait = snapshot.place is not None and ".wait(" in snapshot.place.text
         below = bool(snapshot.call or in_wait) and bool(snapshot.unfinished)
         snapshot.waits = is_distributed or in_wait or below
@@ -118,14 +116,47 @@ def own_place(frames: Iterable[tuple[str, int]]) -> Place | None:
     return None
 
 
-def _call(stack: list[FrameType]) -> tuple[str, bool]:
+class _Call(NamedTuple):
+    filename: str
+    line: int
+    name: str
+
+
+_THREAD = re.compile(r"hread 0x([0-9a-f]+)")  # "Current thread 0x0000 (most recent call first):"
+_ENTRY = re.compile(r' +File "(.*)", line (\d+) in (.*)')
+_ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
+
+
+def _stack(thread: int) -> list[_Call]:
+    """What a thread has called, innermost first, at most the 100 calls that faulthandler prints.
+
+    It prints without touching a frame. Whoever holds one, as from sys._current_frames(), keeps what
+    its function has in variables when the function has returned: tensors would be freed late, and
+    the rank's peak would depend on when somebody looked.
+    """
+    with tempfile.TemporaryFile("w+", encoding="ascii") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        parts = file.read().split("\n\n")
+    stacks = {int(began[1], 16): part for part in parts if (began := _THREAD.search(part))}
+    entries = (_ENTRY.fullmatch(line) for line in stacks.get(thread, "").splitlines())
+    return [_Call(_unescaped(e[1]), int(e[2]), e[3]) for e in entries if e is not None]
+
+
+def _unescaped(filename: str) -> str:
+    """A file's name as it is, from the ASCII that faulthandler prints."""
+    if os.path.exists(filename):  # on Windows a folder may be called "xab"
+        return filename
+    return _ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), filename)
+
+
+def _call(stack: list[_Call], thread: int) -> tuple[str, bool]:
     """What the learner's line has called, and whether that is a function of torch.distributed.
 
     It is the outermost function below that line which may have to wait for other ranks.
     """
     found, is_distributed = "", False
-    for frame in stack:
-        filename, name = frame.f_code.co_filename, frame.f_code.co_name
+    for filename, _, name in stack:
         if filename == _DDP:
             part = "construction" if name == "__init__" else "forward"
             found, is_distributed = f"the {part} of DistributedDataParallel", False
@@ -134,10 +165,10 @@ def _call(stack: list[FrameType]) -> tuple[str, bool]:
         elif filename.startswith(_FULLY_SHARD):
             found, is_distributed = "a gather or reduction of fully_shard", True
         elif filename.startswith(_DISTRIBUTED) and not filename.endswith("c10d_logger.py"):
-            found, is_distributed = name + _peer(name, frame.f_locals), True
+            found, is_distributed = name, True
         elif is_learners(filename):
             break
-    return found, is_distributed
+    return found + (_peer(found, thread) if is_distributed else ""), is_distributed
 
 
 def _limit_s(group: dist.ProcessGroup) -> float:
@@ -149,13 +180,18 @@ def _limit_s(group: dist.ProcessGroup) -> float:
     return min(limits, default=float("inf"))
 
 
-def _peer(name: str, arguments: dict[str, Any]) -> str:
+def _peer(name: str, thread: int) -> str:
     """The other side of a send or recv, as " to rank 1" or " from rank 0"."""
     kind, word = {"send": ("dst", "to"), "recv": ("src", "from")}.get(name, ("", ""))
     if not kind:
         return ""
-    peer = arguments.get(kind)
-    peer = arguments.get(f"group_{kind}") if peer is None else peer
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    if frame is None:  # it has ended meanwhile
+        return ""
+    peer = frame.f_locals.get(kind)
+    peer = frame.f_locals.get(f"group_{kind}") if peer is None else peer
     return f" {word} " + ("any rank" if peer is None else f"rank {peer}")
 
 
