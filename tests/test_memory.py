@@ -12,7 +12,6 @@ from helpers import devices, memory, vgpu
 
 @pytest.fixture
 def gpus():
-    gc.collect()  # what another test's cycles hold would count on these GPUs
     yield devices.lab(2)
     vgpu.disable()
 

@@ -1,7 +1,6 @@
 """``cluster()``: this process as one rank of a cluster that does not exist."""
 
 import dataclasses
-import gc
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -59,8 +58,8 @@ def cluster(
 ) -> Iterator[Cluster]:
     """In the block, this process is ``rank`` of ``hosts * gpus_per_host`` ranks.
 
-    Its virtual GPUs are those of its host, its own one is current, and there is a default process
-    group of all ranks. Only shapes can be sent (``shapes_only()``): other ranks have no values.
+    Its virtual GPUs are those of its host, not those that were enabled before: tensors of both do
+    not meet. Its own one is current, and there is a default process group of all ranks. Only shapes can be sent (``shapes_only()``): other ranks have no values.
     ``record()`` gives this rank's virtual time, as if all others in its groups did the same at the
     same time.
 
@@ -81,8 +80,8 @@ def cluster(
             "torch.distributed.destroy_process_group() first, or leave the other cluster's block"
         )
     between = get_network(network)
-    gc.collect()  # an earlier cluster's modules may lie in cycles, and would count as bytes
     with ExitStack() as stack:
+        stack.enter_context(gpus.of_another_host())
         stack.enter_context(backend.enable(gpus_per_host, gpu, memory_bytes, link))
         made = Cluster(hosts, gpus_per_host, gpus.by_index(0).spec, between, rank)
         stack.enter_context(mock.patch.dict(os.environ, _environment(made)))

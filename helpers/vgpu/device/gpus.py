@@ -1,10 +1,13 @@
 """The virtual GPUs of this process: which there are, and which one is current in each thread."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from helpers.vgpu.device import memory
 from helpers.vgpu.device.memory import DeviceMemory
 from helpers.vgpu.device.specs import GPUSpec
 
@@ -50,18 +53,44 @@ _current = threading.local()
 
 def set_count(count: int, spec: GPUSpec, capacity_bytes: int) -> None:
     """Make exactly the GPUs 0 to ``count - 1`` available; what lives on them stays there."""
-    _by_device.clear()
+    if _count == 0:  # a new beginning
+        for gpu in _known:
+            gpu.memory.reset_peak()
     for index in range(count):
         if index == len(_known):
             _known.append(VirtualGPU(index, spec, capacity_bytes))
-        gpu = _known[index]
-        gpu.spec = spec
-        gpu.memory.capacity_bytes = capacity_bytes
-        gpu.memory.reset_peak()
-        _by_device[gpu.device] = gpu
-        _by_device[gpu.cpp_device] = gpu
+        _known[index].spec = spec
+        _known[index].memory.capacity_bytes = capacity_bytes
+    _name(count)
+
+
+def _name(count: int) -> None:
+    """Let names of devices mean the first ``count`` GPUs."""
     global _count
     _count = count
+    _by_device.clear()
+    for gpu in _known[:count]:
+        _by_device[gpu.device] = gpu
+        _by_device[gpu.cpp_device] = gpu
+
+
+@contextmanager
+def of_another_host() -> Iterator[None]:
+    """In the block other GPUs can be made available, those of another host.
+
+    After it those from before are there again, with their bytes, peaks and random numbers as they
+    were: what still lies on the others, such as modules in cycles, counts on them alone.
+    """
+    global _known, _chosen
+    known, chosen, count = _known, _chosen, _count
+    _known = []
+    _name(0)
+    try:
+        with memory.of_another_host():
+            yield
+    finally:
+        _known, _chosen = known, chosen
+        _name(count)
 
 
 _count = 0

@@ -37,14 +37,30 @@ _records: list[MemoryRecord] = []
 def record_memory() -> Iterator[MemoryRecord]:
     """Collect every allocation and release on any virtual GPU while the block runs."""
     with _lock:
-        begin = {one.device: (one.allocated_bytes, one.capacity_bytes) for one in _memories}
-        record = MemoryRecord(begin)
+        record = MemoryRecord(_memories)
         _records.append(record)
     try:
         yield record
     finally:
         with _lock:
             _records[:] = [other for other in _records if other is not record]
+
+
+@contextmanager
+def of_another_host() -> Iterator[None]:
+    """The memories that are made in the block are those of another host, which is gone after it.
+
+    What is freed on a host that is gone changes its counters, and no record.
+    """
+    others = _memories[:]
+    _memories.clear()
+    try:
+        yield
+    finally:
+        with _lock:
+            for memory in _memories:
+                memory.is_gone = True
+            _memories[:] = others
 
 
 class DeviceMemory:
@@ -59,6 +75,7 @@ class DeviceMemory:
         self.peak_bytes = 0
         self.allocation_count = 0
         self.live_block_count = 0
+        self.is_gone = False
         _memories.append(self)
 
     def require(self, request_bytes: int) -> int:
@@ -89,16 +106,9 @@ class DeviceMemory:
         self.allocated_bytes += size_bytes
         if self.allocated_bytes > self.peak_bytes:
             self.peak_bytes = self.allocated_bytes
-        for record in _records:
-            record.note(
-                self.device,
-                self.capacity_bytes,
-                block,
-                size_bytes,
-                block_bytes,
-                self.allocated_bytes,
-                operation,
-            )
+        if not self.is_gone:
+            for record in _records:
+                record.note(self, block, size_bytes, block_bytes, operation)
 
     def reset_peak(self) -> None:
         with _lock:

@@ -1,8 +1,9 @@
 """A record of what was allocated and released when, and what CUDA would reserve for it."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -20,6 +21,14 @@ def streams_from(current_stream: Callable[[int], int]) -> None:
     """Let ``current_stream`` say which stream is current, by a GPU's index, in this thread."""
     global _current_stream
     _current_stream = current_stream
+
+
+class Memory(Protocol):
+    """What a record asks of the memory of a GPU."""
+
+    device: torch.device
+    capacity_bytes: int
+    allocated_bytes: int
 
 
 @dataclass(frozen=True)
@@ -66,11 +75,16 @@ class Reserved:
 class MemoryRecord:
     """The events of a ``record_memory`` block, in order."""
 
-    def __init__(self, begin: Mapping[torch.device, tuple[int, int]]) -> None:
-        """begin: the bytes that each device holds before the record, and its capacity."""
+    def __init__(self, memories: Iterable[Memory]) -> None:
+        """memories: of all GPUs that there are."""
         self.events: list[MemoryEvent] = []
-        self._held_bytes = {device: held for device, (held, _) in begin.items()}
-        self._capacity_bytes = {device: capacity for device, (_, capacity) in begin.items()}
+        # What GPUs hold before the record. Those of a cluster are named like those around it.
+        self._held: dict[torch.device, dict[Memory, int]] = {}
+        self._capacity_bytes: dict[torch.device, int] = {}
+        for memory in memories:
+            self._capacity_bytes[memory.device] = memory.capacity_bytes
+            if memory.allocated_bytes:
+                self._held[memory.device] = {memory: memory.allocated_bytes}
         self._numbers = itertools.count()
         self._live: dict[int, tuple[int, int]] = {}  # id of a block → its number and stream
 
@@ -101,7 +115,7 @@ class MemoryRecord:
         if capacity_bytes is None:
             capacity_bytes = self._capacity_bytes.get(wanted, 0)
         allocator = CachingAllocator(wanted, capacity_bytes, expandable_segments)
-        _allocate_older(events, self._held_bytes.get(wanted, 0), allocator)
+        _allocate_older(events, sum(self._held.get(wanted, {}).values()), allocator)
         for event in events:
             before_bytes = event.block_bytes - event.size_bytes
             if event.block_bytes == 0:
@@ -120,29 +134,29 @@ class MemoryRecord:
         )
 
     def note(
-        self,
-        device: torch.device,
-        capacity_bytes: int,
-        block: object,
-        size_bytes: int,
-        block_bytes: int,
-        allocated_bytes: int,
-        operation: str,
+        self, memory: Memory, block: object, size_bytes: int, block_bytes: int, operation: str
     ) -> None:
         """Add the event of a change by ``size_bytes``; ``block`` may be a dying object."""
         number, stream = self._live.pop(id(block), (None, None))
         if number is None:
             number = next(self._numbers)
+        device, allocated_bytes = memory.device, memory.allocated_bytes
         if block_bytes:
             stream = _current_stream(device.index)
             self._live[id(block)] = number, stream
-        self._capacity_bytes[device] = capacity_bytes
+        self._capacity_bytes[device] = memory.capacity_bytes
+        self._held.setdefault(device, {}).setdefault(memory, allocated_bytes - size_bytes)
         self.events.append(
             MemoryEvent(device, size_bytes, allocated_bytes, operation, number, block_bytes, stream)
         )
 
     def _on(self, device: torch.device | str) -> list[MemoryEvent]:
         wanted = torch.device(device)
+        if len(self._held.get(wanted, {})) > 1:
+            raise ValueError(
+                f"{wanted} is more than one GPU in this record: one of its own host, or of a "
+                "vgpu.cluster, and one of another cluster. Begin the record in the cluster's block"
+            )
         return [event for event in self.events if event.device == wanted]
 
 

@@ -1,6 +1,6 @@
 """Which operands may lie on different devices, and CUDA's words for those that may not.
 
-Only calls that mix devices are checked. On CUDA, three kinds of code do it: TensorIterator for
+Only calls that mix GPUs, or a GPU and the CPU, are checked. On CUDA, three kinds of code do it: TensorIterator for
 elementwise operators, generated code in front of most others, and indexing itself.
 """
 
@@ -16,6 +16,16 @@ Check = Callable[[Operator, Args, Kwargs], None]
 
 def check_for(func: Operator) -> Check:
     """The check for the operands of ``func``."""
+    on_devices = _on_devices(func)
+
+    def check(func: Operator, args: Args, kwargs: Kwargs) -> None:
+        _check_hosts(func, args, kwargs)
+        on_devices(func, args, kwargs)
+
+    return check
+
+
+def _on_devices(func: Operator) -> Check:
     if func._schema.name in _INDEXING:
         return _check_indexing
     if torch.Tag.pointwise in func.tags or func._schema.name in _ELEMENTWISE:
@@ -33,6 +43,20 @@ _INDEXING = {
 _ELEMENTWISE = {
     f"aten::{name}" for name in ("where", "lerp", "lerp_", "fill", "fill_", "masked_fill", "isin")
 } | {"aten::masked_fill_"}
+
+
+def _check_hosts(func: Operator, args: Args, kwargs: Kwargs) -> None:
+    """GPUs of a cluster and those from before its block have the same names."""
+    gpus: dict[torch.device, object] = {}
+    for name, tensor in _named_tensors(func, args, kwargs):
+        gpu = getattr(tensor, "_gpu", None)
+        if gpu is not None and gpus.setdefault(tensor.device, gpu) is not gpu:
+            raise RuntimeError(
+                f"{func._schema.name} got tensors of two hosts: {name}, of size "
+                f"{list(tensor.size())}, is on {tensor.device}, and so is another, but one of the "
+                "two was made before a vgpu.cluster block, or in one that has ended. Make both in "
+                "the block, or take one there through the host: x.cpu().to(...)"
+            )
 
 
 def _check_elementwise(func: Operator, args: Args, kwargs: Kwargs) -> None:

@@ -37,13 +37,6 @@ EXACT = {
 }
 
 
-@pytest.fixture(autouse=True)
-def nothing_stays():
-    """FSDP's modules lie in cycles, whose bytes other tests would find."""
-    yield
-    gc.collect()
-
-
 def toy(hosts=2, gpus_per_host=4, **options):
     return vgpu.cluster(hosts, gpus_per_host, gpu="A100", link=LINK, network=NETWORK, **options)
 
