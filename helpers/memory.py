@@ -103,8 +103,8 @@ def capacity(gpu: torch.device, size_bytes: int) -> Iterator[None]:
     A real GPU keeps to it through PyTorch's caching allocator, which also counts what it holds in
     reserve; a virtual one counts what is allocated. Beyond it, torch.OutOfMemoryError.
     """
+    torch.get_device_module(gpu).empty_cache()
     if gpu.type == "cuda":
-        torch.cuda.empty_cache()
         whole = torch.cuda.get_device_properties(gpu).total_memory
         torch.cuda.set_per_process_memory_fraction(size_bytes / whole, gpu)
         try:

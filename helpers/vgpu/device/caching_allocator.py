@@ -5,7 +5,7 @@ with the compiled one of 2.15; comments name its functions and constants. Settin
 or ``expandable_segments:True``.
 
 Left out: ``record_stream``, which on CUDA keeps a block until another stream has got there, and
-here does not; ``empty_cache``; memory that CUDA takes beside the allocator (its context, NCCL).
+here does not; memory that CUDA takes beside the allocator (its context, NCCL).
 """
 
 from bisect import bisect_left, insort
@@ -141,12 +141,20 @@ class CachingAllocator:
     """Segments of one GPU, and the blocks in them."""
 
     def __init__(
-        self, device: torch.device, capacity_bytes: int, expandable_segments: bool = False
+        self,
+        device: torch.device,
+        capacity_bytes: int,
+        expandable_segments: bool = False,
+        goes_on: bool = False,
     ) -> None:
-        """device: for messages. capacity_bytes: the most that can be reserved."""
+        """device: for messages. capacity_bytes: the most that can be reserved.
+
+        goes_on: whether a block that finds no room is put beyond the capacity, without an error.
+        """
         self.device = device
         self.capacity_bytes = capacity_bytes
         self.expandable_segments = expandable_segments
+        self.goes_on = goes_on
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.retries = 0  # how often cached segments were given back for want of memory
@@ -165,9 +173,9 @@ class CachingAllocator:
             pool = self._pools[stream, is_small] = _Pool(is_small)
         piece = pool.best_fit(size_bytes) or self._take(pool, size_bytes)
         if piece is None:
-            self._release_cached()
+            self.release_cached()
             self.retries += 1
-            piece = self._take(pool, size_bytes)
+            piece = self._take(pool, size_bytes, self.goes_on)
             if piece is None:
                 raise self._out_of_memory(size_bytes, stream)
         left_bytes = piece.size_bytes - size_bytes
@@ -196,6 +204,14 @@ class CachingAllocator:
         self.allocate(block, size_bytes, stream)
         self.free(_OLD_PLACE)
 
+    def __contains__(self, block: int) -> bool:
+        """Whether a block with this number is in use."""
+        return block in self._used
+
+    def reset_peaks(self) -> None:
+        self.peak_reserved_bytes = self.reserved_bytes
+        self.peak_allocated_bytes = self.allocated_bytes
+
     @property
     def segments(self) -> int:
         """Stretches of reserved memory, as ``torch.cuda.memory_snapshot`` lists them."""
@@ -210,8 +226,11 @@ class CachingAllocator:
 
     # More memory, from the GPU or back to it
 
-    def _take(self, pool: _Pool, size_bytes: int) -> _Piece | None:
-        """A free piece that is large enough, of new memory (``alloc_block``); None without room."""
+    def _take(self, pool: _Pool, size_bytes: int, is_beyond: bool = False) -> _Piece | None:
+        """A free piece that is large enough, of new memory (``alloc_block``); None without room.
+
+        is_beyond: there is room beyond the capacity.
+        """
         if self.expandable_segments:
             return self._expand(pool, size_bytes)
         if pool.is_small:
@@ -220,14 +239,15 @@ class CachingAllocator:
             segment_bytes = _LARGE_SEGMENT_BYTES
         else:
             segment_bytes = _rounded_up(size_bytes, _OWN_SEGMENT_STEP_BYTES)
-        return self._new_segment(pool, segment_bytes) if self._reserve(segment_bytes) else None
+        has_room = self._reserve(segment_bytes, is_beyond)
+        return self._new_segment(pool, segment_bytes) if has_room else None
 
     def _new_segment(self, pool: _Pool, size_bytes: int, is_mapped: bool = True) -> _Piece:
         self._next_address += _APART_BYTES
         return _Piece(pool, self._next_address, size_bytes, is_mapped)
 
-    def _reserve(self, size_bytes: int) -> bool:
-        if self.reserved_bytes + size_bytes > self.capacity_bytes:
+    def _reserve(self, size_bytes: int, is_beyond: bool = False) -> bool:
+        if self.reserved_bytes + size_bytes > self.capacity_bytes and not is_beyond:
             return False
         self.reserved_bytes += size_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
@@ -265,7 +285,7 @@ class CachingAllocator:
         piece.pool.add(piece)
         return True
 
-    def _release_cached(self) -> None:
+    def release_cached(self) -> None:
         """Give back segments and pages in which nothing is used (``release_cached_blocks``)."""
         for pool in self._pools.values():
             for _, _, piece in list(pool.free):

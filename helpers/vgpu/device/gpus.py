@@ -55,12 +55,13 @@ def set_count(count: int, spec: GPUSpec, capacity_bytes: int) -> None:
     """Make exactly the GPUs 0 to ``count - 1`` available; what lives on them stays there."""
     if _count == 0:  # a new beginning
         for gpu in _known:
+            gpu.memory.empty_cache()
             gpu.memory.reset_peak()
     for index in range(count):
         if index == len(_known):
             _known.append(VirtualGPU(index, spec, capacity_bytes))
         _known[index].spec = spec
-        _known[index].memory.capacity_bytes = capacity_bytes
+        _known[index].memory.set_capacity(capacity_bytes)
     _name(count)
 
 

@@ -4,12 +4,14 @@ A block belongs to a storage, so it is counted once however many tensors view it
 the last reference goes, be it a variable or what autograd saved. The block hangs on the storage's
 Python object, which torch keeps for as long as the storage itself lives.
 
-Left out: the room that CUDA's own context takes. What the caching allocator would keep in reserve
-is replayed from a record (memory_record.py); in these counters reserved equals allocated.
+What CUDA's caching allocator would reserve for the blocks is worked out when it is asked for
+(reserve.py); it does not decide what fits.
+
+Left out: the room that CUDA's own context takes.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.vgpu.device.memory_record import MemoryRecord
+from helpers.vgpu.device.reserve import Reserve
 
 # CUDACachingAllocator.cpp, kMinBlockSize: every request is rounded up to a multiple of it.
 _ROUNDING_BYTES = 512
@@ -25,6 +28,19 @@ _ROUNDING_BYTES = 512
 def rounded(request_bytes: int) -> int:
     """The bytes that the allocator hands out for a request."""
     return -(-request_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
+
+
+def _default_stream(index: int) -> int:
+    return 0
+
+
+_current_stream: Callable[[int], int] = _default_stream
+
+
+def streams_from(current_stream: Callable[[int], int]) -> None:
+    """Let ``current_stream`` say which stream is current, by a GPU's index, in this thread."""
+    global _current_stream
+    _current_stream = current_stream
 
 
 # A finalizer may run between any two instructions, also in a thread that holds the lock.
@@ -76,6 +92,7 @@ class DeviceMemory:
         self.allocation_count = 0
         self.live_block_count = 0
         self.is_gone = False
+        self._reserve = Reserve(device, capacity_bytes)
         _memories.append(self)
 
     def require(self, request_bytes: int) -> int:
@@ -92,7 +109,7 @@ class DeviceMemory:
             size_bytes = self.require(request_bytes)
             self.allocation_count += 1
             self.live_block_count += 1
-            block = Block(self, size_bytes, operation)
+            block = Block(self, self.allocation_count, size_bytes, operation)
             self.change(block, size_bytes, size_bytes, operation)
             return block
 
@@ -106,23 +123,47 @@ class DeviceMemory:
         self.allocated_bytes += size_bytes
         if self.allocated_bytes > self.peak_bytes:
             self.peak_bytes = self.allocated_bytes
-        if not self.is_gone:
-            for record in _records:
-                record.note(self, block, size_bytes, block_bytes, operation)
+        if self.is_gone:
+            return
+        stream = _current_stream(self.device.index) if block_bytes else 0
+        self._reserve.note(block.number, block_bytes, stream)
+        for record in _records:
+            record.note(self, block, size_bytes, block_bytes, stream, operation)
+
+    def set_capacity(self, capacity_bytes: int) -> None:
+        with _lock:
+            self.capacity_bytes = capacity_bytes
+            self._reserve.set_capacity(capacity_bytes)
 
     def reset_peak(self) -> None:
         with _lock:
             self.peak_bytes = self.allocated_bytes
+            self._reserve.reset_peak()
+
+    def empty_cache(self) -> None:
+        """Give back what is reserved in whole segments and not allocated."""
+        with _lock:
+            self._reserve.empty_cache()
+
+    def reserved(self) -> tuple[int, int]:
+        """Bytes that CUDA's caching allocator would have reserved, and the most since the reset."""
+        with _lock:
+            allocator = self._reserve.now()
+            return allocator.reserved_bytes, allocator.peak_reserved_bytes
 
     @property
     def free_bytes(self) -> int:
-        return max(self.capacity_bytes - self.allocated_bytes, 0)
+        """What is not reserved."""
+        return max(self.capacity_bytes - self.reserved()[0], 0)
 
     def summary(self) -> str:
         """The counters as a table."""
+        reserved_bytes, peak_reserved_bytes = self.reserved()
         rows = [
             ("allocated", format_size(self.allocated_bytes)),
             ("peak", format_size(self.peak_bytes)),
+            ("reserved", format_size(reserved_bytes)),
+            ("peak reserved", format_size(peak_reserved_bytes)),
             ("capacity", format_size(self.capacity_bytes)),
             ("live blocks", str(self.live_block_count)),
             ("allocations so far", str(self.allocation_count)),
@@ -139,7 +180,9 @@ class DeviceMemory:
         )
 
     def _out_of_memory(self, size_bytes: int) -> str:
-        # The sentences of CUDACachingAllocator.cpp; nothing is reserved but unallocated here.
+        # The sentences of CUDACachingAllocator.cpp, which has given back what it could before.
+        self.empty_cache()
+        reserved_bytes, _ = self.reserved()
         allocated = format_size(self.allocated_bytes)
         allowed = ""
         if self.allowed_bytes is not None:
@@ -148,19 +191,30 @@ class DeviceMemory:
             f"VGPU out of memory. Tried to allocate {format_size(size_bytes)}. "
             f"GPU {self.device.index} has a total capacity of {format_size(self.capacity_bytes)} "
             f"of which {format_size(self.free_bytes)} is free. "
-            f"Including non-PyTorch memory, this process has {allocated} memory in use. "
-            f"{allowed}Of the allocated memory {allocated} is allocated by PyTorch, "
-            f"and 0 bytes is reserved by PyTorch but unallocated.{_of_rank()}"
+            f"Including non-PyTorch memory, this process has {format_size(reserved_bytes)} memory in "
+            f"use. {allowed}Of the allocated memory {allocated} is allocated by PyTorch, and "
+            f"{format_size(reserved_bytes - self.allocated_bytes)} is reserved by PyTorch but "
+            f"unallocated.{_of_rank()}"
         )
 
 
 class Block:
     """The bytes of one storage; they return to the device when the block is collected."""
 
-    __slots__ = ("__weakref__", "made", "memory", "operation", "size_bytes", "storage", "uses")
+    __slots__ = (
+        "__weakref__",
+        "made",
+        "memory",
+        "number",
+        "operation",
+        "size_bytes",
+        "storage",
+        "uses",
+    )
 
-    def __init__(self, memory: DeviceMemory, size_bytes: int, operation: str) -> None:
+    def __init__(self, memory: DeviceMemory, number: int, size_bytes: int, operation: str) -> None:
         self.memory = memory
+        self.number = number  # among the blocks of its GPU
         self.size_bytes = size_bytes
         self.operation = operation
         # Of a shape, once it is asked for: other blocks have storages of values.

@@ -1,26 +1,13 @@
 """A record of what was allocated and released when, and what CUDA would reserve for it."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from helpers.vgpu.device.caching_allocator import CachingAllocator
-
-
-def _default_stream(index: int) -> int:
-    return 0
-
-
-_current_stream: Callable[[int], int] = _default_stream
-
-
-def streams_from(current_stream: Callable[[int], int]) -> None:
-    """Let ``current_stream`` say which stream is current, by a GPU's index, in this thread."""
-    global _current_stream
-    _current_stream = current_stream
 
 
 class Memory(Protocol):
@@ -134,7 +121,13 @@ class MemoryRecord:
         )
 
     def note(
-        self, memory: Memory, block: object, size_bytes: int, block_bytes: int, operation: str
+        self,
+        memory: Memory,
+        block: object,
+        size_bytes: int,
+        block_bytes: int,
+        current_stream: int,
+        operation: str,
     ) -> None:
         """Add the event of a change by ``size_bytes``; ``block`` may be a dying object."""
         number, stream = self._live.pop(id(block), (None, None))
@@ -142,7 +135,7 @@ class MemoryRecord:
             number = next(self._numbers)
         device, allocated_bytes = memory.device, memory.allocated_bytes
         if block_bytes:
-            stream = _current_stream(device.index)
+            stream = current_stream
             self._live[id(block)] = number, stream
         self._capacity_bytes[device] = memory.capacity_bytes
         self._held.setdefault(device, {}).setdefault(memory, allocated_bytes - size_bytes)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from helpers.vgpu.device import gpus, memory_record
+from helpers.vgpu.device import gpus, memory
 from helpers.vgpu.timing import recording
 from helpers.vgpu.timing.lanes import StreamTime
 from helpers.vgpu.timing.recording import Recording
@@ -212,9 +212,6 @@ def current_number(index: int) -> int:
     return number
 
 
-memory_record.streams_from(current_number)
-
-
 def _time_of(stream: torch.Stream, now: Recording) -> StreamTime:
     return now.clock.stream(gpus.by_index(stream.device_index), stream.stream_id)
 
@@ -226,6 +223,8 @@ def current_stream(device: Any = None) -> Stream:
 
 def set_stream(stream: Stream) -> None:
     """Make a stream and its device current in this thread."""
+    if stream.stream_id:  # until then every block lies on the default stream
+        memory.streams_from(current_number)
     gpus.exchange_index(stream.device_index)
     _current.streams[stream.device_index] = stream
 

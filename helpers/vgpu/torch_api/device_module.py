@@ -185,12 +185,13 @@ def max_memory_allocated(device: Any = None) -> int:
 
 
 def memory_reserved(device: Any = None) -> int:
-    """Equal to ``memory_allocated``: no allocator keeps blocks in reserve here."""
-    return memory_allocated(device)
+    """Bytes of the segments that CUDA's caching allocator would hold for what was allocated."""
+    return _gpu(device).memory.reserved()[0]
 
 
 def max_memory_reserved(device: Any = None) -> int:
-    return max_memory_allocated(device)
+    """The most of them since the start or the last ``reset_peak_memory_stats``."""
+    return _gpu(device).memory.reserved()[1]
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
@@ -216,7 +217,7 @@ def get_per_process_memory_fraction(device: Any = None) -> float:
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Free and total bytes."""
+    """Bytes that are not reserved, and total bytes."""
     memory = _gpu(device).memory
     return memory.free_bytes, memory.capacity_bytes
 
@@ -224,8 +225,13 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 def nested_memory_stats(device: Any = None) -> dict[str, Any]:
     """Bytes now and at the peak, in the form that ``torch.accelerator.memory_stats`` flattens."""
     memory = _gpu(device).memory
-    now = {"current": memory.allocated_bytes, "peak": memory.peak_bytes}
-    return {name: {"all": dict(now)} for name in ("allocated_bytes", "reserved_bytes")}
+    kinds = {
+        "allocated_bytes": (memory.allocated_bytes, memory.peak_bytes),
+        "reserved_bytes": memory.reserved(),
+    }
+    return {
+        name: {"all": {"current": current, "peak": peak}} for name, (current, peak) in kinds.items()
+    }
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
@@ -239,7 +245,9 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 
 
 def empty_cache() -> None:
-    """Nothing to release: a freed block is free at once."""
+    """Give back segments that are reserved and in which nothing is allocated, on all GPUs."""
+    for index in range(gpus.device_count()):
+        gpus.by_index(index).memory.empty_cache()
 
 
 def ipc_collect() -> None:

@@ -4,7 +4,6 @@ The toy: a GPU sends 1 GB/s and needs 1 µs a step inside its host; between host
 Kernels take no time but where a test says so.
 """
 
-import gc
 import os
 import subprocess
 import sys
