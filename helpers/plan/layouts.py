@@ -221,7 +221,8 @@ def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, A
     kept_bytes = napkin.kept_bytes(plan.sizes, plan.batch * plan.sequence, plan.checkpoint)
     least_added_bytes = kept_bytes // plan.layout.tensors
     for layers, rank in ranks.items():
-        timeline, allocated_bytes = rank.timed(with_layers(plan, layers), **costs)
+        timeline, by_cause = rank.timed(with_layers(plan, layers), **costs)
+        allocated_bytes = sum(by_cause.values())
         missing = plan.sizes.layers - layers
         if allocated_bytes + missing * least_added_bytes > plan.spec.memory_bytes:
             one.reason = _ALLOCATED

@@ -70,6 +70,8 @@ class Step:
     """The most that PyTorch's allocator takes from the GPU for them."""
     state_bytes: dict[str, int]
     """Parameters and optimizer state, which stay on this rank from step to step."""
+    peak_by_cause: dict[str, int] = dataclasses.field(default_factory=dict)
+    """What is allocated at the peak, as ``helpers.peaks`` counts it."""
 
     @property
     def seconds(self) -> float:
@@ -93,6 +95,8 @@ class Step:
     @property
     def bytes_by_cause(self) -> dict[str, int]:
         """What is allocated at the peak: what stays on this rank, and what comes and goes."""
+        if self.peak_by_cause:
+            return self.peak_by_cause
         passing = self.allocated_bytes - sum(self.state_bytes.values())
         return {**self.state_bytes, "gradients, gathered parameters, activations": passing}
 

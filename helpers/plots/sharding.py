@@ -13,6 +13,9 @@ _OF_CAUSE = {
     "gradients": COLOURS["vermilion"],
     "optimizer state": COLOURS["purple"],
     "gathered": COLOURS["sky"],
+    "gathered parameters": COLOURS["sky"],
+    "activations": COLOURS["orange"],
+    "temporary": COLOURS["grey"],
     "gradients, gathered parameters, activations": COLOURS["sky"],
 }
 _UNITS = {"GB": 1e9, "GiB": 2**30}

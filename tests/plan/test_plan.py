@@ -57,6 +57,10 @@ def test_what_stays_on_a_rank_is_what_a_pencil_says():
     # Adam's two, and a step's number for each parameter.
     assert step.state_bytes["optimizer state"] == pytest.approx(2 * whole // 4, rel=1e-3)
     assert sum(step.bytes_by_cause.values()) == step.allocated_bytes <= step.reserved_bytes
+    kept = step.bytes_by_cause  # in blocks of 512 bytes; and the rotations of positions
+    assert kept["parameters"] == pytest.approx(whole // 4 + 16_384, rel=1e-3)
+    assert kept["optimizer state"] == pytest.approx(2 * whole // 4, rel=0.01)
+    assert kept["gathered parameters"] > 0 < kept["gradients"]
     assert sum(step.time_by_cause.values()) == pytest.approx(step.seconds)
     assert step.tokens_per_s == pytest.approx(128 / step.seconds)
 

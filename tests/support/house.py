@@ -43,6 +43,7 @@ ORDER = [
     "helpers.vgpu.enabled",
     "helpers.vgpu",
     "helpers.memory",
+    "helpers.peaks",
     "helpers.devices",
     # A function on several processes: what a rank needs before what its parent needs.
     "helpers.launch.errors",

@@ -50,10 +50,13 @@ _records: list[MemoryRecord] = []
 
 
 @contextmanager
-def record_memory() -> Iterator[MemoryRecord]:
-    """Collect every allocation and release on any virtual GPU while the block runs."""
+def record_memory(label: Callable[[], str] | None = None) -> Iterator[MemoryRecord]:
+    """Collect every allocation and release on any virtual GPU while the block runs.
+
+    label: is asked at each allocation, in its thread; the answer stands in the event.
+    """
     with _lock:
-        record = MemoryRecord(_memories)
+        record = MemoryRecord(_memories, label)
         _records.append(record)
     try:
         yield record

@@ -1,7 +1,7 @@
 """A record of what was allocated and released when, and what CUDA would reserve for it."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +32,7 @@ class MemoryEvent:
     block: int  # a number that the events of one block share
     block_bytes: int  # what the block has after the event
     stream: int | None  # where the block was allocated; None for one from before the record
+    label: str = ""  # of an allocation: what the record's ``label`` answered
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,10 @@ class Reserved:
 class MemoryRecord:
     """The events of a ``record_memory`` block, in order."""
 
-    def __init__(self, memories: Iterable[Memory]) -> None:
-        """memories: of all GPUs that there are."""
+    def __init__(self, memories: Iterable[Memory], label: Callable[[], str] | None = None) -> None:
+        """memories: of all GPUs that there are. label: as of ``record_memory``."""
         self.events: list[MemoryEvent] = []
+        self._label = label
         # What GPUs hold before the record. Those of a cluster are named like those around it.
         self._held: dict[torch.device, dict[Memory, int]] = {}
         self._capacity_bytes: dict[torch.device, int] = {}
@@ -73,11 +75,11 @@ class MemoryRecord:
             if memory.allocated_bytes:
                 self._held[memory.device] = {memory: memory.allocated_bytes}
         self._numbers = itertools.count()
-        self._live: dict[int, tuple[int, int]] = {}  # id of a block → its number and stream
+        self._live: dict[int, tuple[int, int | None]] = {}  # id of a block → its number and stream
 
     def allocated_bytes(self, device: torch.device | str) -> list[int]:
         """Bytes on ``device`` after each of its events."""
-        return [event.allocated_bytes for event in self._on(device)]
+        return [event.allocated_bytes for event in self.events_on(device)]
 
     def peak_bytes(self, device: torch.device | str) -> int:
         """The most that ``device`` held during the record; 0 where nothing happened there."""
@@ -97,7 +99,7 @@ class MemoryRecord:
         Blocks from before the record lie where they would if they had been allocated first, those
         that are never released as one: begin the record before the model is made.
         """
-        events = self._on(device)
+        events = self.events_on(device)
         wanted = torch.device(device)
         if capacity_bytes is None:
             capacity_bytes = self._capacity_bytes.get(wanted, 0)
@@ -139,11 +141,21 @@ class MemoryRecord:
             self._live[id(block)] = number, stream
         self._capacity_bytes[device] = memory.capacity_bytes
         self._held.setdefault(device, {}).setdefault(memory, allocated_bytes - size_bytes)
+        label = self._label() if self._label is not None and size_bytes > 0 else ""
         self.events.append(
-            MemoryEvent(device, size_bytes, allocated_bytes, operation, number, block_bytes, stream)
+            MemoryEvent(
+                device, size_bytes, allocated_bytes, operation, number, block_bytes, stream, label
+            )
         )
 
-    def _on(self, device: torch.device | str) -> list[MemoryEvent]:
+    def number_of(self, block: object) -> int:
+        """The number that events of a block with bytes have, or will have."""
+        if id(block) not in self._live:
+            self._live[id(block)] = next(self._numbers), None
+        return self._live[id(block)][0]
+
+    def events_on(self, device: torch.device | str) -> list[MemoryEvent]:
+        """Those of ``device``; ValueError where that names a GPU of a cluster and another."""
         wanted = torch.device(device)
         if len(self._held.get(wanted, {})) > 1:
             raise ValueError(

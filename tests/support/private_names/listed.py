@@ -248,6 +248,15 @@ RELIANCES = (
         ),
     ),
     Reliance(
+        "bytes by cause: which of FSDP2's functions allocate for gathers, and which for gradients",
+        "Name the functions that do it now in helpers/peaks.py; tests/test_peaks.py says whether "
+        "gathered parameters and gradients are found again.",
+        (
+            "torch.distributed.fsdp._fully_shard._fsdp_collectives",
+            "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
+        ),
+    ),
+    Reliance(
         "a cluster that does not exist: groups of ranks that are not there",
         "The fake process group is torch's own test tool and moves with its tests: search torch "
         "for fake_pg, then cluster/layout.py, cluster/collectives.py and distributed/groups.py.",
