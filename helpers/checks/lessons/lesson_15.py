@@ -331,8 +331,8 @@ def _check_room(plan: Plan, given: str) -> None:
             yours=f"{format_bytes(allocated)} allocated\n{causes}",
             expected=f"at most {format_bytes(room)}",
             given=given,
-            hint="More shards make the first two smaller; fewer sequences, more tensors or more "
-            "checkpoints the last.",
+            hint="More shards make parameters, state and gradients smaller; fewer sequences, more "
+            "tensors or more checkpoints the activations.",
         )
 
 
