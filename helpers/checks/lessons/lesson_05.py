@@ -2,6 +2,7 @@
 
 import copy
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -18,15 +19,17 @@ from helpers.units import format_bytes
 
 
 class _Noting(nn.Module):
-    """A small network that notes how many samples each of its replicas saw, and where."""
+    """A small network that notes how many samples each of its replicas saw, where, in what thread."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
         self.seen: list[tuple[str, int]] = []
+        self.threads: list[int] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append((str(x.device), len(x)))
+        self.threads.append(threading.get_ident())
         out: torch.Tensor = self.layers(x)
         return out
 
@@ -83,6 +86,13 @@ def from_four_parts(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
                 expected=_samples(chunks),
                 given=given,
                 hint="Each GPU runs its own chunk once: scatter first, then parallel_apply.",
+            )
+        if threading.get_ident() in module.threads:
+            raise Wrong(
+                yours="replicas that run one after the other, in your own thread",
+                expected="each replica in a thread of its own",
+                given=given,
+                hint="parallel_apply starts the threads: give it the replicas and the chunks.",
             )
         hint = "The output is not that of one GPU on the whole batch."
         expect_close(yours.cpu(), expected, given=given, hint=hint)

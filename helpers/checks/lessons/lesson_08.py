@@ -196,13 +196,17 @@ def two_losses(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
         hint = "The sum is main + 0.3 * auxiliary, each a cross-entropy with its mean."
         expect_close(yours.detach().cpu(), expected, given=given, hint=hint)
         # log_softmax makes a tensor of the size of its input, on the GPU where it runs.
-        if peaks[auxiliary_gpu.index] < auxiliary.nbytes:
-            raise Wrong(
-                yours="the auxiliary loss was not computed where its outputs are",
-                expected=f"the auxiliary loss on {auxiliary_gpu}",
-                given=given,
-                hint="Move the labels, which are small, and not the outputs.",
-            )
+        for name, gpu, output in (
+            ("main", main_gpu, main),
+            ("auxiliary", auxiliary_gpu, auxiliary),
+        ):
+            if peaks[gpu.index] < output.nbytes:
+                raise Wrong(
+                    yours=f"the {name} loss was not computed where its outputs are",
+                    expected=f"the {name} loss on {gpu}",
+                    given=given,
+                    hint="Move the labels, which are small, and not the outputs.",
+                )
         hint = "Move the auxiliary loss to the main loss, not the other way round."
         expect_equal(yours.device, main_gpu, given=given, hint=hint)
         _expect_gradients(yours, outputs, given)

@@ -88,6 +88,14 @@ WRONG = {
         ),
         (
             _PARTS.format(
+                body="replicas = replicate(module, gpus[: len(chunks)])\n"
+                "    outputs = [replica(chunk) for replica, chunk in zip(replicas, chunks)]\n"
+                "    return gather(outputs, gpus[0])"
+            ),
+            "parallel_apply starts the threads",
+        ),
+        (
+            _PARTS.format(
                 body="replicas = replicate(module, gpus[: len(chunks)], detach=True)\n"
                 "    return gather(parallel_apply(replicas, chunks), gpus[0])"
             ),

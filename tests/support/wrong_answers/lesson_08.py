@@ -96,6 +96,13 @@ WRONG = {
         ),
     ],
     "8.2": [
+        (
+            "def two_losses(main, auxiliary, labels):\n"
+            "    labels, moved = labels.to(auxiliary.device), main.to(auxiliary.device)\n"
+            "    loss = F.cross_entropy(moved, labels) + 0.3 * F.cross_entropy(auxiliary, labels)\n"
+            "    return loss.to(main.device)",
+            "the main loss was not computed where",
+        ),
         (_losses(result="main_loss, 0.3 * auxiliary_loss"), "Return the sum"),
         (_losses(result="main_loss + 0.3 * auxiliary_loss"), "added on one"),
         (
