@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -128,7 +129,10 @@ def _zero1_hint(
 ) -> str:
     names = {name for name, _ in calls}
     if torch.equal(found, before):
-        return "The parameters have not changed. Write what was gathered into parameter.data."
+        return (
+            "The parameters have not changed. The optimizer steps when the shards have their "
+            "gradients; then what is gathered is written into parameter.data."
+        )
     if "all_gather" not in names:
         return "A rank has updated its own parts only. The other parts come with an all-gather."
     ratio = ((found - before).norm() / (wanted - before).norm()).item()
@@ -341,5 +345,9 @@ def _fill_on_rank(
     net = _sharded(width, seed=1)
     before = _whole(net)
     with ParametersGathered() as gathered:
-        answer(net, folder)
+        try:
+            answer(net, folder)
+        except CheckpointException as error:  # its own text only names the ranks
+            reasons = {str(reason) for reason, _ in error.failures.values()}
+            raise ValueError("; ".join(sorted(reasons))) from error
     return _whole(net), before, _whole(other), gathered.count

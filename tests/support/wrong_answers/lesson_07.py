@@ -186,6 +186,15 @@ WRONG = {
             "times too large",
         ),
         (
+            "from contextlib import nullcontext\n"
+            + _ACCUMULATE.format(
+                body="last = number == len(micro_batches)\n"
+                "        with nullcontext() if last else parallel.no_sync():\n"
+                f"            ({_LOSS_OF_ONE} / dist.get_world_size()).backward()"
+            ),
+            "divides by their number already",
+        ),
+        (
             # Only the last micro-batch counts.
             "def accumulate(parallel, micro_batches):\n"
             "    x, y = micro_batches[-1]\n"

@@ -38,6 +38,15 @@ WRONG = {
         ),
         (_STEP.format(grad=_GRAD, forget=_FORGET, write="pass"), "have not changed"),
         (
+            "def zero1_step(parameters, shards, optimizer):\n"
+            "    optimizer.step()\n"
+            "    for parameter, shard in zip(parameters, shards):\n"
+            f"        shard.grad = {_GRAD}\n"
+            f"        {_FORGET}\n"
+            f"        {_WRITE}",
+            "when the shards have their gradients",
+        ),
+        (
             _STEP.format(
                 grad=_GRAD,
                 forget=_FORGET,
@@ -118,6 +127,11 @@ WRONG = {
             "    for parameter in model.parameters():\n"
             "        parameter.data.mul_(2)",
             "Other numbers than",
+        ),
+        (
+            "def fill(model, folder):\n"
+            "    dcp.load(get_model_state_dict(model), checkpoint_id=folder)",
+            "Missing key in checkpoint",
         ),
         (
             "def fill(model, folder):\n    model.load_state_dict(torch.load(folder))",

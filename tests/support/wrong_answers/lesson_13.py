@@ -73,6 +73,20 @@ def row_linear(x, weight, bias):
             "the sum has no backward",
         ),
         (
+            "def row_linear(x, weight, bias):\n"
+            "    total = F.linear(x, weight)\n"
+            "    dist.all_reduce(total)\n"
+            "    return total + bias",
+            "put it into an autograd.Function",
+        ),
+        (
+            _ROWS.format(
+                backward="return gradient",
+                result="SumForward.apply(F.linear(x, weight, bias / dist.get_world_size()))",
+            ),
+            "2 times too small",
+        ),
+        (
             """
 class Gather(torch.autograd.Function):
     @staticmethod
@@ -155,6 +169,16 @@ def split_loss(logits, targets):
     return F.cross_entropy(torch.cat(parts, 1), targets)
 """,
             "more than the budget",
+        ),
+        (
+            _LOSS.format(
+                **{
+                    **_RIGHT,
+                    "total": "shifted.exp().sum(1); dist.all_reduce(total)",
+                    "result": "(total.log() - Leave.apply(picked)).mean()",
+                }
+            ),
+            "put it into an autograd.Function",
         ),
         (
             _LOSS.format(**{**_RIGHT, "total": "Leave.apply(Enter.apply(shifted).exp().sum(1))"}),
