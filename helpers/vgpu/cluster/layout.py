@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -90,6 +91,8 @@ def cluster(
         stack.callback(gpus.exchange_index, before)
         known = {"network": between, "gpus_per_host": gpus_per_host}
         stack.enter_context(mock.patch.object(recorder, "assumed", known))
+        # init_process_group lets uncaught errors name the rank, and never takes that back.
+        stack.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))
         stack.callback(_leave)
         dist.init_process_group(
             f"{gpus.DEVICE_TYPE}:{groups.BACKEND}",  # for no CPU tensors, as with NCCL

@@ -281,6 +281,14 @@ def test_ddp_in_one_cluster_leaves_nothing_to_the_next():
     assert peak_bytes(sharded) == alone
 
 
+def test_an_error_after_the_cluster_is_shown_as_before():
+    """torch's process group lets uncaught errors name their rank."""
+    before = sys.excepthook
+    with toy():
+        pass
+    assert sys.excepthook is before
+
+
 def test_ddp_sends_its_buckets_while_it_computes():
     with toy(), vgpu.shapes_only():
         model = DistributedDataParallel(mlp().to("vgpu"), bucket_cap_mb=0.3)
