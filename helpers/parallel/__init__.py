@@ -2,13 +2,17 @@
 
 from helpers.parallel.division import loss_context, shard, share_tensors
 from helpers.parallel.layout import KINDS, Layout, check_tensors, named_layout
+from helpers.parallel.stages import Part, Stage, parts
 
 __all__ = [
     "KINDS",
     "Layout",
+    "Part",
+    "Stage",
     "check_tensors",
     "loss_context",
     "named_layout",
+    "parts",
     "shard",
     "share_tensors",
 ]

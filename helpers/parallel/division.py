@@ -23,9 +23,10 @@ from torch.distributed.tensor.parallel import (
 
 from helpers.models import Transformer
 from helpers.parallel.layout import Layout
+from helpers.parallel.stages import Stage
 
 
-def share_tensors(model: Transformer, mesh: DeviceMesh) -> None:
+def share_tensors(model: Transformer | Stage, mesh: DeviceMesh) -> None:
     """Divide each layer among the ranks of a mesh of one dimension, in place.
 
     Between the layers each rank holds a part of every sequence (sequence parallelism, Korthikanti
@@ -38,7 +39,9 @@ def share_tensors(model: Transformer, mesh: DeviceMesh) -> None:
             input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
         ),
     }
-    parallelize_module(model, mesh, plan)
+    here = {name: style for name, style in plan.items() if getattr(model, name) is not None}
+    if here:  # a stage in the middle has blocks only
+        parallelize_module(model, mesh, here)
     whole = (Replicate(), None, None)
     for block in model.blocks:
         parallelize_module(

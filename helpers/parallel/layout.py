@@ -1,4 +1,4 @@
-"""How many ranks share what of a transformer: copies, shards and tensors."""
+"""How many ranks share what of a transformer: stages, copies, shards and tensors."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ KINDS = ("ddp", "fsdp", "hsdp", "tp", "fsdp+tp")
 class Layout:
     """Into how many parts each thing is divided; the product is the number of ranks.
 
-    Neighbouring ranks share tensors, which are sent most often; then come shards, then copies.
+    Neighbouring ranks share tensors, which are sent most often; then come shards, copies, stages.
     """
 
     replicas: int = 1
@@ -24,6 +24,8 @@ class Layout:
     """Ranks among which FSDP2 divides parameters, gradients and optimizer state."""
     tensors: int = 1
     """Ranks that compute one layer together, and hold a part of each sequence between the layers."""
+    stages: int = 1
+    """Groups of ranks with consecutive layers each: a pipeline."""
 
     def __post_init__(self) -> None:
         for name, parts in vars(self).items():
@@ -32,6 +34,10 @@ class Layout:
 
     @property
     def ranks(self) -> int:
+        return self.ranks_of_a_stage * self.stages
+
+    @property
+    def ranks_of_a_stage(self) -> int:
         return self.replicas * self.shards * self.tensors
 
     @property
@@ -40,12 +46,18 @@ class Layout:
         return self.replicas * self.shards
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The ranks of the default process group in the dimensions replicas, shards and tensors."""
-        sizes = vars(self)
+        """The ranks of the default process group in replicas, shards and tensors.
+
+        In a pipeline, ``stages`` is the dimension in front of them.
+        """
+        sizes = {"replicas": self.replicas, "shards": self.shards, "tensors": self.tensors}
+        if self.stages > 1:
+            sizes = {"stages": self.stages} | sizes
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def __str__(self) -> str:
-        parts = [f"{parts} {name}" for name, parts in vars(self).items() if parts > 1]
+        named = {"stages": self.stages} | vars(self)
+        parts = [f"{parts} {name}" for name, parts in named.items() if parts > 1]
         return " × ".join(parts) or "1 rank"
 
 

@@ -72,6 +72,11 @@ class Training:
                 f"the layout {self.layout} is one for {self.layout.ranks} ranks, and {self.ranks} "
                 "run here"
             )
+        if self.layout.stages > 1:
+            raise ValueError(
+                f"the layout {self.layout} has stages; this trainer runs no pipeline: use replicas, "
+                "shards and tensors"
+            )
         self.device = _device(cpu)
         self.task = TASKS[settings.model](settings)
         self.task.check(self.layout)

@@ -131,3 +131,12 @@ def test_a_training_says_that_its_layout_is_for_other_ranks():
 
 def with_two_shards(rank, world_size):
     Training(SHORT, layout=Layout(shards=2))
+
+
+def test_a_training_has_no_stages():
+    with pytest.raises(launch.RankRaised, match="2 stages has stages; this trainer runs no pipel"):
+        launch.run(with_two_stages, 2)
+
+
+def with_two_stages(rank, world_size):
+    Training(SHORT, layout=Layout(stages=2))
