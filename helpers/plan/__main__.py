@@ -1,11 +1,12 @@
 """Plan the training of a transformer on a cluster, without the cluster.
 
-PyTorch's own FSDP2 and tensor parallelism run as rank 0 of it on virtual GPUs: bytes are counted,
-time is virtual. It needs no GPU.
+PyTorch's own FSDP2 and tensor parallelism run as rank 0 of it on virtual GPUs, or as a rank of each
+kind of stage in a pipeline: bytes are counted, time is virtual. It needs no GPU.
 """
 
 import argparse
 import dataclasses
+import itertools
 import sys
 import tomllib
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from helpers import vgpu
 from helpers.models import LLAMA, TransformerSizes
-from helpers.parallel import Layout
+from helpers.parallel import Layout, parts
 from helpers.plan.layouts import search
 from helpers.plan.rank import predict
 from helpers.plan.remedies import remedies
@@ -28,6 +29,9 @@ examples:
 
   70B on 256: layers divided inside each host, parameters across hosts
     python -m helpers.plan --model 70B --shards 32 --tensors 8 --batch 16 --checkpoint full
+
+  70B on 32 in a pipeline of 4 stages, interleaved: two chunks of layers on each rank
+    python -m helpers.plan --model 70B --stages 4 --chunks 2 --tensors 8 --batch 8 --checkpoint full
 
   every layout of 70B on 8 hosts, at most 512 sequences a step: which fit, and the fastest
     python -m helpers.plan --search --model 70B --hosts 8 --sequences 512
@@ -69,15 +73,18 @@ def parser() -> argparse.ArgumentParser:
         ("replicas", "copies of the model"),
         ("shards", "ranks among which FSDP2 divides a copy's parameters"),
         ("tensors", "neighbouring ranks that share each layer"),
+        ("stages", "of a pipeline; embedding and output count as a layer each when it is cut"),
     ):
-        text = f"{text} (default: 1); GPUs are the product of the three"
+        text = f"{text} (default: 1); GPUs are the product of the four"
         result.add_argument(f"--{name}", type=int, metavar="N", help=text)
     for name, text in (
         ("batch", "sequences a step on each rank that has samples of its own"),
         ("sequence", "tokens of a sequence"),
         ("gpus-per-host", "GPUs of a host"),
+        ("chunks", "stages of each rank in a pipeline: 1 for 1F1B, more for interleaved 1F1B"),
+        ("micro-batches", "into which a pipeline divides the batch"),
     ):
-        shown = _default(name.replace("-", "_"))
+        shown = _default(name.replace("-", "_")) or "as many as ranks in the pipeline"
         result.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (default: {shown})")
     result.add_argument(
         "--checkpoint",
@@ -121,7 +128,9 @@ def parser() -> argparse.ArgumentParser:
         "--trace", type=Path, metavar="FILE.json", help="write the step for ui.perfetto.dev"
     )
     several = result.add_argument_group("search among all layouts, batches and checkpoints")
-    several.add_argument("--search", action="store_true", help="print the fastest that fit")
+    several.add_argument(
+        "--search", action="store_true", help="print the fastest that fit; pipelines are not tried"
+    )
     for name, text in (
         ("hosts", "of the cluster, in place of a layout"),
         ("sequences", "most sequences a step, on all GPUs together"),
@@ -217,6 +226,8 @@ def report(step: Step) -> str:
         f"{plan.layout} on {plan.layout.ranks} {plan.spec.name.removeprefix('Virtual ')}, "
         f"{plan.hosts} {'host' if plan.hosts == 1 else 'hosts'}"
     )
+    if plan.layout.stages > 1:
+        head += f"\n{_pipeline(plan)}"
     bytes_rows = [(cause, format_bytes(size)) for cause, size in step.bytes_by_cause.items()]
     bytes_rows += [
         ("allocated at the peak", format_bytes(step.allocated_bytes)),
@@ -231,13 +242,31 @@ def report(step: Step) -> str:
     return "\n\n".join(
         [
             head,
-            str(Table(("bytes of rank 0", ""), bytes_rows)),
+            str(Table((f"bytes of {_whose(step)}", ""), bytes_rows)),
             verdict,
             str(Table((f"a step of {format_seconds(step.seconds)}", "", ""), time_rows)),
             f"{step.tokens_per_s:,.0f} tokens/s a GPU, {plan.tokens:,} tokens a step; model FLOPs "
             f"utilisation {step.utilisation:.1%}. Virtual time, a model's prediction.",
         ]
     )
+
+
+def _pipeline(plan: Plan) -> str:
+    """The schedule, and how the layers were cut."""
+    counts = [part.layers for part in parts(plan.sizes.layers, plan.layout.stages * plan.chunks)]
+    runs = [(n, len(list(same))) for n, same in itertools.groupby(counts)]
+    cut = ", ".join(f"{times} × {n}" if times > 1 else str(n) for n, times in runs)
+    return (
+        f"{plan.schedule.name}: {plan.schedule.micro_batches} micro-batches of {plan.micro_batch} "
+        f"on each; layers of the stages: {cut}"
+    )
+
+
+def _whose(step: Step) -> str:
+    if step.plan.layout.stages == 1:
+        return "rank 0"
+    rank = step.timeline.ranks[step.stage]
+    return f"rank {rank}, the fullest, with {step.in_flight} micro-batches in flight"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from tqdm import tqdm
 from helpers.parallel import Layout
 from helpers.plan import napkin
 from helpers.plan.few_layers import LAYERS, continued, with_layers
-from helpers.plan.rank import Rank, on_cluster, predict
+from helpers.plan.model import on_cluster
+from helpers.plan.rank import Rank, predict
 from helpers.plan.step import CHECKPOINTS, Plan, Step
 from helpers.plan.workers import Each, at_once, workers
 from helpers.tables import Table
@@ -112,7 +113,13 @@ def search(
     whole until ``whole`` of them fit. processes: how many predict at once, by default as many as
     cores and memory allow; the result is the same. costs: as for ``predict``. Nothing is
     accumulated over micro-batches, and ranks that share tensors are neighbours in one host.
+    Pipelines are not tried: ValueError for a plan with stages.
     """
+    if plan.layout.stages > 1:
+        raise ValueError(
+            f"a search tries no pipelines, and this layout has {plan.layout.stages} stages: leave "
+            "them out, or predict plans with stages one by one"
+        )
     candidates = [Candidate(other) for other in _plans(plan, sequences)]
     for one in candidates:
         one.reason = _too_large_on_paper(one.plan)

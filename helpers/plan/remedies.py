@@ -45,9 +45,12 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 def _spread(plan: Plan) -> Iterator[tuple[str, Plan]]:
     layout = plan.layout
-    if plan.batch > 1:
+    count = plan.schedule.micro_batches if layout.stages > 1 else 1
+    if plan.batch // 2 and plan.batch // 2 % count == 0:
         half = plan.batch // 2
         yield f"--batch {half}", dataclasses.replace(plan, batch=half)
+    if layout.stages > 1 and plan.batch % (2 * count) == 0:
+        yield f"--micro-batches {2 * count}", dataclasses.replace(plan, micro_batches=2 * count)
     if layout.replicas > 1:
         whole = layout.replicas * layout.shards
         divided = dataclasses.replace(layout, replicas=1, shards=whole)

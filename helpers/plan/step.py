@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from helpers import vgpu
+from helpers import schedules, vgpu
 from helpers.models import TransformerSizes
-from helpers.parallel import Layout, check_tensors
+from helpers.parallel import Layout, check_tensors, parts
 from helpers.plan.napkin import flop_per_token
 from helpers.vgpu.timing.trace import covered_s
 
@@ -27,11 +27,16 @@ class Plan:
     gpu: str | vgpu.GPUSpec = "H100"
     gpus_per_host: int = 8
     network: str = "InfiniBand NDR"
+    chunks: int = 1
+    """Stages of each rank in a pipeline: above 1 it is interleaved 1F1B, else 1F1B."""
+    micro_batches: int | None = None
+    """Of a pipeline, into which ``batch`` is divided; None: as many as its ranks, as in torchtitan."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "sequence", "gpus_per_host"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("batch", "sequence", "gpus_per_host", "chunks", "micro_batches"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.checkpoint not in CHECKPOINTS:
             raise ValueError(
                 f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {self.checkpoint!r}"
@@ -43,6 +48,41 @@ class Plan:
                 f"multiple of {each}"
             )
         check_tensors(self.sizes, self.layout.tensors, self.sequence)
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        if self.layout.stages == 1:
+            if self.chunks > 1 or (self.micro_batches or 1) > 1:
+                raise ValueError(
+                    f"chunks ({self.chunks}) and micro_batches ({self.micro_batches}) belong to a "
+                    "pipeline: give the layout at least 2 stages"
+                )
+            return
+        parts(self.sizes.layers, self.layout.stages * self.chunks)
+        count = self.schedule.micro_batches
+        if self.batch % count:
+            raise ValueError(
+                f"a batch of {self.batch} cannot be divided into {count} micro-batches: make it a "
+                f"multiple, or give another number of micro_batches"
+            )
+
+    @property
+    def schedule(self) -> schedules.Schedule:
+        """The order in which the ranks of a pipeline take micro-batches."""
+        return self.schedule_of(self.micro_batches or self.layout.stages)
+
+    def schedule_of(self, micro_batches: int) -> schedules.Schedule:
+        """The same for another number of micro-batches."""
+        if self.chunks == 1:
+            return schedules.one_forward_one_backward(self.layout.stages, micro_batches)
+        return schedules.interleaved(self.layout.stages, micro_batches, self.chunks)
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences that a rank takes at once."""
+        if self.layout.stages == 1:
+            return self.batch
+        return self.batch // (self.micro_batches or self.layout.stages)
 
     @property
     def spec(self) -> vgpu.GPUSpec:
@@ -60,7 +100,11 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What a step of rank 0 takes: virtual time and counted bytes."""
+    """What a step of rank 0 takes: virtual time and counted bytes.
+
+    Of a pipeline: the time of all its stages, each a device of the timeline, and the bytes of a
+    rank of the fullest one.
+    """
 
     plan: Plan
     timeline: vgpu.Timeline
@@ -72,6 +116,12 @@ class Step:
     """Parameters and optimizer state, which stay on this rank from step to step."""
     peak_by_cause: dict[str, int] = dataclasses.field(default_factory=dict)
     """What is allocated at the peak, as ``helpers.peaks`` counts it."""
+    stage: int = 0
+    """The place in the pipeline of the rank whose bytes these are."""
+    in_flight: int = 0
+    """Of a pipeline: micro-batches that it keeps at the peak, once for each chunk that keeps it."""
+    idle_s: float = 0.0
+    """How long it waits for other stages."""
 
     @property
     def seconds(self) -> float:
@@ -103,8 +153,9 @@ class Step:
     @property
     def time_by_cause(self) -> dict[str, float]:
         """Seconds of the step: computing, each collective that nothing hides, and the rest."""
-        kernels = [event for event in self.timeline.events if event.kind == "kernel"]
-        sent = [event for event in self.timeline.events if event.kind == "collective"]
+        events = self.timeline.of(self.timeline.devices[self.stage])
+        kernels = [event for event in events if event.kind == "kernel"]
+        sent = [event for event in events if event.kind == "collective"]
         causes = {"computing": covered_s(kernels)}
         seen, known_s = list(kernels), causes["computing"]
         for name in sorted({event.name for event in sent}):
@@ -112,5 +163,7 @@ class Step:
             now_s = covered_s(seen)
             causes[f"waiting for {name}"] = now_s - known_s
             known_s = now_s
-        causes["waiting for the host"] = self.seconds - known_s
+        if self.plan.layout.stages > 1:
+            causes["waiting for other stages"] = self.idle_s
+        causes["waiting for the host"] = self.seconds - known_s - self.idle_s
         return causes

@@ -179,6 +179,6 @@ def test_the_help_s_examples_parse(capsys):
         command.main(["--help"])
     shown = capsys.readouterr().out
     commands = re.findall(r"-m helpers\.plan (--.*)$", shown, re.MULTILINE)
-    assert len(commands) == 4 and max(map(len, shown.splitlines())) <= 100
+    assert len(commands) == 5 and max(map(len, shown.splitlines())) <= 100
     for options in commands:
         command.parser().parse_args(options.split())

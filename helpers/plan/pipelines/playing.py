@@ -1,0 +1,154 @@
+"""A schedule played with the recorded times of its actions, and a lane for each stage's rank.
+
+What a stage sends arrives after the time of a message between neighbouring stages, the slowest of
+them, and holds up nobody's computing. Not modelled: messages that wait for one another, or for
+collectives of the same adapters.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from helpers import schedules, vgpu
+from helpers.parallel import parts
+from helpers.plan.pipelines.ranks import Recorded, recorded
+from helpers.plan.pipelines.states import Moment, moments, shortened
+from helpers.plan.step import Plan, Step
+from helpers.schedules import Action, Box
+from helpers.vgpu.timing.trace import TraceEvent, in_order
+
+_Kind = tuple[Any, ...]  # what the stages of a rank have
+
+
+def predict_pipeline(plan: Plan, **costs: Any) -> Step:
+    """As ``predict``, for a plan with stages."""
+    schedule, short = plan.schedule, shortened(plan)
+    ranks: dict[int, Recorded] = {}
+    known: dict[tuple[_Kind, Moment], vgpu.Timeline] = {}
+    # The rank in front is the one with most micro-batches in flight of those that are alike.
+    for device in range(schedule.devices):
+        kind, when = _kind(plan, device), moments(short, device)
+        if all((kind, moment) in known for moment in when.values()):
+            continue
+        ranks[device] = recorded(plan, short, device, **costs)
+        for action, timeline in ranks[device].actions.items():
+            known.setdefault((kind, when[action]), timeline)
+    alike = {_kind(plan, device): found for device, found in reversed(ranks.items())}
+    played = {
+        action: known[_kind(plan, device), moment]
+        for device in range(schedule.devices)
+        for action, moment in moments(schedule, device).items()
+    }
+    times = _Times(
+        transfer=_transfer_s(plan, costs),
+        seconds={action: _ready_s(timeline) for action, timeline in played.items()},
+    )
+    play = schedules.play(schedule, times)
+    updates = [alike[_kind(plan, device)].update for device in range(schedule.devices)]
+    timeline = _timeline(plan, play, played, updates)
+    stage = max(ranks, key=lambda device: ranks[device].reserved_bytes)
+    fullest = ranks[stage]
+    busy_s = sum(box.end - box.start for box in play.boxes[stage]) + _after_s(
+        play.boxes[stage], played, updates[stage]
+    )
+    return Step(
+        plan,
+        timeline,
+        sum(fullest.peak_by_cause.values()),
+        fullest.reserved_bytes,
+        fullest.state_bytes,
+        fullest.peak_by_cause,
+        stage,
+        fullest.in_flight,
+        timeline.makespan_s - busy_s,
+    )
+
+
+def _kind(plan: Plan, device: int) -> _Kind:
+    all_parts = parts(plan.sizes.layers, plan.layout.stages * plan.chunks)
+    return tuple(all_parts[device :: plan.layout.stages])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Times(schedules.Times):
+    """Times of each action."""
+
+    seconds: Mapping[Action, float] = dataclasses.field(default_factory=dict)
+
+    def of(self, action: Action, chunks: int) -> float:
+        return self.seconds[action]
+
+
+def _ready_s(timeline: vgpu.Timeline) -> float:
+    """When the default stream has computed all; gradients may still be on their way."""
+    return max(e.end_s for e in timeline.events if e.kind == "kernel" and e.stream == 0)
+
+
+def _transfer_s(plan: Plan, costs: dict[str, Any]) -> float:
+    """A rank sends its part of a micro-batch to its neighbour in the next stage."""
+    model = vgpu.CostModel(
+        plan.spec, network=vgpu.NETWORKS[plan.network], gpus_per_host=plan.gpus_per_host
+    )
+    model = dataclasses.replace(model, **costs)
+    tokens = plan.micro_batch * plan.sequence // plan.layout.tensors
+    each = plan.layout.ranks_of_a_stage
+    return max(
+        model.group_time_s("send", 2 * tokens * plan.sizes.width, [rank, rank + each])
+        for rank in range(0, plan.layout.ranks - each, each)
+    )
+
+
+def _after_s(
+    row: tuple[Box, ...], played: Mapping[Action, vgpu.Timeline], update: vgpu.Timeline
+) -> float:
+    """From the end of a rank's last backward to that of its step."""
+    last = played[row[-1].action]
+    return last.makespan_s - _ready_s(last) + update.makespan_s
+
+
+def _timeline(
+    plan: Plan,
+    play: schedules.Play,
+    played: Mapping[Action, vgpu.Timeline],
+    updates: list[vgpu.Timeline],
+) -> vgpu.Timeline:
+    """All ranks' events; modules bear the action in front, such as "2F0 blocks.1"."""
+    each, count = plan.layout.ranks_of_a_stage, play.schedule.devices
+    devices = [torch.device("vgpu", index) for index in range(count)]
+    events: list[TraceEvent] = []
+    makespan_s = 0.0
+    for device, row, update in zip(devices, play.boxes, updates, strict=True):
+        for box in row:
+            name = play.schedule.text(box.action)
+            events += _moved(played[box.action], device, box.start, name)
+        end_s = row[-1].end + _after_s(row, played, update)
+        events += _moved(update, device, end_s - update.makespan_s, "update")
+        makespan_s = max(makespan_s, end_s)
+    return vgpu.Timeline(
+        plan.spec.name.removeprefix("Virtual "),
+        devices,
+        in_order(events),
+        [],
+        makespan_s,
+        makespan_s,
+        [index * each for index in range(count)],
+    )
+
+
+def _moved(
+    timeline: vgpu.Timeline, device: torch.device, by_s: float, name: str
+) -> list[TraceEvent]:
+    return [
+        event._replace(
+            device=device,
+            start_s=event.start_s + by_s,
+            end_s=event.end_s + by_s,
+            launch_s=event.launch_s + by_s,
+            ready_s=None if event.ready_s is None else event.ready_s + by_s,
+            module=f"{name} {event.module}".rstrip(),
+        )
+        for event in timeline.events
+        if event.kind != "wait"
+    ]
