@@ -1,6 +1,7 @@
 """Which lines of a stack are the learner's own: one rule, for hangs, crashes and wrong answers."""
 
 import sysconfig
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ _LIBRARIES = (
 )
 
 
+# Looking at a rank asks this of thousands of frames, and the answer takes a walk through folders.
+@cache
 def is_library(filename: str) -> bool:
     """Whether a frame's file belongs to Python, to an installed package or to the launcher."""
     if filename.startswith("<"):
@@ -24,6 +27,7 @@ def is_library(filename: str) -> bool:
     return not _INSTALLED.isdisjoint(path.parts) or any(map(path.is_relative_to, _LIBRARIES))
 
 
+@cache
 def is_learners(filename: str) -> bool:
     """Whether a frame's file is the learner's: not a library's, and not this course's package."""
     if is_library(filename):
