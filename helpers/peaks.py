@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from helpers import vgpu
 from helpers.vgpu.device.memory_record import MemoryEvent
@@ -37,7 +38,7 @@ class PeakByCause:
     - gathered parameters: what FSDP2 has made whole, and what it receives,
     - activations: what forward has made, also where checkpoints run it again,
     - temporary: gradients that flow back, and what the optimizer needs while it steps,
-    - other: what lay on the GPU before the step and is none of these.
+    - other: what lay on the GPU before the step and is none of these, and the buckets of DDP.
 
     It asks for the cause of every block, so the step takes some microseconds longer for each.
     """
@@ -137,11 +138,11 @@ class PeakByCause:
 
     def _cause_now(self) -> str:
         """What a block is for that is allocated now, as far as the moment tells."""
-        of_fsdp = _of_fsdp()
+        of_wrappers = _of_wrappers()
         frame = sys._getframe()
         while frame.f_back is not None:
             frame = frame.f_back
-            if cause := of_fsdp.get(frame.f_code):
+            if cause := of_wrappers.get(frame.f_code):
                 return cause
         # A checkpoint computes forward again inside of backward, and records it.
         in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
@@ -168,8 +169,8 @@ class PeakByCause:
 
 
 @functools.cache
-def _of_fsdp() -> dict[CodeType, str]:
-    """What FSDP2's functions allocate for."""
+def _of_wrappers() -> dict[CodeType, str]:
+    """What functions of FSDP2 and DDP allocate for."""
     causes: dict[Callable[..., Any], str] = {
         collectives.foreach_all_gather: GATHERED,
         collectives.foreach_all_gather_copy_out: GATHERED,
@@ -177,5 +178,6 @@ def _of_fsdp() -> dict[CodeType, str]:
         FSDPParam.init_unsharded_param: GATHERED,
         FSDPParam.alloc_all_gather_outputs: GATHERED,
         collectives.foreach_reduce: GRADIENTS,
+        DistributedDataParallel._pre_forward: OTHER,  # buckets, in the second step
     }
     return {inspect.unwrap(function).__code__: cause for function, cause in causes.items()}

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from helpers import memory, peaks, vgpu
@@ -118,6 +119,24 @@ def test_a_rank_with_fsdp2_gathers_parameters_and_keeps_its_shards(reshard, mixe
     assert found["gradients"] >= weight // ranks
     assert found["activations"] + found["temporary"] < 20 * x.nbytes
     assert found["other"] == x.nbytes
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
+def test_buckets_of_ddp_are_no_activations_in_any_step():
+    with vgpu.cluster(1, 4, memory_bytes=2**40), vgpu.shapes_only():
+        model = DistributedDataParallel(mlp().to("vgpu"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.ones(64, 512, device="vgpu")
+        found = []
+        for _ in range(4):
+            peak, counted = peak_of(model, lambda: step_of(model, optimizer, x), optimizer)
+            assert peak.total_bytes == counted
+            found.append(peak.by_cause)
+    weights = 3 * 512 * 512 * 4
+    assert found[1] == found[2] == found[3]
+    assert found[1]["parameters"] == found[1]["gradients"] == weights
+    assert found[1]["activations"] < 4 * x.nbytes
+    assert found[1]["other"] == weights + x.nbytes
 
 
 def test_tensor_parallelism_has_no_gathered_parameters():

@@ -248,10 +248,11 @@ RELIANCES = (
         ),
     ),
     Reliance(
-        "bytes by cause: which of FSDP2's functions allocate for gathers, and which for gradients",
+        "bytes by cause: which functions of FSDP2 and DDP allocate for gathers, and for gradients",
         "Name the functions that do it now in helpers/peaks.py; tests/test_peaks.py says whether "
-        "gathered parameters and gradients are found again.",
+        "gathered parameters, gradients and buckets are found again.",
         (
+            "torch.nn.parallel.DistributedDataParallel._pre_forward",
             "torch.distributed.fsdp._fully_shard._fsdp_collectives",
             "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
         ),
