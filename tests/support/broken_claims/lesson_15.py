@@ -53,12 +53,14 @@ BROKEN = [
     Broken(
         "I06",
         "a batch has no more micro-batches than stages",
-        shorter=[('("1.7", "145.6", "310.1", "1008")', '("1.7", "1008")')],
+        shorter=[
+            ("trainings = megatron.ROWS", "trainings = [megatron.ROWS[0], megatron.ROWS[-1]]")
+        ],
         edits=[
             (
-                "tera = {row.name: megatron.tera(row.run, of_a100) for row in chosen}",
+                "tera = {row.name: megatron.tera(row.run, of_a100) for row in trainings}",
                 "tera = {row.name: megatron.tera(row.run._replace(batch=row.run.replicas * row.run.micro_batch"
-                " * row.run.pipeline), of_a100) for row in chosen}",
+                " * row.run.pipeline), of_a100) for row in trainings}",
             )
         ],
     ),
