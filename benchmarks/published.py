@@ -104,6 +104,13 @@ _PIPELINES = (
     "names (`pipeline_parallel_microbatches` in torchtitan/config_manager.py, 9dec370), and 32 are as "
     "many as a batch of 32 allows."
 )
+_NOT_KEPT = (
+    "What is missing of the GiB may in part be what PyTorch itself kept at the end of 2024: a "
+    "buffer to receive each micro-batch in, from the start of a step to its end, and each stage's "
+    "outputs until their backward passes, twice as often where a rank has two chunks "
+    "(`_prepare_forward_infra` in torch/distributed/pipelining/stage.py, torch 2.6). Today's "
+    "PyTorch keeps neither, and neither does this prediction."
+)
 _LEFT_OUT = (
     "A step that hides its gathers costs as much on 128 GPUs as on 8 here, and less where a GPU "
     "updates fewer parameters. On a GPU, NCCL's kernels take multiprocessors from those that they "
@@ -168,7 +175,7 @@ def pipelines(share: float) -> list[str]:
         steps = [predict(p.plan(count), arithmetic_share=share, fuses=True) for p in PIPELINES]
         each = ((step.tokens_per_s, step.reserved_bytes / 2**30) for step in steps)
         lines.append(_compared(str(count), "predicted, bfloat16", *each))
-    return lines
+    return [*lines, "", _NOT_KEPT]
 
 
 def _compared(count: str, how: str, plain: tuple[float, float], other: tuple[float, float]) -> str:
