@@ -82,18 +82,25 @@ def train(model: nn.Module) -> None:
         optimizer.step()
 
 
-def seconds(model: nn.Module, costs: Costs) -> float:
-    with vgpu.record(**costs) as timeline:
+def recorded(model: nn.Module) -> vgpu.Timeline:
+    """The published training of a new model, whose first gradients are not yet there."""
+    with vgpu.record() as timeline:
         train(model)
-    return timeline.host_s
+    return timeline
 
 
-def fitted(**assumed: float) -> Costs:
-    """What is assumed, and the share of arithmetic's peak with which one GPU takes ONE_GPU_S."""
+def seconds(training: vgpu.Timeline, costs: Costs) -> float:
+    return vgpu.replay(training, **costs).host_s
 
-    # A new model each time, as in the published runs: its first gradients are not yet there.
+
+def fitted(alone: vgpu.Timeline, **assumed: float) -> Costs:
+    """What is assumed, and the share of arithmetic's peak with which one GPU takes ONE_GPU_S.
+
+    alone: the training on one GPU.
+    """
+
     def one_gpu_s(share: float) -> float:
-        return seconds(one_gpu(), {**assumed, "arithmetic_share": share})
+        return seconds(alone, {**assumed, "arithmetic_share": share})
 
     return {**assumed, "arithmetic_share": vgpu.fit_share(one_gpu_s, ONE_GPU_S)}
 
@@ -101,10 +108,11 @@ def fitted(**assumed: float) -> Costs:
 def predict(link: str, costs: Costs) -> Iterator[tuple[str, float, float | None]]:
     """(what, predicted seconds, published seconds or None)."""
     with vgpu.enable(2, gpu=GPU, link=link), vgpu.shapes_only():
-        yield "one GPU (fitted)", seconds(one_gpu(), costs), ONE_GPU_S
-        yield "two GPUs, layer by layer", seconds(TwoStages(120), costs), TWO_GPUS_S
+        yield "one GPU (fitted)", seconds(recorded(one_gpu()), costs), ONE_GPU_S
+        yield "two GPUs, layer by layer", seconds(recorded(TwoStages(120)), costs), TWO_GPUS_S
         for size in SPLIT_SIZES:
-            yield f"pieces of {size}", seconds(TwoStages(size), costs), PUBLISHED_S.get(size)
+            found_s = seconds(recorded(TwoStages(size)), costs)
+            yield f"pieces of {size}", found_s, PUBLISHED_S.get(size)
 
 
 def table(link: str, costs: Costs) -> tuple[str, float]:
@@ -132,9 +140,11 @@ def moved(link: str) -> str:
     """The published rows with other assumptions than CostModel's, the fit made anew for each."""
     rows = []
     with vgpu.enable(2, gpu=GPU, link=link), vgpu.shapes_only():
+        alone = recorded(one_gpu())
+        trainings = [recorded(TwoStages(size)) for size in (120, *PUBLISHED_S)]
         for assumed in MOVED:
-            costs = fitted(**assumed)
-            found_s = [seconds(TwoStages(size), costs) for size in (120, *PUBLISHED_S)]
+            costs = fitted(alone, **assumed)
+            found_s = [seconds(training, costs) for training in trainings]
             name = ", ".join(f"{name} {value}" for name, value in assumed.items()) or "as above"
             cells = [f"{time_s:.2f} ({ONE_GPU_S / time_s - 1:+.1%})" for time_s in found_s]
             rows.append(f"| {name} | {costs['arithmetic_share']:.3f} | {' | '.join(cells)} |")
@@ -148,7 +158,7 @@ def main() -> str:
     torch.set_num_threads(1)
     started = time.perf_counter()
     with vgpu.enable(2, gpu=GPU), vgpu.shapes_only():
-        costs = fitted()
+        costs = fitted(recorded(one_gpu()))
     fit_s = time.perf_counter() - started
     tables, took_s = zip(*(table(link, costs) for link in LINKS), strict=True)
     model = vgpu.CostModel(vgpu.PRESETS[GPU])

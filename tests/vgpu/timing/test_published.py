@@ -18,6 +18,7 @@ from benchmarks.split_sizes import (
     TwoStages,
     fitted,
     one_gpu,
+    recorded,
     seconds,
 )
 from helpers import vgpu
@@ -35,19 +36,33 @@ each_assumption = pytest.mark.parametrize("assumed", ASSUMPTIONS, ids=str)
 
 
 @functools.cache
+def training(size=None):
+    """Recorded once, and played with any link and costs; on one GPU without a split size."""
+    with vgpu.enable(2, gpu=GPU), vgpu.shapes_only():
+        return recorded(TwoStages(size) if size else one_gpu())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def recordings_go():
+    yield
+    training.cache_clear()
+
+
+@functools.cache
 def costs(assumed=()):
     """What is assumed and what is fitted, on one GPU: the link between two plays no part."""
-    with vgpu.enable(1, gpu=GPU), vgpu.shapes_only():
-        found = fitted(**dict(assumed))
-        assert seconds(one_gpu(), found) == pytest.approx(ONE_GPU_S, rel=1e-3)
+    with vgpu.enable(2, gpu=GPU):
+        found = fitted(training(), **dict(assumed))
+        assert seconds(training(), found) == pytest.approx(ONE_GPU_S, rel=1e-3)
     return found
 
 
 @functools.cache
 def gain(link, size, assumed=()):
     """How much faster two GPUs with this split size are than one; below 0 they are slower."""
-    with vgpu.enable(2, gpu=GPU, link=link), vgpu.shapes_only():
-        return ONE_GPU_S / seconds(TwoStages(size), costs(assumed)) - 1
+    found = costs(assumed)
+    with vgpu.enable(2, gpu=GPU):
+        return ONE_GPU_S / seconds(training(size), {**found, "link": link}) - 1
 
 
 @each_link
