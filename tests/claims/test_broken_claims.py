@@ -1,10 +1,7 @@
 """A claim whose mechanism is broken fails in its proving cell, so the cell is a proof."""
 
-import notebook_kernel
 import pytest
 from broken_claims import all_broken, cells_to_run, proving
-
-from teaching import lessons
 
 CASES = [(*proving(broken), broken) for broken in all_broken()]
 each_break = pytest.mark.parametrize(
@@ -12,13 +9,6 @@ each_break = pytest.mark.parametrize(
     CASES,
     ids=[f"{path.stem[:2]}-{broken.claim}-{broken.how}" for path, _, broken in CASES],
 )
-
-
-@pytest.fixture(scope="module")
-def kernel():
-    """One kernel for all lessons: importing torch takes longer than most proving cells."""
-    with notebook_kernel.started(lessons.ROOT / "notebooks", frozen=True) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -119,19 +119,17 @@ def test_the_lessons_ask_in_ways_that_are_known_here():
     assert not unknown, f"say in on_real which branch is that of real GPUs: {unknown}"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "path", [path for path in ASKING if ASKING[path]], ids=lambda path: path.stem[:2]
 )
-def test_the_branches_of_real_gpus_run(path):
+def test_the_branches_of_real_gpus_run(kernel, path):
     cells = lessons.cells(path)
-    with notebook_kernel.started(lessons.ROOT / "notebooks") as kernel:
-        for name in ASKING[path]:
-            position = [cell.id for cell in cells].index(name)
-            asking = lessons.Cell(name, "code", on_real_gpus(cells[position].source), ())
-            needed = notebook_kernel.needed([*cells[:position], asking])
-            before = BEFORE + COUNTING_CLOCK * ("perf_counter" in asking.source)
-            assert kernel.run(needed, before) == ("", ""), name
+    for name in ASKING[path]:
+        position = [cell.id for cell in cells].index(name)
+        asking = lessons.Cell(name, "code", on_real_gpus(cells[position].source), ())
+        needed = notebook_kernel.needed([*cells[:position], asking])
+        before = BEFORE + COUNTING_CLOCK * ("perf_counter" in asking.source)
+        assert kernel.run(needed, before) == ("", ""), name
 
 
 def test_the_branch_without_gpus_is_gone():
