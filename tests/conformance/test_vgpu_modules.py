@@ -13,7 +13,15 @@ from conformance.comparison import (
     run_seeded,
     to_gpu,
 )
-from conformance.suites import ModuleInfo, ModuleInput, check_share, first, marked, module_db
+from conformance.suites import (
+    ModuleInfo,
+    ModuleInput,
+    check_share,
+    first,
+    marked,
+    module_db,
+    third,
+)
 
 # torch warns of what its samples use on purpose: deprecated, experimental and beta features.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -28,7 +36,11 @@ ENTRIES = {
 }
 
 
-@pytest.mark.parametrize("entry", marked(ENTRIES, exceptions.MODULES))
+def name_of(entry: tuple[ModuleInfo, bool]) -> str:
+    return entry[0].formatted_name
+
+
+@pytest.mark.parametrize("entry", marked(third(ENTRIES, name_of), exceptions.MODULES))
 def test_module(entry):
     info, training = entry
     samples = info.module_inputs_func(

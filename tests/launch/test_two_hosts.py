@@ -1,8 +1,8 @@
 """The script of lesson 07 under torchrun on two hosts: one is lost, comes back, training resumes.
 
 Two hosts are two network namespaces joined by a cable (a veth pair) where this machine lets us
-make them; besides, two agents on this machine play them, everywhere. At the end the parameters
-must be those of one process that nobody disturbed.
+make them; elsewhere, and besides with ``TESTS=whole``, two agents on this machine play them. At the
+end the parameters must be those of one process that nobody disturbed.
 """
 
 import inspect
@@ -16,7 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hosts import TIME_S, free_port, stop, two_agents, two_namespaces
+from hosts import (
+    TIME_S,
+    free_port,
+    stop,
+    two_agents,
+    two_namespaces,
+    two_namespaces_if_possible,
+)
+from sampling import WHOLE
 
 from helpers import vgpu
 from helpers.data import Digits
@@ -24,6 +32,7 @@ from teaching import lessons
 
 LESSON = next(path for path in lessons.NOTEBOOKS if lessons.number(path) == "07")
 LOST_IN_EPOCH = 2
+HOSTS = [two_agents, two_namespaces] if WHOLE else [two_namespaces_if_possible]
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +70,7 @@ def with_digits(folder):
     return folder
 
 
-@pytest.mark.timeout(3 * TIME_S)
-@pytest.mark.parametrize("make_hosts", [two_agents, two_namespaces])
+@pytest.mark.parametrize("make_hosts", HOSTS)
 def test_a_host_is_lost_and_the_training_resumes(lesson, expected, tmp_path, make_hosts):
     script = tmp_path / "train_ddp.py"
     script.write_text(lesson["script"], encoding="utf-8")

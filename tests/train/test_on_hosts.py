@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from hosts import TIME_S, free_port, stop, two_agents, two_namespaces
+from sampling import WHOLE
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from helpers import launch
@@ -19,12 +20,14 @@ from teaching import lessons
 
 LESSON = next(path for path in lessons.NOTEBOOKS if lessons.number(path) == "07")
 
+# tests/launch/test_two_hosts.py takes namespaces.
+HOSTS = [two_agents, two_namespaces] if WHOLE else [two_agents]
+
 # How soon a silent host counts as gone, and how long to wait for one that may still come.
 PATIENCE = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=9"
 
 
-@pytest.mark.timeout(2 * TIME_S)
-@pytest.mark.parametrize("make_hosts", [two_agents, two_namespaces])
+@pytest.mark.parametrize("make_hosts", HOSTS)
 def test_the_host_that_is_left_goes_on_by_itself(tmp_path, make_hosts):
     run = tmp_path / "run"
     training = ["-m", "helpers.train", "--cpu", "--width=4", "--threads=1", "--save-every=10"]
@@ -74,7 +77,6 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-@pytest.mark.timeout(2 * TIME_S)
 @pytest.mark.parametrize("cell_id", ["two-real-hosts", "slurm"])
 def test_the_commands_for_your_own_hosts_run(tmp_path, cell_id):
     """As they stand in the lesson, with stand-ins for ssh and Slurm that stay on this machine."""

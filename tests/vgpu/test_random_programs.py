@@ -1,6 +1,7 @@
 """Some hundred random programs compute the same on virtual GPUs as on the CPU.
 
-``cd tests; python -m vgpu.random_programs --seconds 3600`` looks for longer.
+``TESTS=whole`` tries three hundred; ``cd tests; python -m vgpu.random_programs --seconds 3600`` looks
+for longer.
 """
 
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from sampling import WHOLE
 
 from teaching.lessons import ROOT
 
@@ -20,7 +22,7 @@ from vgpu.random_programs.steps import programs
 from vgpu.random_programs.worlds import PRELUDE, difference, shrunk
 
 with vgpu.enable(2):
-    for seed, lines in islice(programs(int(sys.argv[1])), 50):
+    for seed, lines in islice(programs(int(sys.argv[1])), 150):
         if difference(lines):
             lines = shrunk(lines)
             sys.exit("\\n".join([f"seed {seed}: {difference(lines)}", PRELUDE, *lines]))
@@ -28,7 +30,7 @@ print("all agree")
 """
 
 
-@pytest.mark.parametrize("first", range(0, 300, 50))
+@pytest.mark.parametrize("first", range(0, 300 if WHOLE else 150, 150))
 def test_programs_agree_with_the_cpu(first):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, str(first)],
