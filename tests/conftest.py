@@ -69,8 +69,11 @@ _LONGEST = (
     "tests/launch/",
     "tests/teaching/",
     "notebooks/",
-    "tests/house/test_setup_venv.py",
-    "tests/house/test_first_steps.py",
+    "tests/vgpu/test_program.py",
+    "tests/checks/",
+    "tests/plan/",
+    "tests/house/",
+    "tests/vgpu/",
 )
 
 
@@ -89,7 +92,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection():
+    # Importing torch's test suites makes a million objects, none of them garbage.
+    gc.disable()
+
+
 def pytest_collection_finish():
+    gc.enable()
     # What lives now, torch and the tests themselves, lives to the end. Going through it would take
     # a quarter of a second in each collection of garbage, of which there are hundreds.
     gc.collect()
