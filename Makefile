@@ -61,6 +61,8 @@ wheels: venv
 # Two at a time, a file in one process, in the order of tests/conftest.py: the longest first. One
 # thread a process keeps two cores for two tests.
 test: export OMP_NUM_THREADS := 1
+# Hundreds of processes import the course: one compiles it, where images for containers say never.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: venv
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --nbmake \
 	  --nbmake-timeout=$(CELL_SECONDS) --timeout=$(LESSON_SECONDS) $(or $(ARGS),tests notebooks)
