@@ -37,7 +37,7 @@ def alive(process):
         return False
 
 
-def wait_until(condition, what, limit_s=60):
+def wait_until(condition, what, limit_s=300):
     """Poll for a condition; fail, saying what did not come about, when the limit is over."""
     end_s = time.monotonic() + limit_s
     while not condition():
@@ -70,7 +70,6 @@ def test_a_temporary_folder_too_long_for_a_socket_will_do(tmp_path):
         env={**os.environ, "TMPDIR": str(temporary)},
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.stdout == "[0, 1]\n", done.stderr
     assert not litter(temporary)

@@ -67,13 +67,11 @@ with workers(2) as each:
 def test_no_process_outlives_a_script_that_is_killed(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=100, check=False
-    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     pids = [int(pid) for pid in done.stdout.split()]
     assert pids
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + 300
     while any(map(psutil.pid_exists, pids)):
         assert time.monotonic() < until_s, f"{pids} live on"
         time.sleep(0.05)

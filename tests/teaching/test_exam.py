@@ -92,7 +92,6 @@ def test_the_student_s_edition_has_no_exam(tmp_path):
     assert "99_exam.ipynb" not in names and "exam" not in names
 
 
-@pytest.mark.timeout(600)
 def test_a_class_s_sheets_are_judged_like_lessons(sheet, tmp_path):
     notebook = json.loads(sheet.read_text("utf-8"))
     for cell in notebook["cells"]:

@@ -18,8 +18,6 @@ import torch.distributed.checkpoint as dcp
 from helpers import launch
 from helpers.train import CheckpointError, Settings, Training, checkpoints, folders
 
-pytestmark = pytest.mark.timeout(300)  # a busy machine is slow to import torch
-
 SHORT = Settings(epochs=2, width=4, batch_size=96)  # 14 steps an epoch
 FILES = ["run.json", ".metadata", "__0_0.distcp"]
 

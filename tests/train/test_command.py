@@ -20,7 +20,7 @@ from helpers.models import DigitsCNN
 from helpers.train import Settings, Training
 from helpers.train import __main__ as command_line
 
-TIME_S = 240  # for what takes seconds; a busy machine is slow to import torch
+TIME_S = 800  # for what takes seconds; a busy machine is slow to import torch
 SHORT = Settings(epochs=2, width=4, batch_size=96)  # 14 steps an epoch
 
 
@@ -130,7 +130,6 @@ def parameters(folder, to):
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-@pytest.mark.timeout(2 * TIME_S)
 def test_a_killed_rank_is_restarted_and_the_end_is_the_same_bits(tmp_path):
     mark = uuid.uuid4().hex
     options = [

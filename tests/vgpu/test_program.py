@@ -20,7 +20,6 @@ def run(*arguments, cwd, **environment):
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=100,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         | environment,
     )
@@ -74,7 +73,7 @@ def test_a_script_sees_what_python_shows_it(name, tmp_path):
     plain, virtual = (
         subprocess.run(
             [sys.executable, *module, *arguments], cwd=tmp_path, input="typed\n", check=True,
-            capture_output=True, text=True, timeout=100, env={"PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)},
         ).stdout
         for module in ([], ["-m", "helpers.vgpu"])
     )  # fmt: skip
@@ -104,7 +103,7 @@ def test_a_script_ends_as_under_python(kinds, options, tmp_path):
         script = tmp_path / "script.py"
         script.write_text(ENDS[kind] + "\n")
         done = subprocess.run(
-            [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=100
+            [sys.executable, script], cwd=tmp_path, capture_output=True, text=True
         )
         code, out, error = run(*options, script, cwd=tmp_path)
         assert (code, out, error) == (done.returncode, done.stdout, done.stderr), kind
@@ -124,7 +123,7 @@ def test_ctrl_c_ends_a_script_as_under_python(tmp_path):
         )  # fmt: skip
         assert program.stdout.readline() == "begun\n"
         program.send_signal(signal.SIGINT)
-        _, error = program.communicate(timeout=100)
+        _, error = program.communicate()
         assert "in <module>" in error and error.rstrip().endswith("KeyboardInterrupt")
         ended.append((program.returncode, "helpers" in error))
     assert ended == [(-signal.SIGINT, False)] * 2

@@ -85,7 +85,7 @@ PERMANENT = {
 
 def run(program):
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=100
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()

@@ -127,7 +127,7 @@ def test_a_process_without_this_package_reads_the_file_onto_its_cpu(tmp_path):
     )
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True,
+        cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert result.stdout.split("\n")[:2] == ["True", "[0.0, 1.0, 2.0]"]
 

@@ -18,8 +18,8 @@ def answer(requests, answers, enabled):
     """The other process: says what it got, and changes the first tensor."""
     lab = vgpu.enable(enabled)
     try:
-        tensor, view = requests.get(timeout=60)
-        parameter, sparse, module = requests.get(timeout=60)
+        tensor, view = requests.get()
+        parameter, sparse, module = requests.get()
         tensor[0] = 7
         found = {
             "tensor": (str(tensor.device), tensor.tolist(), view.tolist()),
@@ -39,14 +39,14 @@ def sent(method, enabled=2):
     """What the other process found, and the tensor that was sent to it."""
     context = torch.multiprocessing.get_context(method)
     requests, answers = context.Queue(), context.Queue()
-    process = context.Process(target=answer, args=(requests, answers, enabled))
+    process = context.Process(target=answer, args=(requests, answers, enabled), daemon=True)
     process.start()
     tensor = torch.zeros(300, device="vgpu:1")
     parameter = nn.Parameter(torch.ones(2, device="vgpu:0"))
     module = nn.Linear(2, 1).to("vgpu:1")
     requests.put((tensor, tensor[:2]))
     requests.put((parameter, torch.eye(2, device="vgpu:1").to_sparse(), module))
-    found = answers.get(timeout=90)
+    found = answers.get()
     process.join()
     assert process.exitcode == 0
     return found, tensor
