@@ -50,6 +50,7 @@ if SOCKETS_FOLDER in os.environ:
     # through all of torch, and by touching every object make a copy of its page.
     gc.collect()
     gc.freeze()
+    gc.enable()  # PRELOAD begins with helpers.unswept
 
 
 @dataclass

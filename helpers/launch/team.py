@@ -35,6 +35,7 @@ from helpers.launch.rank import (
 )
 
 PRELOAD = (
+    "helpers.unswept",
     "torch",
     "torch._dynamo",  # every optimizer imports it
     "torch.distributed.checkpoint",
@@ -43,7 +44,7 @@ PRELOAD = (
 )
 """What the forkserver imports once, for all ranks; it passes over what is not installed.
 
-The last of them freezes what there is.
+The first lets them come without a search for garbage; the last freezes what there is.
 """
 
 END_LIMIT_S = 10.0

@@ -56,10 +56,13 @@ def test_a_rank_looks_for_garbage_among_its_own_objects_only():
     source = """
     def main(rank, world_size):
         import gc
-        return len(gc.get_objects()), gc.get_freeze_count()
+        first = [name for name in sys.modules if name in ("torch", "helpers.unswept")]
+        return len(gc.get_objects()), gc.get_freeze_count(), gc.isenabled(), first
     """
-    [(own, of_the_forkserver)] = run(source, 1)
+    [(own, of_the_forkserver, looks, first)] = run(source, 1)
     assert of_the_forkserver > 100_000 > 10 * own
+    # While those modules came nobody looked, and the rank does.
+    assert first == ["helpers.unswept", "torch"] and looks
 
 
 def test_no_function_begins_before_every_rank_has_joined():

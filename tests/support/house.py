@@ -26,6 +26,7 @@ ORDER = [
     "helpers.calls",
     "helpers.shell",
     "helpers.autograd_graph",
+    "helpers.unswept",
     # Virtual GPUs, in layers.
     "helpers.vgpu.changes",
     "helpers.vgpu.device",

@@ -18,9 +18,11 @@ import unittest.mock
 def patch(target, new): unittest.mock.patch(target, new).start()
 """
 FROZEN = """
-import gc, helpers.checks, helpers.plots, torch._dynamo
+import helpers.unswept, helpers.checks, helpers.plots, torch._dynamo
+import gc
 gc.collect()
 gc.freeze()
+gc.enable()
 %reset -f
 """
 UNDO = """
