@@ -7,7 +7,7 @@ import sys
 
 from teaching import lessons
 
-SCRIPT = lessons.ROOT / "tests" / "support" / "foreign_two_gpu_script.py"
+SCRIPT = lessons.ROOT / "tests" / "vgpu" / "foreign_two_gpu_script.py"
 
 
 def test_a_script_for_two_cuda_gpus_trains_on_virtual_ones(tmp_path):
