@@ -54,7 +54,7 @@ def _hint_for_sum(yours: Any, total: Any, own: torch.Tensor) -> str:
     if yours.numel() < total.numel():
         return "This is a part of the sum. Collect the parts of all ranks, too."
     if yours.shape == total.shape and yours.dtype != total.dtype:
-        return "The sum has another dtype than the tensor: make outputs with new_empty."
+        return "The sum differs in dtype from the tensor: make outputs with new_empty."
     return "The parts of the sum, in the order of the ranks, are the whole sum."
 
 
