@@ -124,7 +124,7 @@ def data_parallel_against_ddp(
     right.legend(fontsize=9)
     headline(made, f"The same {batch_size} images on more GPUs", f"virtual time, {gpu}")
     told = "; ".join(
-        f"{count} GPUs: {1e3 * times_s[count][0]:.0f} and {1e3 * times_s[count][1]:.0f} ms"
+        f"{count} GPU{'s' if count > 1 else ''}: {1e3 * times_s[count][0]:.0f} and {1e3 * times_s[count][1]:.0f} ms"
         for count in counts
     )
     show(made, f"Two curves of one iteration's time, DataParallel and DDP. {told}.")
