@@ -7,11 +7,13 @@ allocator reserves beyond that is not continued: it goes in leaps.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from helpers import vgpu
-from helpers.plan.rank import predict
-from helpers.plan.step import Plan, Step
+from helpers.plan.model import on_cluster
+from helpers.plan.rank import Rank
+from helpers.plan.step import Plan, Recorded
 
 Number = TypeVar("Number", int, float)
 
@@ -33,7 +35,7 @@ class FewLayers:
     """A plan, and its steps with ``LAYERS`` of its layers."""
 
     plan: Plan
-    steps: tuple[Step, Step]
+    steps: tuple[Recorded, Recorded]
 
     def seconds(self, **costs: Any) -> float:
         """Of a step of the whole model; costs: other ones than recorded, as for ``vgpu.replay``."""
@@ -65,10 +67,29 @@ def in_few_layers(plan: Plan, **costs: Any) -> FewLayers:
 
     ValueError for a model that has no more layers than those.
     """
+    check(plan)
+    with on_cluster(plan):
+        return recorded(plan, ranks_of(plan), **costs)
+
+
+def check(plan: Plan) -> None:
+    """ValueError for a model that has no more layers than ``LAYERS``."""
     if plan.sizes.layers < LAYERS[1]:
         raise ValueError(
             f"a model of {plan.sizes.layers} layers is small enough for predict(); few layers are "
             f"{LAYERS[0]} and {LAYERS[1]}"
         )
-    few, more = (predict(with_layers(plan, layers), **costs) for layers in LAYERS)
+
+
+def ranks_of(plan: Plan) -> list[Rank]:
+    """On the plan's cluster: a rank with each number of layers, for all plans of its layout."""
+    return [Rank(with_layers(plan, layers)) for layers in LAYERS]
+
+
+def recorded(plan: Plan, ranks: Sequence[Rank], **costs: Any) -> FewLayers:
+    """The plan, from a step of each of the ranks that its layout has."""
+    few, more = (
+        rank.recorded(with_layers(plan, layers), **costs)
+        for layers, rank in zip(LAYERS, ranks, strict=True)
+    )
     return FewLayers(plan, (few, more))

@@ -13,7 +13,7 @@ from helpers.parallel import loss_context
 from helpers.peaks import OTHER, PeakByCause
 from helpers.plan.model import Divided, on_cluster, state_bytes
 from helpers.plan.pipelines import predict_pipeline
-from helpers.plan.step import Plan, Step
+from helpers.plan.step import Plan, Recorded, Step
 
 
 def predict(plan: Plan, **costs: Any) -> Step:
@@ -27,16 +27,9 @@ def predict(plan: Plan, **costs: Any) -> Step:
         return predict_pipeline(plan, **costs)
     with on_cluster(plan), vgpu.record_memory() as memory:
         rank = Rank(plan)
-        timeline, by_cause = rank.timed(plan, **costs)
+        step = rank.recorded(plan, **costs)
         reserved = memory.reserved("vgpu:0", expandable_segments=True)
-        return Step(
-            plan,
-            timeline,
-            sum(by_cause.values()),
-            reserved.peak_reserved_bytes,
-            rank.state_bytes(),
-            peak_by_cause=by_cause,
-        )
+        return Step(**vars(step), reserved_bytes=reserved.peak_reserved_bytes)
 
 
 class Rank:
@@ -73,6 +66,11 @@ class Rank:
             self.train(plan)
         assert not timeline.races, timeline.races
         return timeline, {cause: size for cause, size in peak.by_cause.items() if cause != OTHER}
+
+    def recorded(self, plan: Plan, **costs: Any) -> Recorded:
+        """One step, and what there is to know of it without an allocator."""
+        timeline, by_cause = self.timed(plan, **costs)
+        return Recorded(plan, timeline, sum(by_cause.values()), self.state_bytes(), by_cause)
 
     def state_bytes(self) -> dict[str, int]:
         return state_bytes(self.optimizer)

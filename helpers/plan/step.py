@@ -99,8 +99,8 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """What a step of rank 0 takes: virtual time and counted bytes.
+class Recorded:
+    """What a recorded step of rank 0 takes: virtual time and counted bytes.
 
     Of a pipeline: the time of all its stages, each a device of the timeline, and the bytes of a
     rank of the fullest one.
@@ -110,8 +110,6 @@ class Step:
     timeline: vgpu.Timeline
     allocated_bytes: int
     """The most that tensors take at once."""
-    reserved_bytes: int
-    """The most that PyTorch's allocator takes from the GPU for them."""
     state_bytes: dict[str, int]
     """Parameters and optimizer state, which stay on this rank from step to step."""
     peak_by_cause: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -139,10 +137,6 @@ class Step:
         return flop / self.plan.spec.tensor_flop_per_s
 
     @property
-    def fits(self) -> bool:
-        return self.reserved_bytes <= self.plan.spec.memory_bytes
-
-    @property
     def bytes_by_cause(self) -> dict[str, int]:
         """What is allocated at the peak: what stays on this rank, and what comes and goes."""
         if self.peak_by_cause:
@@ -167,3 +161,15 @@ class Step:
             causes["waiting for other stages"] = self.idle_s
         causes["waiting for the host"] = self.seconds - known_s - self.idle_s
         return causes
+
+
+@dataclasses.dataclass(frozen=True)
+class Step(Recorded):
+    """What a step of rank 0 takes, its allocator included."""
+
+    reserved_bytes: int = dataclasses.field(kw_only=True)
+    """The most that PyTorch's allocator takes from the GPU for what is allocated."""
+
+    @property
+    def fits(self) -> bool:
+        return self.reserved_bytes <= self.plan.spec.memory_bytes

@@ -57,12 +57,12 @@ def predict_pipeline(plan: Plan, **costs: Any) -> Step:
         plan,
         timeline,
         sum(fullest.peak_by_cause.values()),
-        fullest.reserved_bytes,
         fullest.state_bytes,
         fullest.peak_by_cause,
         stage,
         fullest.in_flight,
         timeline.makespan_s - busy_s,
+        reserved_bytes=fullest.reserved_bytes,
     )
 
 
