@@ -50,7 +50,7 @@ def workers(processes: int) -> Iterator[Each]:
     starts = context()
     # Nobody writes into it: that it is closed, or its only writer gone, is the message.
     reader, writer = starts.Pipe(duplex=False)
-    with reader, writer, ProcessPoolExecutor(processes, starts, _begin, (reader,)) as pool:
+    with reader, writer, ProcessPoolExecutor(processes, starts, begin, (reader,)) as pool:
         try:
             yield functools.partial(_there, pool)
         except BaseException:
@@ -82,7 +82,8 @@ def _there(
         ) from error
 
 
-def _begin(reader: Connection) -> None:
+def begin(reader: Connection) -> None:
+    """In a new process: compute with one thread, and end with whoever can write into ``reader``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the parent
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(reader,), daemon=True).start()

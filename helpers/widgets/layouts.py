@@ -1,9 +1,11 @@
 """Llama 70B on 64 H100s: a layout to bytes by cause, a timeline and tokens/s, by PyTorch's own code.
 
 The layout's step is recorded with few layers (``helpers.plan.few_layers``), which takes some seconds,
-and kept: another network plays the same recording again.
+and kept: another network plays the same recording again. While somebody looks at the explorer, what
+one of its controls can reach is recorded by a process beside this one (``helpers.plan.ready``).
 """
 
+import itertools
 from functools import cache
 
 import ipywidgets
@@ -14,11 +16,16 @@ from helpers.models import LLAMA
 from helpers.parallel import Layout
 from helpers.plan import CHECKPOINTS, Plan
 from helpers.plan.few_layers import FewLayers, in_few_layers
+from helpers.plan.ready import Ready
 from helpers.tables import Table
 from helpers.units import format_bytes, format_seconds
+from helpers.widgets.idle import when_idle
 from helpers.widgets.live import live
 
 GPUS, GPU, MODEL = 64, "H100", "70B"
+TENSORS, REPLICAS, BATCHES = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8, 16)
+FIRST = (8, 1, 8, "full")
+"""What the controls say at first."""
 NETWORKS = ("InfiniBand NDR", "InfiniBand HDR", "InfiniBand EDR", "Ethernet 100")
 
 
@@ -32,8 +39,24 @@ def plan_of(tensors: int, replicas: int, batch: int, checkpoint: str) -> Plan:
 
 @cache
 def answer(plan: Plan) -> FewLayers:
-    """The plan's step, recorded once."""
+    """The plan's step, recorded once: here, or beside once the explorer is there."""
+    if _beside is not None and _beside.takes(plan):
+        return _beside.answer(plan)
     return in_few_layers(plan)
+
+
+_beside: Ready | None = None
+
+
+def _answer_beside() -> Ready:
+    """From now on a process beside this one answers; one for all explorers."""
+    global _beside
+    if _beside is None:
+        every = itertools.starmap(
+            plan_of, itertools.product(TENSORS, REPLICAS, BATCHES, CHECKPOINTS)
+        )
+        _beside = Ready(plan_of(*FIRST), list(every))
+    return _beside
 
 
 def answer_table(found: FewLayers, network: str) -> Table:
@@ -79,17 +102,18 @@ def show_layout(
 def layout_explorer() -> ipywidgets.Widget:
     """Tensors, replicas, batch, checkpoints and network around ``show_layout``."""
 
-    def slider(name: str, values: list[int], value: int) -> ipywidgets.Widget:
+    def slider(name: str, values: tuple[int, ...], value: int) -> ipywidgets.Widget:
         return ipywidgets.SelectionSlider(
             options=values, value=value, description=name, continuous_update=False
         )
 
+    tensors, replicas, batch, checkpoint = FIRST
     controls: dict[str, ipywidgets.Widget] = {
-        "tensors": slider("tensors", [1, 2, 4, 8], 8),
-        "replicas": slider("replicas", [1, 2, 4, 8], 1),
-        "batch": slider("batch", [1, 2, 4, 8, 16], 8),
+        "tensors": slider("tensors", TENSORS, tensors),
+        "replicas": slider("replicas", REPLICAS, replicas),
+        "batch": slider("batch", BATCHES, batch),
         "checkpoint": ipywidgets.Dropdown(
-            options=CHECKPOINTS, value="full", description="checkpoints"
+            options=CHECKPOINTS, value=checkpoint, description="checkpoints"
         ),
         "network": ipywidgets.Dropdown(options=NETWORKS, description="network"),
     }
@@ -99,6 +123,7 @@ def layout_explorer() -> ipywidgets.Widget:
         **{"checkpoint": ("selective", "full"), "network": ("InfiniBand NDR", "Ethernet 100")},
     }
     drawn = live(show_layout, controls, few)
+    when_idle(_answer_beside().begin)
     numbers = [controls[name] for name in ("tensors", "replicas", "batch")]
     others = [controls[name] for name in ("checkpoint", "network")]
     return ipywidgets.VBox([ipywidgets.HBox(numbers), ipywidgets.HBox(others), drawn])

@@ -1,10 +1,22 @@
 """The explorer of lesson 15: Llama 70B on 64 GPUs."""
 
+import dataclasses
+
 import pytest
 
 from helpers.plan import predict
 from helpers.widgets import layouts
 from helpers.widgets.layouts import GPUS, answer, answer_table, plan_of
+
+
+@pytest.fixture(autouse=True)
+def _nobody_beside(monkeypatch):
+    """Each test begins without a process that answers, and ends the one that it has started."""
+    monkeypatch.setattr(layouts, "_beside", None)
+    yield
+    if layouts._beside is not None:
+        layouts._beside.end()
+    answer.cache_clear()
 
 
 def test_what_is_left_is_shards():
@@ -52,3 +64,16 @@ def test_bytes_and_the_step_are_drawn_and_a_wrong_layout_is_explained(capsys, mo
     layouts.show_layout(1, 3, 1, "full")
     assert "No such layout: 1 tensors × 3 replicas do not divide 64" in capsys.readouterr().out
     assert len(tables) == 1
+
+
+def test_once_the_explorer_is_there_answers_come_from_beside(monkeypatch):
+    asked = []
+    monkeypatch.setattr(layouts, "show_layout", lambda **_: None)
+    monkeypatch.setattr(layouts.Ready, "answer", lambda self, plan: asked.append(plan))
+    layouts.layout_explorer()
+    plan = plan_of(2, 1, 1, "full")
+    answer(plan)
+    assert asked == [plan]
+    small = dataclasses.replace(plan, sizes=dataclasses.replace(plan.sizes, layers=5, width=512))
+    assert answer(small).plan is small  # for which there is nobody beside
+    assert asked == [plan]
