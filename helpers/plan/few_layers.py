@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from helpers import vgpu
 from helpers.plan.model import on_cluster
-from helpers.plan.rank import Rank
+from helpers.plan.rank import Rank, predict
 from helpers.plan.step import Plan, Recorded
 
 Number = TypeVar("Number", int, float)
@@ -68,6 +68,9 @@ def in_few_layers(plan: Plan, **costs: Any) -> FewLayers:
     ValueError for a model that has no more layers than those.
     """
     check(plan)
+    if plan.layout.stages > 1:  # each has ranks of its own
+        few, more = (predict(with_layers(plan, layers), **costs) for layers in LAYERS)
+        return FewLayers(plan, (few, more))
     with on_cluster(plan):
         return recorded(plan, ranks_of(plan), **costs)
 

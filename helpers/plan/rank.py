@@ -1,7 +1,6 @@
 """Rank 0 of a plan's cluster trains: PyTorch's own parallel code, of which only the shapes exist."""
 
 import dataclasses
-import gc
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from helpers import vgpu
 from helpers.models import Transformer
 from helpers.parallel import loss_context
 from helpers.peaks import OTHER, PeakByCause
-from helpers.plan.model import Divided, on_cluster, state_bytes
+from helpers.plan.model import Divided, on_cluster, state_bytes, without_garbage
 from helpers.plan.pipelines import predict_pipeline
 from helpers.plan.step import Plan, Recorded, Step
 
@@ -38,6 +37,7 @@ class Rank:
     Batch, checkpoints and whether parameters are gathered again may change from step to step.
     """
 
+    @without_garbage()
     def __init__(self, plan: Plan) -> None:
         self._layout = plan.layout
         mesh = plan.layout.mesh("vgpu")
@@ -46,7 +46,6 @@ class Rank:
         self.model = self._divided.module
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.train(plan)  # the first step makes the optimizer's state
-        gc.collect()  # what FSDP2 has replaced lies in cycles, whose bytes would go in any later step
 
     def train(self, plan: Plan) -> None:
         """One step."""

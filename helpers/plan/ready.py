@@ -15,7 +15,8 @@ from typing import Any
 from helpers.launch.team import context, main_module_hidden
 from helpers.parallel import Layout
 from helpers.plan.few_layers import FewLayers, check, ranks_of, recorded
-from helpers.plan.rank import Rank, on_cluster
+from helpers.plan.model import on_cluster
+from helpers.plan.rank import Rank
 from helpers.plan.step import Plan
 from helpers.plan.workers import begin
 
@@ -51,10 +52,11 @@ class Ready:
             self._process.start()
 
     def takes(self, plan: Plan) -> bool:
-        """Whether a plan is for the same cluster and model."""
+        """Whether a plan is for the same cluster and model, and no pipeline."""
         free = {name: getattr(plan, name) for name in _FREE}
-        same = dataclasses.replace(self._cluster, **free) == plan
-        return same and plan.layout.ranks == self._cluster.layout.ranks
+        if plan.layout.stages > 1 or plan.layout.ranks != self._cluster.layout.ranks:
+            return False
+        return dataclasses.replace(self._cluster, **free) == plan
 
     def answer(self, plan: Plan) -> FewLayers:
         """What ``in_few_layers`` says of a plan for the same cluster and model.

@@ -6,7 +6,6 @@ pipelines do that after the last backward; here it hides behind it as far as it 
 """
 
 import dataclasses
-import gc
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 from helpers import vgpu
 from helpers.parallel import Part, Stage, loss_context, parts
 from helpers.peaks import PeakByCause
-from helpers.plan.model import Divided, on_cluster, state_bytes
+from helpers.plan.model import Divided, on_cluster, state_bytes, without_garbage
 from helpers.plan.pipelines.states import State, states
 from helpers.plan.step import Plan
 from helpers.schedules import FORWARD, Action, Schedule
@@ -63,6 +62,7 @@ def recorded(plan: Plan, schedule: Schedule, device: int, **costs: Any) -> Recor
 class _Rank:
     """The stages of one rank, and what it keeps of micro-batches in flight."""
 
+    @without_garbage()
     def __init__(self, plan: Plan, device: int, gpu: torch.device) -> None:
         self._plan, self._device = plan, gpu
         mesh = plan.layout.mesh("vgpu")
@@ -79,7 +79,6 @@ class _Rank:
         for parameter in self.modules.parameters():  # a first step makes the optimizer's state
             parameter.grad = torch.zeros_like(parameter)
         self.update()
-        gc.collect()  # what FSDP2 has replaced lies in cycles, whose bytes would go in any later step
         self._in_flight: dict[Action, torch.Tensor | GradientEdge] = {}
 
     def update(self) -> None:
