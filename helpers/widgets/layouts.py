@@ -19,8 +19,7 @@ from helpers.plan.few_layers import FewLayers, in_few_layers
 from helpers.plan.ready import Ready
 from helpers.tables import Table
 from helpers.units import format_bytes, format_seconds
-from helpers.widgets.idle import when_idle
-from helpers.widgets.live import live
+from helpers.widgets.live import live, when_idle
 
 GPUS, GPU, MODEL = 64, "H100", "70B"
 TENSORS, REPLICAS, BATCHES = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8, 16)
