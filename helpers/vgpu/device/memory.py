@@ -185,7 +185,8 @@ class DeviceMemory:
     def _out_of_memory(self, size_bytes: int) -> str:
         # The sentences of CUDACachingAllocator.cpp, which has given back what it could before.
         self.empty_cache()
-        reserved_bytes, _ = self.reserved()
+        # Blocks may have needed more, had they to lie in one piece each (reserve.py).
+        reserved_bytes = min(self.reserved()[0], self.capacity_bytes)
         allocated = format_size(self.allocated_bytes)
         allowed = ""
         if self.allowed_bytes is not None:

@@ -113,6 +113,8 @@ def test_where_cuda_would_find_no_room_more_is_reserved_than_there_is():
     y = of(4)  # for which there is no segment of 20
     assert (torch.vgpu.memory_allocated() // MIB, reserved_mib()) == (254, 270)
     assert torch.vgpu.mem_get_info() == (0, 256 * MIB)
+    with pytest.raises(torch.OutOfMemoryError, match=r"this process has 256\.00 MiB memory in use"):
+        of(10)
     del x, y
 
 
