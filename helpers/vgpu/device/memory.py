@@ -45,6 +45,7 @@ def streams_from(current_stream: Callable[[int], int]) -> None:
 
 # A finalizer may run between any two instructions, also in a thread that holds the lock.
 _lock = threading.RLock()
+_acquire, _release = _lock.acquire, _lock.release  # for each tensor: with takes twice as long
 _memories: "list[DeviceMemory]" = []
 _records: list[MemoryRecord] = []
 
@@ -108,13 +109,16 @@ class DeviceMemory:
 
     def allocate(self, request_bytes: int, operation: str) -> "Block":
         """Count a new block of at least ``request_bytes``."""
-        with _lock:
+        _acquire()
+        try:
             size_bytes = self.require(request_bytes)
             self.allocation_count += 1
             self.live_block_count += 1
             block = Block(self, self.allocation_count, size_bytes, operation)
             self.change(block, size_bytes, size_bytes, operation)
             return block
+        finally:
+            _release()
 
     def change(self, block: "Block", size_bytes: int, block_bytes: int, operation: str) -> None:
         """Add to, or with a negative size take from, what is allocated; the lock is held.
@@ -240,9 +244,12 @@ class Block:
     def __del__(self) -> None:
         if self.uses is not None:
             self.uses.freed(self.made)
-        with _lock:
+        _acquire()
+        try:
             self.memory.live_block_count -= 1
             self.memory.change(self, -self.size_bytes, 0, self.operation)
+        finally:
+            _release()
 
 
 def _of_rank() -> str:

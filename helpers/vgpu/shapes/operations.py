@@ -235,26 +235,39 @@ def _outputs(
 ) -> Any:
     """The tensors that a call gives back; in a recording ``done`` wrote them."""
     aliases = facts.aliases
+    if result.form is None and aliases is None and result.outputs:  # most of what there is
+        return _made(facts, result.outputs[0], result.bases[0], inputs, gpu, done)
     outputs: list[object] = []
     for position, output in enumerate(result.outputs):
         alias = aliases[position] if aliases is not None and position < len(aliases) else None
-        if not isinstance(output, Output):
-            outputs.append(output)
-        elif alias is not None:
+        if alias is not None and isinstance(output, Output):
             changed = argument(alias, args, kwargs)
             if changed._inner is not output.meta:
                 shape.become(changed, output, facts.traits.name)
             outputs.append(changed)
         else:
-            number = result.bases[position]
-            base = None if number is None or inputs[number]._gpu is not gpu else inputs[number]
-            made = shape.make(output, gpu, facts.traits.name, base)
-            if done is not None and made._block is not None:
-                made._block.made = done
-            outputs.append(made)
+            outputs.append(_made(facts, output, result.bases[position], inputs, gpu, done))
     if result.form is None:
         return outputs[0] if outputs else None
     return result.form(outputs)
+
+
+def _made(
+    facts: _Facts,
+    output: Output | int | None,
+    number: int | None,
+    inputs: Sequence[VirtualTensor],
+    gpu: Place,
+    done: Done | None,
+) -> object:
+    """A new tensor, which may view the input of a number; a number or None stands for itself."""
+    if type(output) is not Output:
+        return output
+    base = None if number is None or inputs[number]._gpu is not gpu else inputs[number]
+    made = shape.make(output, gpu, facts.traits.name, base)
+    if done is not None and made._block is not None:
+        made._block.made = done
+    return made
 
 
 def _copy(facts: _Facts, args: Args, kwargs: Kwargs, key: Sequence[object], target: Place) -> Any:

@@ -107,10 +107,14 @@ class ShapeTensor(VirtualTensor):
 
 def around_shapes(types: tuple[type, ...]) -> bool:
     """Whether there is a tensor around shapes, such as DTensor: it comes back with them."""
-    return not all(
-        issubclass(kind, VirtualTensor) or getattr(kind, "__torch_dispatch__", None) is _NO_DISPATCH
-        for kind in types
-    )
+    for kind in types:
+        if (
+            kind is not ShapeTensor  # asked first: nearly all are, and every call comes here
+            and not issubclass(kind, VirtualTensor)
+            and getattr(kind, "__torch_dispatch__", None) is not _NO_DISPATCH
+        ):
+            return True
+    return False
 
 
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
@@ -148,7 +152,7 @@ def make(
         ShapeTensor,
         size,
         strides=stride,
-        storage_offset=offset,
+        storage_offset=offset or None,  # 0 unless given, and giving it takes time
         dtype=dtype,
         device=gpu.cpp_device,
         _extra_dispatch_keys=_KEYS_ON_HOST if gpu is HOST else _KEYS_ON_GPU,
