@@ -1,13 +1,15 @@
 """Seconds for an operation, a copy and a collective, from datasheet figures.
 
 An operation lasts as the roofline says (Williams, Waterman and Patterson, 2009): the longer of
-FLOPs over FLOP/s and bytes over bytes/s, plus a fixed time to start. FLOPs are counted by torch's
-own ``torch.utils.flop_counter``, bytes are those of the tensors. No program reaches a datasheet's
-peak, so arithmetic, memory and links each have a share of theirs: see ``CostModel``.
+FLOPs over FLOP/s and bytes over bytes/s, plus a fixed time to start. A matrix product takes longer
+where its tiles do not fill the GPU, and to write its result (products.py). FLOPs are counted by
+torch's own ``torch.utils.flop_counter``, bytes are those of the tensors. No program reaches a
+datasheet's peak, so arithmetic, memory and links each have a share of theirs: see ``CostModel``.
 
-Left out: caches, the algorithm that a library picks, a GPU that a small operation cannot fill,
-operations that read their input twice (batch norm), float64 (counted as float32),
-clocks that fall with heat, and neighbours on the same switch.
+Left out: caches, the algorithm that a library picks, a GPU that a small convolution or elementwise
+operation cannot fill, what NCCL's kernels take from those that they run beside, operations that read
+their input twice (batch norm), float64 (counted as float32), clocks that fall with heat, and
+neighbours on the same switch.
 """
 
 import math
@@ -23,8 +25,9 @@ from helpers.vgpu.device.links import Link
 from helpers.vgpu.device.networks import Network
 from helpers.vgpu.device.specs import GPUSpec
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator, named_arguments
-from helpers.vgpu.timing import collectives
+from helpers.vgpu.timing import collectives, products
 from helpers.vgpu.timing.collectives import Way
+from helpers.vgpu.timing.products import Product
 from helpers.vgpu.timing.traits import tensors_in
 
 # What an operation computes with: the float32 units; tensor cores, in two formats of 16 bits; and
@@ -42,6 +45,7 @@ class Work(NamedTuple):
     flop: int
     size_bytes: int  # read and written
     arithmetic: str = FLOAT32
+    product: Product | None = None  # its sizes, where it is a matrix product
 
     @property
     def allows_tf32(self) -> bool:
@@ -72,8 +76,9 @@ class CostModel:
     The three shares say how much of a datasheet's peak is reached. None is measured here. If a
     lesson fits one to a published time, it says which; the others stay assumed:
 
-    - ``arithmetic_share``: large matrix products reach 0.87 (A100) and 0.80 (H100) of their peak in
-      bfloat16 (stas00/ml-engineering), convolutions of a real network less; 0.5 is assumed.
+    - ``arithmetic_share``: of what products.py leaves of it. The best matrix products reach 0.87
+      (A100) and 0.80 (H100) of the peak in bfloat16 (stas00/ml-engineering), convolutions of a real
+      network less; 0.5 is assumed.
     - ``memory_share``: kernels that only read and write reach 0.7 to 0.9, depending on the GPU
       (BabelStream; Deakin et al., 2018); 0.8 is assumed.
     - ``link_share``: 0.8 is assumed for every link. p2pBandwidthLatencyTest gives some 0.8 over
@@ -111,9 +116,20 @@ class CostModel:
 
     def kernel_time_s(self, work: Work) -> float:
         """Seconds of one operation on the GPU, from its first to its last instruction."""
-        arithmetic_s = work.flop / (self._peak_flop_per_s(work) * self.arithmetic_share)
-        memory_s = work.size_bytes / (self.spec.memory_bandwidth_bytes_per_s * self.memory_share)
-        return max(arithmetic_s, memory_s) + self.kernel_s
+        spec, peak = self.spec, self._peak_flop_per_s(work)
+        arithmetic_s = work.flop / (peak * self.arithmetic_share)
+        bytes_per_s = spec.memory_bandwidth_bytes_per_s * self.memory_share
+        if work.product is None:
+            return max(arithmetic_s, work.size_bytes / bytes_per_s) + self.kernel_s
+        product_s = products.seconds(
+            work.product,
+            arithmetic_s,
+            (work.size_bytes - work.product.written_bytes) / bytes_per_s,
+            bytes_per_s,
+            spec.multi_processor_count,
+            peak > spec.fp32_flop_per_s,
+        )
+        return product_s + self.kernel_s
 
     def _peak_flop_per_s(self, work: Work) -> float:
         spec = self.spec
@@ -198,7 +214,21 @@ def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Work:
     # Each argument is read once, each result is written once; one changed in place is both.
     touched = [*tensors_in((args, tuple(kwargs.values()))), *tensors_in(result)]
     size_bytes = sum(touched_bytes(tensor) for tensor in touched)
-    return Work(flop, size_bytes, _arithmetic_of(func, touched) if flop else FLOAT32)
+    if not flop:
+        return Work(flop, size_bytes)
+    return Work(flop, size_bytes, _arithmetic_of(func, touched), _product_of(func, flop, result))
+
+
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+
+
+def _product_of(func: Operator, flop: int, result: torch.Tensor) -> Product | None:
+    """The sizes of a matrix product."""
+    if func._schema.name not in _PRODUCTS:
+        return None
+    *batch, rows, columns = result.shape
+    inner = flop // (2 * result.numel())
+    return Product(math.prod(batch), rows, inner, columns, touched_bytes(result))
 
 
 def _arithmetic_of(func: Operator, touched: list[torch.Tensor]) -> str:
