@@ -7,9 +7,9 @@ torch's own ``torch.utils.flop_counter``, bytes are those of the tensors. No pro
 datasheet's peak, so arithmetic, memory and links each have a share of theirs: see ``CostModel``.
 
 Left out: caches, the algorithm that a library picks, a GPU that a small convolution or elementwise
-operation cannot fill, what NCCL's kernels take from those that they run beside, operations that read
-their input twice (batch norm), float64 (counted as float32), clocks that fall with heat, and
-neighbours on the same switch.
+operation cannot fill, operations that read their input twice (batch norm), float64 (counted as
+float32), clocks that fall with heat, the memory bandwidth that NCCL's kernels take from those beside
+them, and neighbours on the same switch.
 """
 
 import math
@@ -91,6 +91,12 @@ class CostModel:
     to start and to drain. ``locked_share`` is the part of a Python call under the interpreter's
     lock, which PyTorch releases inside each operator: half is assumed. Threads of one process, such
     as DataParallel's, queue for that part only.
+
+    ``collective_processors`` says how many multiprocessors a collective of a process group takes from
+    the kernels that it runs beside. A kernel of NCCL has one for each of its channels to itself
+    (NVIDIA/nccl, issue 689): 24 inside a host of eight H100s, as NCCL_DEBUG=INFO prints, 16 over
+    eight adapters. By default it is 0, and collectives take none; never do they take memory
+    bandwidth here.
     """
 
     spec: GPUSpec
@@ -105,12 +111,19 @@ class CostModel:
     locked_share: float = 0.5
     network: Network | None = None  # between hosts; None where there is one host
     gpus_per_host: int = 0  # 0 means all
+    collective_processors: int = 0
     fuses: bool = False  # whether elementwise chains go once through memory, as in torch.compile
 
     def __post_init__(self) -> None:
         for name in _SHARES:
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
+        if not 0 <= self.collective_processors < self.spec.multi_processor_count:
+            raise ValueError(
+                f"collective_processors must be at least 0 and below the "
+                f"{self.spec.multi_processor_count} of {self.spec.name}, got "
+                f"{self.collective_processors}"
+            )
         if self.link is None:
             object.__setattr__(self, "link", self.spec.link)
 
@@ -138,6 +151,11 @@ class CostModel:
         if spec.tf32_flop_per_s is not None and work.allows_tf32:
             return spec.tf32_flop_per_s
         return spec.fp32_flop_per_s
+
+    @property
+    def lost_beside_collectives(self) -> float:
+        """The share of its speed that a kernel loses while a collective of its GPU is in flight."""
+        return self.collective_processors / self.spec.multi_processor_count
 
     def launch_s(self, threads: int) -> float:
         """Seconds between two calls of one thread, of ``threads`` that share an interpreter.

@@ -161,7 +161,7 @@ class Player(Lines):
     # Streams
 
     def _stream(self, step: Stream) -> None:
-        compute = self._compute.setdefault(step.gpu, Processors())
+        compute = self._compute.setdefault(step.gpu, Processors(self.model.lost_beside_collectives))
         index = step.gpu if self._place is None else self._place
         device = torch.device(gpus.DEVICE_TYPE, index)
         self.lanes.append(Lane(device, step.number, compute, step.priority < 0))
@@ -372,6 +372,9 @@ class Player(Lines):
             link=self.model.link_name(step.ranks),
             ready_s=part.ready_s,
         )
+        if step.name not in ("send", "recv"):
+            between_hosts = len(self.model.hosts_of(step.ranks)) > 1
+            lane.compute.begin_collective(start_s, end_s, between_hosts)
         part.has_ended = True
         del self.outstanding[part.moment]
         self._ran_on([lane], event, part.moment)

@@ -33,12 +33,19 @@ class Unit:
         taken = index < len(self.starts) and self.starts[index] <= ready_s
         return self.ends[index] if taken else ready_s
 
-    def worked_until(self, start_s: float, duration_s: float) -> float:
-        """When work of ``duration_s`` ends that begins at ``start_s`` and uses all free time."""
+    def worked_until(self, start_s: float, duration_s: float, lost: float = 1.0) -> float:
+        """When work of ``duration_s`` ends that begins at ``start_s`` and uses all free time.
+
+        lost: the share of its speed that it loses where the time is not free.
+        """
         end_s = start_s + duration_s
         index = bisect.bisect_right(self.ends, start_s)
         while index < len(self.starts) and self.starts[index] < end_s:
-            end_s += self.ends[index] - self.starts[index]
+            begin_s = max(start_s, self.starts[index])
+            taken_s = self.ends[index] - begin_s
+            if end_s - begin_s <= taken_s * (1 - lost):  # it ends in there
+                return begin_s + (end_s - begin_s) / (1 - lost)
+            end_s += taken_s * lost
             index += 1
         return end_s
 
@@ -88,13 +95,19 @@ class Processors:
     whatever is running ends later by the time that it takes. (CUDA lets its blocks go first wherever
     a running one ends, which lasts far less than a kernel; CUDA C++ programming guide, Stream
     priorities.) Priorities among such streams are taken to be equal.
+
+    Beside a collective, kernels without priority lose a share of their speed. One that was placed
+    before the collective keeps its times.
     """
 
-    __slots__ = ("_first", "_others")
+    __slots__ = ("_beside", "_first", "_lost", "_others")
 
-    def __init__(self) -> None:
+    def __init__(self, lost: float = 0.0) -> None:
+        """lost: the share of the multiprocessors that a collective takes for itself."""
         self._first = Unit()  # kernels with priority
         self._others = Unit()  # the rest, each with what passed it
+        self._beside = Unit(), Unit()  # collectives inside the host, and out of it
+        self._lost = lost
 
     @property
     def busy_until_s(self) -> float:
@@ -105,19 +118,27 @@ class Processors:
     def place(self, ready_s: float, duration_s: float) -> tuple[float, float]:
         """A kernel takes the first time that is free from ``ready_s`` on; returns start and end."""
         passing = self._first
-        if not passing.ends or passing.ends[-1] <= ready_s:
+        if not self._lost and (not passing.ends or passing.ends[-1] <= ready_s):
             start_s = self._others.place(ready_s, duration_s)
             return start_s, start_s + duration_s
         start_s = ready_s
         while True:
             start_s = passing.free_at(start_s)
-            takes_s = passing.worked_until(start_s, duration_s) - start_s
+            takes_s = duration_s
+            for collectives in self._beside:
+                takes_s = collectives.worked_until(start_s, takes_s, self._lost) - start_s
+            takes_s = passing.worked_until(start_s, takes_s) - start_s
             later_s = self._others.free_from(start_s, takes_s)
             if later_s == start_s:
                 break
             start_s = later_s
         self._others.place(start_s, takes_s)
         return start_s, start_s + takes_s
+
+    def begin_collective(self, start_s: float, end_s: float, between_hosts: bool) -> None:
+        """A collective of the GPU has its times; those over the same links take turns."""
+        if self._lost:
+            self._beside[between_hosts].place(start_s, end_s - start_s)
 
     def place_first(self, ready_s: float, duration_s: float) -> float:
         """A kernel with priority takes its time; returns its start.

@@ -1,0 +1,104 @@
+"""Kernels beside collectives, by hand-computed microseconds.
+
+The toy: two ranks that send 1 GB/s each; a GPU of four multiprocessors that reads and writes 1 GB/s.
+Launches and steps take no time.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from toy_gpu import KB, PLAIN, SPEC
+
+from helpers import vgpu
+from helpers.vgpu.timing.play.units import Processors
+
+GPU = dataclasses.replace(SPEC, multi_processor_count=4)
+COSTS = vgpu.CostModel(
+    GPU, memory_share=1.0, link_share=1.0, python_launch_s=0.0, engine_launch_s=0.0, kernel_s=0.0
+)
+
+
+@pytest.fixture
+def rank():
+    """One of two, whose tensors are shapes."""
+    with vgpu.cluster(hosts=1, gpus_per_host=2, gpu=GPU, link=PLAIN), vgpu.shapes_only():
+        yield
+
+
+def kilobytes(count):
+    return torch.empty(count * KB, device="vgpu")
+
+
+def times_us(timeline, kind):
+    events = [event for event in timeline.events if event.kind == kind]
+    return [(event.start_s * 1e6, event.end_s * 1e6) for event in events]
+
+
+def us(*times):
+    return [pytest.approx(pair, rel=1e-9) for pair in times]
+
+
+def recorded(**options):
+    """An all-reduce of 40 µs, and three kernels beside and behind it of 20 µs each."""
+    sent, read = kilobytes(40), kilobytes(10)
+    with vgpu.record(COSTS, **options) as timeline:
+        sending = dist.all_reduce(sent, async_op=True)
+        for _ in range(3):
+            read.neg()
+        sending.wait()
+    assert times_us(timeline, "collective") == us((0, 40))
+    return timeline
+
+
+def test_by_default_collectives_take_nothing_from_kernels(rank):
+    assert times_us(recorded(), "kernel") == us((0, 20), (20, 40), (40, 60))
+
+
+def test_kernels_lose_the_multiprocessors_that_a_collective_has(rank):
+    # At three quarters of their speed until 40: the second has done 10 of its 20 µs by then.
+    timeline = recorded(collective_processors=1)
+    assert times_us(timeline, "kernel") == us((0, 80 / 3), (80 / 3, 50), (50, 70))
+    assert vgpu.replay(timeline).events == timeline.events
+
+
+def test_a_replay_takes_more_multiprocessors(rank):
+    # At half of their speed: the first alone lasts until 40.
+    again = vgpu.replay(recorded(), collective_processors=2)
+    assert times_us(again, "kernel") == us((0, 40), (40, 60), (60, 80))
+
+
+def test_a_kernel_from_before_the_collective_keeps_its_times(rank):
+    side = torch.vgpu.Stream("vgpu:0")
+    sent, read = kilobytes(40), kilobytes(10)
+    with vgpu.record(COSTS, collective_processors=1) as timeline:
+        with torch.vgpu.stream(side):
+            read.neg()
+        dist.all_reduce(sent)
+    assert times_us(timeline, "collective") == us((0, 40))
+    assert times_us(timeline, "kernel") == us((0, 20))
+
+
+def test_a_kernel_with_priority_and_a_collective_both_hold_one_up():
+    processors = Processors(lost=0.25)
+    processors.begin_collective(0.0, 40.0, between_hosts=False)
+    assert processors.place_first(10.0, 6.0) == 10.0
+    # 20 at three quarters of the speed are 26 2/3, and 6 more for the one that passes.
+    assert processors.place(0.0, 20.0) == (0.0, pytest.approx(80 / 3 + 6))
+
+
+def test_collectives_inside_and_out_of_the_host_take_their_share_one_of_the_other_s_rest():
+    processors = Processors(lost=0.25)
+    processors.begin_collective(0.0, 100.0, between_hosts=False)
+    processors.begin_collective(0.0, 100.0, between_hosts=True)
+    assert processors.place(0.0, 9.0) == (0.0, pytest.approx(16.0))
+    assert processors.place(200.0, 9.0) == (200.0, 209.0)
+
+
+@pytest.mark.parametrize("count", [-1, 4])
+def test_some_multiprocessors_are_left(count):
+    with pytest.raises(
+        ValueError, match="collective_processors must be at least 0 and below the 4"
+    ):
+        vgpu.CostModel(GPU, collective_processors=count)
