@@ -2,7 +2,7 @@
 
 An operation lasts as the roofline says (Williams, Waterman and Patterson, 2009): the longer of
 FLOPs over FLOP/s and bytes over bytes/s, plus a fixed time to start. A matrix product takes longer
-where its tiles do not fill the GPU, and to write its result (products.py). FLOPs are counted by
+where its tiles do not fill the GPU, and to write its result (device/products.py). FLOPs are counted by
 torch's own ``torch.utils.flop_counter``, bytes are those of the tensors. No program reaches a
 datasheet's peak, so arithmetic, memory and links each have a share of theirs: see ``CostModel``.
 
@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from helpers.vgpu.device import products
 from helpers.vgpu.device.links import Link
 from helpers.vgpu.device.networks import Network
+from helpers.vgpu.device.products import Product
 from helpers.vgpu.device.specs import GPUSpec
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator, named_arguments
-from helpers.vgpu.timing import collectives, products
+from helpers.vgpu.timing import collectives
 from helpers.vgpu.timing.collectives import Way
-from helpers.vgpu.timing.products import Product
 from helpers.vgpu.timing.traits import tensors_in
 
 # What an operation computes with: the float32 units; tensor cores, in two formats of 16 bits; and
