@@ -99,7 +99,7 @@ def test_a_limit_of_time_ends_an_answer_and_what_it_started_but_not_the_next_ans
     indented = "\n".join(line.strip() for line in endless.strip().splitlines())
     right = lessons.solution(LESSON, "4.3")
     hand_in(tmp_path / "class", "one", {"4.1": indented, "4.3": right})
-    found = statuses(tmp_path / "class", class_check.Limits(time_s=5))
+    found = statuses(tmp_path / "class")
     assert found["one", "4.1"].status == "too slow"
     assert found["one", "4.3"].status == "right"
     assert not is_alive(int(pid.read_text()))
