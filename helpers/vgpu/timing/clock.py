@@ -30,6 +30,7 @@ from helpers.vgpu.timing.play.steps import (
     Join,
     Kernel,
     Mark,
+    Operands,
     Spend,
     Step,
     Stream,
@@ -197,9 +198,13 @@ class Clock:
         """When the next operation could start on the stream at the earliest."""
         return max(host.now_s + host.launch_s, stream.free_s)
 
-    def kernel(self, name: str, stream: StreamTime, host: HostTime, work: Work) -> Done:
+    def kernel(
+        self, name: str, stream: StreamTime, host: HostTime, work: Work, operands: Operands
+    ) -> Done:
         """Hand one operation over."""
-        step = Kernel(name, host.index, stream.index, host.module, host.backward, work.settled())
+        step = Kernel(
+            name, host.index, stream.index, host.module, host.backward, work.settled(), operands
+        )
         moment = self._moment(step)
         stream.count += 1
         return self._done(stream, moment, name, host.backward)
@@ -223,8 +228,12 @@ class Clock:
         size_bytes: int,
         ranks: Sequence[int],
         group: str,
+        caller: StreamTime,
+        operands: Operands,
     ) -> Done:
         """Hand over this rank's part of a collective, on a stream of its group.
+
+        caller: the stream that was current.
 
         Collectives take turns on a GPU's links, and on its host's adapters.
         """
@@ -237,6 +246,8 @@ class Clock:
             size_bytes,
             tuple(ranks),
             group,
+            caller.index,
+            operands,
         )
         moment = self._moment(step)
         stream.count += 1
@@ -250,6 +261,7 @@ class Clock:
         host: HostTime,
         size_bytes: int,
         blocking: bool,
+        operands: Operands,
     ) -> list[Done]:
         """Hand a copy over; None is the host's side.
 
@@ -264,6 +276,7 @@ class Clock:
                 size_bytes,
                 None if source is None else source.index,
                 None if target is None else target.index,
+                operands,
             )
         )
         streams = [stream for stream in (source, target) if stream is not None]

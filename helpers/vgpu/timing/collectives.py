@@ -10,7 +10,7 @@ GPUs on a host has more adapters. All GPUs of a host are taken to send at once: 
 
 Sizes are those of nccl-tests (doc/PERFORMANCE.md): of the whole tensor, which for ``all_gather`` is
 the gathered one, for ``reduce_scatter`` the one before it is scattered, and for ``all_to_all`` what
-one GPU holds.
+one GPU holds; of a ``permute``, what each GPU sends.
 """
 
 import math
@@ -121,6 +121,7 @@ COLLECTIVES: dict[str, Collective] = {
     "scatter": Collective(_all_to_all, _POINT_TO_POINT),
     "send": Collective(_send, _POINT_TO_POINT),
     "recv": Collective(_send, _POINT_TO_POINT),
+    "permute": Collective(_send, f"{_POINT_TO_POINT}: each GPU sends to one and receives from one"),
     "barrier": Collective(_all_reduce, "an all-reduce of one number"),
 }
 

@@ -66,6 +66,17 @@ class Work(NamedTuple):
             return self
         return self._replace(arithmetic=TF32 if self.allows_tf32 else FLOAT32)
 
+    def of_rows(self, parts: int, right_bytes: int) -> "Work":
+        """What one of so many equal parts of a matrix product's rows does.
+
+        right_bytes: of the right factor, which each part reads.
+        """
+        size_bytes = (self.size_bytes - right_bytes) // parts + right_bytes
+        product = self.product and self.product._replace(
+            rows=self.product.rows // parts, written_bytes=self.product.written_bytes // parts
+        )
+        return Work(self.flop // parts, size_bytes, self.arithmetic, product)
+
 
 _SHARES = ("arithmetic_share", "memory_share", "link_share", "network_share", "locked_share")
 
@@ -114,6 +125,9 @@ class CostModel:
     gpus_per_host: int = 0  # 0 means all
     collective_processors: int = 0
     fuses: bool = False  # whether elementwise chains go once through memory, as in torch.compile
+    async_tp: bool = (
+        False  # whether products run beside their own collectives (compiled/async_tp.py)
+    )
 
     def __post_init__(self) -> None:
         for name in _SHARES:
@@ -124,6 +138,11 @@ class CostModel:
                 f"collective_processors must be at least 0 and below the "
                 f"{self.spec.multi_processor_count} of {self.spec.name}, got "
                 f"{self.collective_processors}"
+            )
+        if self.async_tp and not self.fuses:
+            raise ValueError(
+                "async_tp is a pass of torch.compile: it needs fuses=True beside it, from the "
+                "recording on"
             )
         if self.link is None:
             object.__setattr__(self, "link", self.spec.link)

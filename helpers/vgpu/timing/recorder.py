@@ -12,6 +12,7 @@ from helpers.vgpu.device import gpus
 from helpers.vgpu.device.links import get_link
 from helpers.vgpu.timing import module_names, recording
 from helpers.vgpu.timing.costs import CostModel
+from helpers.vgpu.timing.play import joint
 from helpers.vgpu.timing.play.garbage import rarely_collected
 from helpers.vgpu.timing.play.steps import Program
 from helpers.vgpu.timing.recording import Recording
@@ -48,7 +49,12 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
         timeline.events = in_order(made.clock.player.events)
         program.steps = made.clock.steps
         program.races = [(r.device.index, replace(r, device=HOST)) for r in timeline.races]
+        program.kept = made.kept
         timeline.programs = (program,)
+        if costs.async_tp:  # what a product waits for is known only now
+            again = joint.rebuilt(timeline.programs)
+            timeline.events = again.events
+            timeline.host_s, timeline.makespan_s = again.host_s, again.makespan_s
 
 
 def spend(duration_s: float) -> None:

@@ -23,6 +23,7 @@ from helpers.vgpu.timing.compiled.fusion import Fusion
 from helpers.vgpu.timing.costs import CostModel, Work, work_of
 from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime, in_backward
 from helpers.vgpu.timing.module_names import Nodes
+from helpers.vgpu.timing.play.steps import NOT_KNOWN, Operands
 from helpers.vgpu.timing.races import Accesses, poisoned, replaced
 from helpers.vgpu.timing.trace import Timeline
 from helpers.vgpu.timing.traits import Traits, traits_of
@@ -252,8 +253,7 @@ class Recording:
                 self._accesses.note_made(done, written)
             return
         there = here = None
-        if self._fusion is not None:
-            self._fusion.write(read, self.clock.host())
+        operands = self._written_for("copy", read, self.clock.host())
         if target_gpu is not None:
             there, host = self.place("copy", target_gpu)
             self._accesses.check("copy", [], overwritten, there, host)
@@ -262,7 +262,7 @@ class Recording:
         pinned = source_gpu is not None or handlers.is_cpu_pinned(source)
         between = source_gpu is not None and target_gpu is not None
         blocking = not between and (waits or not pinned)
-        dones = self.clock.copy(here, there, host, size_bytes, blocking)
+        dones = self.clock.copy(here, there, host, size_bytes, blocking, operands)
         if between and target_gpu is not None and in_backward():
             # The next node runs in the thread of the target's device.
             engine = self.clock.hosts.engine(target_gpu.index)
@@ -285,12 +285,20 @@ class Recording:
         """
         current, host = self.place(name, gpu, note=False)
         read, written, made = _virtual(part.given), _virtual(part.received), _virtual(part.made)
-        if self._fusion is not None:
-            self._fusion.write(read, host)
+        operands = self._written_for(name, read, host)
         stream = self.clock.stream(gpu, number)
         self.clock.wait_stream(stream, current)
         self._accesses.check(name, read, written, stream, host)
-        done = self.clock.joined(name, stream, host, part.size_bytes, part.ranks, part.group_name)
+        done = self.clock.joined(
+            name,
+            stream,
+            host,
+            part.size_bytes,
+            part.ranks,
+            part.group_name,
+            current,
+            operands,
+        )
         self._accesses.note(done, read, [*written, *made])
         for used in (*read, *written, *made):  # NCCL's side keeps them until it has ended
             self._accesses.record_stream(used, stream)
@@ -377,11 +385,22 @@ class Recording:
         inputs: Sequence[VirtualTensor],
         work: Work,
     ) -> Done:
-        if self._fusion is not None:
-            if fuses:
-                return self._fusion.put_off(name, stream, host, inputs, work)
-            self._fusion.write(inputs, host)
-        return self.clock.kernel(name, stream, host, work)
+        if fuses and self._fusion is not None:
+            return self._fusion.put_off(name, stream, host, inputs, work)
+        operands = self._written_for(name, inputs, host)
+        return self.clock.kernel(name, stream, host, work, operands)
+
+    def _written_for(self, name: str, read: Sequence[VirtualTensor], host: HostTime) -> Operands:
+        """What an operation reads is in memory before it; returns what is known of that."""
+        if self._fusion is None:
+            return NOT_KNOWN
+        self._fusion.write(read, host)
+        return self._fusion.operands(name, read)
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """``Program.kept``; asked at the end."""
+        return frozenset() if self._fusion is None else self._fusion.kept
 
 
 def gpu_of(value: torch.Tensor) -> VirtualGPU | None:

@@ -19,9 +19,13 @@ from helpers.vgpu.dispatch.tensor import VirtualTensor, block_of
 from helpers.vgpu.timing.clock import Clock
 from helpers.vgpu.timing.costs import FLOAT32, Work, touched_bytes
 from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime
+from helpers.vgpu.timing.play.steps import Factors, Operands
 
 # A chain that begins with more tensors than these has its inputs written first.
 _MOST_READS = 8
+
+# What only puts what it reads in another order; a copy may change the type, and its size tells.
+_MOVES = {"cat", "clone", "copy"}
 
 LastWrite = Callable[[VirtualTensor], Done | None]
 
@@ -29,15 +33,16 @@ LastWrite = Callable[[VirtualTensor], Done | None]
 class PutOff:
     """What one operation makes, while no kernel has made it. It lives as long as its blocks do."""
 
-    __slots__ = ("__weakref__", "made", "number", "reads", "stream", "written_bytes")
+    __slots__ = ("__weakref__", "made", "moves", "number", "reads", "stream", "written_bytes")
 
     def __init__(
-        self, number: int, stream: StreamTime, reads: "_Reads", written_bytes: int
+        self, number: int, stream: StreamTime, reads: "_Reads", written_bytes: int, moves: bool
     ) -> None:
         self.number = number
         self.stream = stream
         self.reads = reads
         self.written_bytes = written_bytes
+        self.moves = moves
         self.made: Done | None = None
 
 
@@ -54,7 +59,24 @@ class Fusion:
         self._clock = clock
         self._last_write = last_write
         self._waiting: weakref.WeakValueDictionary[int, PutOff] = weakref.WeakValueDictionary()
+        self._moved: weakref.WeakValueDictionary[int, PutOff] = weakref.WeakValueDictionary()
         self._count = 0
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """The moments of what was only moved and still lives."""
+        return frozenset(self._moved)
+
+    def operands(self, name: str, inputs: Sequence[VirtualTensor]) -> Operands:
+        """What an operation reads that nobody has put off; ``name`` tells a matrix product."""
+        of_gpu = [tensor for tensor in inputs if isinstance(tensor._gpu, VirtualGPU)]
+        written = [self._last_write(tensor) for tensor in of_gpu]
+        moments = [None if done is None else _moment(done) for done in written]
+        factors = None
+        if name == "mm" and of_gpu[0].stride(1) == 1:
+            left_bytes, right_bytes = (touched_bytes(factor) for factor in of_gpu)
+            factors = Factors(moments[0], left_bytes, right_bytes)
+        return Operands(tuple(m for m in moments if m is not None), factors=factors)
 
     def put_off(
         self,
@@ -66,12 +88,13 @@ class Fusion:
     ) -> Done:
         """One operation that can be fused; returns what its results are made by."""
         given_bytes = sum(touched_bytes(tensor) for tensor in inputs)
+        moves = name in _MOVES and all(self._only_moved(tensor) for tensor in inputs)
         reads = self._reads(inputs)
         if len(reads) > _MOST_READS:
             self.write(inputs, host)
             reads = self._reads(inputs)
         self._count += 1
-        made = PutOff(self._count, stream, reads, work.size_bytes - given_bytes)
+        made = PutOff(self._count, stream, reads, work.size_bytes - given_bytes, moves)
         self._waiting[self._count] = made
         return self._clock.allocation(name, stream, host.backward)._replace(put_off=made)
 
@@ -99,9 +122,14 @@ class Fusion:
         for one in made:
             reads |= one.reads
         size_bytes = sum(read for read, _ in reads.values()) + sum(o.written_bytes for o in made)
-        done = self._clock.kernel("fused", made[0].stream, host, Work(0, size_bytes, FLOAT32))
+        writers = {_moment(writer): None for _, writer in reads.values() if writer is not None}
+        operands = Operands(tuple(writers), moves=len(made) == 1 and made[0].moves)
+        work = Work(0, size_bytes, FLOAT32)
+        done = self._clock.kernel("fused", made[0].stream, host, work, operands)
         for one in made:
             one.made = done
+            if operands.moves:
+                self._moved[done.moment] = one
             one.reads = {}
             self._waiting.pop(one.number, None)
 
@@ -124,3 +152,13 @@ class Fusion:
         last = self._last_write(tensor) if isinstance(tensor._gpu, VirtualGPU) else None
         made = None if last is None else last.put_off
         return made if made is not None and made.made is None else None
+
+    def _only_moved(self, tensor: VirtualTensor) -> bool:
+        made = self._put_off_of(tensor)
+        return made is None or made.moves
+
+
+def _moment(done: Done) -> int:
+    """When what ``done`` made was in memory."""
+    made: Done | None = None if done.put_off is None else done.put_off.made
+    return (made or done).moment

@@ -12,6 +12,7 @@ from helpers.vgpu.device import gpus
 from helpers.vgpu.device.links import get_link
 from helpers.vgpu.device.networks import get_network
 from helpers.vgpu.device.specs import get_spec
+from helpers.vgpu.timing.compiled.async_tp import in_pieces
 from helpers.vgpu.timing.costs import CostModel
 from helpers.vgpu.timing.play.garbage import rarely_collected
 from helpers.vgpu.timing.play.meeting import Meeting, Part
@@ -113,9 +114,9 @@ def _played(programs: Sequence[Program]) -> Timeline:
 
 
 def _alone(program: Program) -> Timeline:
-    player = Player(program.model, program.rank)
-    with _bar(len(program.steps)) as bar:
-        for _ in player.play(_counted(program.steps, bar)):
+    player, steps = Player(program.model, program.rank), in_pieces(program)
+    with _bar(len(steps)) as bar:
+        for _ in player.play(_counted(steps, bar)):
             raise AssertionError("a rank alone waits for nobody")
     timeline = _timeline([program], program.gpus)
     timeline.events = in_order(player.events)
@@ -160,11 +161,12 @@ def together(programs: Sequence[Program]) -> Timeline:
         Player(program.model, program.rank, meeting, place)
         for place, program in enumerate(programs)
     ]
-    with _bar(sum(len(program.steps) for program in programs)) as bar:
+    steps = [in_pieces(program) for program in programs]
+    with _bar(sum(map(len, steps))) as bar:
         _play(
             {
-                player: player.play(_counted(program.steps, bar))
-                for player, program in zip(players, programs, strict=True)
+                player: player.play(_counted(of_rank, bar))
+                for player, of_rank in zip(players, steps, strict=True)
             }
         )
     timeline = _timeline(programs, len(players))

@@ -372,7 +372,7 @@ class Player(Lines):
             link=self.model.link_name(step.ranks),
             ready_s=part.ready_s,
         )
-        if step.name not in ("send", "recv"):
+        if step.name not in ("send", "recv", "permute"):  # copy engines do those
             between_hosts = len(self.model.hosts_of(step.ranks)) > 1
             lane.compute.begin_collective(start_s, end_s, between_hosts)
         part.has_ended = True

@@ -12,6 +12,25 @@ from typing import Any, NamedTuple
 from helpers.vgpu.timing.costs import CostModel, Work
 
 
+class Factors(NamedTuple):
+    """What a matrix product multiplies, if the left one lies in memory row by row."""
+
+    left: int | None  # the moment when it was written; None if that was before the recording
+    left_bytes: int
+    right_bytes: int
+
+
+class Operands(NamedTuple):
+    """What an operation reads; known where operations are fused."""
+
+    writers: tuple[int, ...] = ()  # moments when it was written
+    moves: bool = False  # whether the operation only puts it in another order
+    factors: Factors | None = None
+
+
+NOT_KNOWN = Operands()
+
+
 class Thread(NamedTuple):
     """A thread of the host begins, at the time that another one has reached."""
 
@@ -51,6 +70,7 @@ class Kernel(NamedTuple):
     module: str
     backward: bool
     work: Work
+    operands: Operands = NOT_KNOWN
 
 
 class Copy(NamedTuple):
@@ -62,6 +82,7 @@ class Copy(NamedTuple):
     size_bytes: int
     source: int | None
     target: int | None
+    operands: Operands = NOT_KNOWN
 
 
 class Together(NamedTuple):
@@ -86,6 +107,8 @@ class Collective(NamedTuple):
     size_bytes: int
     ranks: tuple[int, ...]  # of a message: this rank, and the one at its other end
     group: str
+    caller: int | None = None  # the stream that was current; the collective's own has waited for it
+    operands: Operands = NOT_KNOWN
 
 
 class Mark(NamedTuple):
@@ -144,3 +167,5 @@ class Program:
     steps: list[Step] = field(default_factory=list)
     # Races, each with the index of its GPU in place of the device: devices stay in their process.
     races: list[tuple[int, Any]] = field(default_factory=list)
+    # Moments of operations that only move what they read, and whose results outlived the recording.
+    kept: frozenset[int] = frozenset()
