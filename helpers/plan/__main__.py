@@ -55,7 +55,7 @@ A file has the same names as the options, and for a model of your own a table of
     vocabulary = 32000
 """
 
-_COSTS = {"arithmetic_share": "arithmetic_share", "compile": "fuses"}
+_COSTS = {"arithmetic_share": "arithmetic_share", "compile": "fuses", "async_tp": "async_tp"}
 _SEARCH = ("hosts", "sequences", "whole", "processes")
 _LAYOUT = [field.name for field in dataclasses.fields(Layout)]
 
@@ -104,6 +104,13 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         default=None,
         help="elementwise operations fuse, as torch.compile has it",
+    )
+    result.add_argument(
+        "--async-tp",
+        action="store_true",
+        default=None,
+        help="with --compile: products run in pieces beside those of the collectives among ranks of "
+        "a host that share them (asynchronous tensor parallelism)",
     )
     result.add_argument(
         "--gpu",
@@ -188,6 +195,8 @@ def _read(options: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
     sizes = _sizes(model) if isinstance(model, dict) else LLAMA[model]
     layout = Layout(**{name: given.pop(name) for name in _LAYOUT if name in given})
     costs = {cost: given.pop(name) for name, cost in _COSTS.items() if name in given}
+    if costs.get("async_tp") and not costs.get("fuses"):
+        raise ValueError("--async-tp is a pass of torch.compile: give --compile with it")
     return Plan(sizes, layout, **given), costs
 
 

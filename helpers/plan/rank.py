@@ -20,7 +20,7 @@ def predict(plan: Plan, **costs: Any) -> Step:
 
     bfloat16 parameters and gradients with float32 master copies and reduction, AdamW fused. A plan
     with stages is one rank of each kind of stage, and a schedule played (pipelines). costs: as for
-    ``vgpu.record`` (``arithmetic_share``, ``fuses`` and others).
+    ``vgpu.record`` (``arithmetic_share``, ``fuses``, ``async_tp`` and others).
     """
     if plan.layout.stages > 1:
         return predict_pipeline(plan, **costs)

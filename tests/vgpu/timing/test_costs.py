@@ -175,6 +175,7 @@ MILLISECONDS = {
     "scatter": 0.001 + 3,
     "send": 0.001 + 4,
     "recv": 0.001 + 4,
+    "permute": 0.001 + 4,
     "barrier": 2 * 3 * (0.001 + 1),  # as an all-reduce
 }
 
