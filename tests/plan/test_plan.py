@@ -140,6 +140,22 @@ def test_compiling_and_gathering_once_are_options(tmp_path):
     assert gathers[0] < gathers[1]
 
 
+def test_products_run_beside_their_collectives_as_an_option(tmp_path, capsys):
+    file = tmp_path / "plan.toml"
+    file.write_text("async-tp = true\ncompile = true\n" + FILE.format(shards=1, batch=8))
+    options = ["--file", str(file), "--tensors", "4"]
+    plan, costs = command._read(command.parser().parse_args(options))
+    assert costs == {"fuses": True, "async_tp": True}
+    sent = {event.name for event in predict(plan, **costs).timeline.events}
+    plain = predict(plan, fuses=True)
+    assert "permute" in sent and "permute" not in {e.name for e in plain.timeline.events}
+    # The loss of parts stays, and what sums several products.
+    assert {"all_reduce", "reduce_scatter"} <= sent
+    with pytest.raises(SystemExit):
+        command.main(["--model", "8B", "--tensors", "4", "--async-tp"])
+    assert "--async-tp is a pass of torch.compile: give --compile" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_is_told_what_would(tmp_path, capsys):
     file = tmp_path / "plan.toml"
     file.write_text(FILE.format(shards=4, batch=20_000))

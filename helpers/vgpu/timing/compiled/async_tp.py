@@ -14,12 +14,14 @@ If a piece takes c to be sent and p to be multiplied, that is (n - 1) · max(c, 
 order falls away if nothing else reads it: the pieces already have that order. What else reads a
 gather reads it after the products.
 
-A piece's product costs what CostModel says of so many rows. Copy engines send it and take no
-multiprocessors, at the link's rate for the group, n - 1 times what a step of a ring takes.
+A piece's product costs what CostModel says of so many rows. Copy engines send a piece, at the rate
+of the group's ring, and take no multiprocessors.
 
-Left out: barriers other than that all ranks of a group send a piece at once; two kernels of pieces
-side by side, which fill the end of each other's last wave; the memory of the buffers, and what a
-copy that falls away would have taken.
+Left out: barriers other than that all ranks of a group send a piece at once; what a copy takes of the
+memory's bandwidth from a product beside it; two kernels of pieces side by side, which fill the end of
+each other's last wave; copies that bring a product's left factor in the order of the pieces, where no
+fused kernel writes it so; a right factor that is computed between a gather and its product, which
+keeps the two apart here; and memory: neither the buffers nor what a copy that falls away would take.
 """
 
 from collections.abc import Sequence
