@@ -35,6 +35,16 @@ def test_a_chain_reads_its_beginning_and_writes_its_end():
     torch.testing.assert_close(y, torch.relu(x * 2 + 1) @ w)
 
 
+def test_products_into_a_tensor_and_of_a_sparse_one_are_recorded():
+    x, w, y = matrix(), matrix(), matrix()
+    sparse = torch.eye(SIDE, device="vgpu").to_sparse()
+    with vgpu.record(FUSED) as timeline:
+        torch.mm(x, w, out=y)
+        sparse @ w
+    assert launched(timeline)[0][0] == "mm"
+    torch.testing.assert_close(y, x @ w)
+
+
 def test_what_several_need_is_written_once():
     x, w = matrix(), matrix()
     with vgpu.record(FUSED) as timeline:

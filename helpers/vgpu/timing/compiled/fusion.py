@@ -14,6 +14,8 @@ graphs; kernels that are faster or slower than the ones they replace.
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
+
 from helpers.vgpu.device.gpus import VirtualGPU
 from helpers.vgpu.dispatch.tensor import VirtualTensor, block_of
 from helpers.vgpu.timing.clock import Clock
@@ -73,9 +75,10 @@ class Fusion:
         written = [self._last_write(tensor) for tensor in of_gpu]
         moments = [None if done is None else _moment(done) for done in written]
         factors = None
-        if name == "mm" and of_gpu[0].stride(1) == 1:
-            left_bytes, right_bytes = (touched_bytes(factor) for factor in of_gpu)
-            factors = Factors(moments[0], left_bytes, right_bytes)
+        if name == "mm" and len(of_gpu) == 2:  # not into a given tensor
+            left, right = of_gpu
+            if left.layout is torch.strided and left.stride(1) == 1:
+                factors = Factors(moments[0], touched_bytes(left), touched_bytes(right))
         return Operands(tuple(m for m in moments if m is not None), factors=factors)
 
     def put_off(
