@@ -30,7 +30,8 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
     costs: times from this model in place of the enabled GPU's. Any of its fields can be given by
     name, such as ``arithmetic_share=0.3`` or ``link="PCIe 4"``. The timeline is complete when the
     block ends; with ``async_tp`` it is timed then, and what the program asks for before that
-    (``event.elapsed_time``) is of collectives and products in one piece. RuntimeError inside another recording, or without virtual GPUs.
+    (``event.elapsed_time``) is of collectives and products in one piece. RuntimeError inside another
+    recording, or without virtual GPUs.
     """
     costs = replace(costs or CostModel(gpus.by_index(0).spec), **assumed)
     if "link" in changes:
