@@ -36,8 +36,9 @@ def _ours(
 def pipelined(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
     for count in (2, 3):
         size, width = random.randint(3, 6), random.randint(3, 6)
-        # The last piece is smaller.
-        rows = size * random.randint(2, 4) + random.randint(1, size - 1)
+        # The last piece is smaller, and there are not ``size`` pieces: chunk(size) would make those.
+        whole = random.choice([number for number in (2, 3, 4) if number != size - 1])
+        rows = size * whole + random.randint(1, size - 1)
         given = f"{rows} samples in pieces of {size}, {count} stages"
         hint = (
             "Move each piece to the stage's GPU, then call the stage; join the outputs at the end."
