@@ -94,7 +94,7 @@ def broadcast_coalesced(
     size_bytes = sum(tensor.nbytes for tensor in tensors)
     with _as_collective("broadcast", size_bytes, targets, buffer_size):
         return [
-            [t if t.device == target else t.detach().to(target) for t in tensors]
+            [t if t.device == target else t.to(target).detach() for t in tensors]
             for target in targets
         ]
 
