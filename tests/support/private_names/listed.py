@@ -254,7 +254,11 @@ RELIANCES = (
         (
             "torch.nn.parallel.DistributedDataParallel._pre_forward",
             "torch.distributed.fsdp._fully_shard._fsdp_collectives",
+            "torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_all_gather",
+            "torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_all_gather_copy_out",
+            "torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
             "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
+            "torch.distributed.tensor._api.DTensor._local_tensor",
         ),
     ),
     Reliance(
