@@ -211,13 +211,13 @@ def test_each_rank_has_the_memory_that_was_asked_for():
     def main(rank, world):
         kept = torch.ones(2**17, device="vgpu")
         try:
-            torch.ones(2**18, device="vgpu")
+            torch.ones(2**20, device="vgpu")
         except torch.OutOfMemoryError as error:
             return str(error)
     """
-    said = launch.run(cell(source)["main"], 2, gpu="H100", memory_bytes=2**20)
+    said = launch.run(cell(source)["main"], 2, gpu="H100", memory_bytes=2**22)
     for rank, message in enumerate(said):
-        assert f"GPU {rank} has a total capacity of 1.00 MiB of which 512.00 KiB" in message
+        assert f"GPU {rank} has a total capacity of 4.00 MiB of which 2.00 MiB" in message
 
 
 def test_a_hang_names_the_collective_on_virtual_tensors():
