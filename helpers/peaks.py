@@ -66,7 +66,6 @@ class PeakByCause:
     def __enter__(self) -> Self:
         self._recording = vgpu.record_memory(self._cause_now)
         self._record = self._recording.__enter__()
-        self._before_bytes = torch.get_device_module("vgpu").memory_allocated(self._device)
         parameters = list(self._model.parameters())
         for cause, tensors in (
             (PARAMETERS, [*parameters, *self._model.buffers()]),
@@ -151,11 +150,13 @@ class PeakByCause:
     # After it
 
     def _at_peak(self, events: list[MemoryEvent]) -> dict[str, int]:
+        # Asked of the record: what is freed while it begins, by garbage or a thread, is an event.
+        before_bytes = self._record.bytes_before(self._device)
         last = max(range(len(events)), key=lambda at: events[at].allocated_bytes, default=-1)
-        if last >= 0 and events[last].allocated_bytes <= self._before_bytes:
+        if last >= 0 and events[last].allocated_bytes <= before_bytes:
             last = -1  # it never had more than when it began
         held, labels = dict(self._before), dict[int, str]()
-        unknown_bytes = self._before_bytes - sum(held.values())
+        unknown_bytes = before_bytes - sum(held.values())
         for event in events[: last + 1]:
             if event.block not in held:  # new, or from before and unknown
                 unknown_bytes -= event.block_bytes - event.size_bytes

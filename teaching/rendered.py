@@ -39,6 +39,8 @@ def run(path: Path, cache: Path) -> nbformat.NotebookNode:
                 notebook,
                 timeout_func=lambda cell: ANSWERS_SECONDS if cell.source == ASK else CELL_SECONDS,
                 resources={"metadata": {"path": str(path.parent)}},
+                # A line may come in pieces, wherever the kernel sends what it has.
+                coalesce_streams=True,
                 # A kernel warns on the terminal that it listens on this machine.
                 extra_arguments=["--log-level=ERROR"],
             )

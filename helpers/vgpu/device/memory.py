@@ -48,16 +48,18 @@ _lock = threading.RLock()
 _acquire, _release = _lock.acquire, _lock.release  # for each tensor: with takes twice as long
 _memories: "list[DeviceMemory]" = []
 _records: list[MemoryRecord] = []
+_depth = 0  # of the host that is in use: 0 its own, 1 one of a cluster
 
 
 @contextmanager
 def record_memory(label: Callable[[], str] | None = None) -> Iterator[MemoryRecord]:
     """Collect every allocation and release on any virtual GPU while the block runs.
 
-    label: is asked at each allocation, in its thread; the answer stands in the event.
+    label: is asked at each allocation, in its thread; the answer stands in the event. In the block of
+    a cluster the record has nothing of the GPUs around it, where garbage may be freed meanwhile.
     """
     with _lock:
-        record = MemoryRecord(_memories, label)
+        record = MemoryRecord(_memories, label, _depth)
         _records.append(record)
     try:
         yield record
@@ -72,12 +74,15 @@ def of_another_host() -> Iterator[None]:
 
     What is freed on a host that is gone changes its counters, and no record.
     """
+    global _depth
     others = _memories[:]
     _memories.clear()
+    _depth += 1
     try:
         yield
     finally:
         with _lock:
+            _depth -= 1
             for memory in _memories:
                 memory.is_gone = True
             _memories[:] = others
@@ -96,6 +101,7 @@ class DeviceMemory:
         self.allocation_count = 0
         self.live_block_count = 0
         self.is_gone = False
+        self._depth = _depth
         self._reserve = Reserve(device, capacity_bytes)
         _memories.append(self)
 
@@ -135,7 +141,8 @@ class DeviceMemory:
         stream = _current_stream(self.device.index) if block_bytes else 0
         self._reserve.note(block.number, block_bytes, stream)
         for record in _records:
-            record.note(self, block, size_bytes, block_bytes, stream, operation)
+            if record.depth <= self._depth:
+                record.note(self, block, size_bytes, block_bytes, stream, operation)
 
     def set_capacity(self, capacity_bytes: int) -> None:
         with _lock:

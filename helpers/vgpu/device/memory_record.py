@@ -63,9 +63,18 @@ class Reserved:
 class MemoryRecord:
     """The events of a ``record_memory`` block, in order."""
 
-    def __init__(self, memories: Iterable[Memory], label: Callable[[], str] | None = None) -> None:
-        """memories: of all GPUs that there are. label: as of ``record_memory``."""
+    def __init__(
+        self,
+        memories: Iterable[Memory],
+        label: Callable[[], str] | None = None,
+        depth: int = 0,
+    ) -> None:
+        """memories: of all GPUs that there are. label: as of ``record_memory``.
+
+        depth: of the host where the record begins; those within it may have events too.
+        """
         self.events: list[MemoryEvent] = []
+        self.depth = depth
         self._label = label
         # What GPUs hold before the record. Those of a cluster are named like those around it.
         self._held: dict[torch.device, dict[Memory, int]] = {}
@@ -80,6 +89,10 @@ class MemoryRecord:
     def allocated_bytes(self, device: torch.device | str) -> list[int]:
         """Bytes on ``device`` after each of its events."""
         return [event.allocated_bytes for event in self.events_on(device)]
+
+    def bytes_before(self, device: torch.device | str) -> int:
+        """What lay on ``device`` when the record began."""
+        return sum(self._held.get(torch.device(device), {}).values())
 
     def peak_bytes(self, device: torch.device | str) -> int:
         """The most that ``device`` held during the record; 0 where nothing happened there."""
@@ -104,7 +117,7 @@ class MemoryRecord:
         if capacity_bytes is None:
             capacity_bytes = self._capacity_bytes.get(wanted, 0)
         allocator = CachingAllocator(wanted, capacity_bytes, expandable_segments)
-        _allocate_older(events, sum(self._held.get(wanted, {}).values()), allocator)
+        _allocate_older(events, self.bytes_before(wanted), allocator)
         for event in events:
             before_bytes = event.block_bytes - event.size_bytes
             if event.block_bytes == 0:

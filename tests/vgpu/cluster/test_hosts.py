@@ -109,6 +109,18 @@ def test_a_record_around_a_cluster_says_whose_bytes_it_has():
         assert both.peak_bytes("vgpu:1") == 0
 
 
+def test_a_record_in_a_cluster_has_nothing_of_the_gpus_around_it():
+    with vgpu.enable(1):
+        outside = of(1)
+        with vgpu.cluster(hosts=1, gpus_per_host=2), vgpu.record_memory() as within:
+            inside = of(4)
+            del outside  # as the collector of garbage may do at any time
+            assert within.allocated_bytes("vgpu:0") == [4 * MIB]
+            assert torch.vgpu.memory_allocated("vgpu:0") == 4 * MIB
+        del inside
+        assert torch.vgpu.memory_allocated("vgpu:0") == 0
+
+
 def test_peaks_last_as_long_as_the_gpus():
     with vgpu.enable(2):
         of(5)
