@@ -88,7 +88,7 @@ class Schedule:
                 placement.setdefault(action.stage, device)
         return placement
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
         return 1 + max(action.micro_batch for row in self.rows for action in row)
 

@@ -95,21 +95,25 @@ def play(schedule: Schedule, times: Times | None = None) -> Play:
         )
     ended: dict[Action, float] = {}
     rows: list[list[Box]] = [[] for _ in schedule.rows]
-    moved = True
-    while moved:
-        moved = False
-        for device, (done, row) in enumerate(zip(rows, schedule.rows, strict=True)):
-            for action in row[len(done) :]:
-                needed = list(needs(action, schedule))
-                if not all(need in ended for need in needed):
-                    break
-                start = done[-1].end if done else 0.0
-                for need in needed:
-                    sent = schedule.device_of(need.stage) != device
-                    start = max(start, ended[need] + (times.transfer if sent else 0))
-                ended[action] = start + times.of(action, schedule.chunks)
-                done.append(Box(action, start, ended[action]))
-                moved = True
+    waiting: dict[Action, list[int]] = {}  # which devices go on when an action has ended
+    free = list(range(schedule.devices))
+    while free:
+        device = free.pop()
+        done, row = rows[device], schedule.rows[device]
+        while len(done) < len(row):
+            action = row[len(done)]
+            needed = list(needs(action, schedule))
+            missing = next((need for need in needed if need not in ended), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(device)
+                break
+            start = done[-1].end if done else 0.0
+            for need in needed:
+                sent = schedule.device_of(need.stage) != device
+                start = max(start, ended[need] + (times.transfer if sent else 0))
+            ended[action] = start + times.of(action, schedule.chunks)
+            done.append(Box(action, start, ended[action]))
+            free += waiting.pop(action, ())
     if any(len(done) < len(row) for done, row in zip(rows, schedule.rows, strict=True)):
         raise DeadlockError(_deadlock(schedule, [len(done) for done in rows], set(ended)))
     return Play(schedule, tuple(tuple(row) for row in rows))
