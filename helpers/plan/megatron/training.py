@@ -158,13 +158,17 @@ def recorded(run: Run) -> Recorded:
 
 def _both_ways(module: nn.Module, *given: torch.Tensor) -> tuple[vgpu.Timeline, vgpu.Timeline]:
     """The second micro-batch, which adds to the gradients of the first."""
-    for _ in range(2):
-        with vgpu.record(fuses=True) as forward:
-            made = module(*given)
-        with vgpu.record(fuses=True) as backward:
-            made.backward(torch.empty_like(made) if made.dim() else None)
-    assert not forward.races and not backward.races
-    return forward, backward
+
+    def backward(made: torch.Tensor) -> None:
+        made.backward(torch.empty_like(made) if made.dim() else None)
+
+    backward(module(*given))
+    with vgpu.record(fuses=True) as forwards:
+        made = module(*given)
+    with vgpu.record(fuses=True) as backwards:
+        backward(made)
+    assert not forwards.races and not backwards.races
+    return forwards, backwards
 
 
 def _update(parameters: list[nn.Parameter]) -> vgpu.Timeline:
@@ -172,16 +176,20 @@ def _update(parameters: list[nn.Parameter]) -> vgpu.Timeline:
     copies = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
     adam = torch.optim.AdamW(copies, fused=True)
     inverse_scale = torch.ones(1, device="vgpu")
-    for _ in range(2):
-        with vgpu.record(fuses=True) as timeline:
+
+    def update() -> None:
+        for copy, parameter in zip(copies, parameters, strict=True):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            copy.grad = gradient.float() * inverse_scale
+        nn.utils.clip_grad_norm_(copies, 1.0, foreach=True)
+        adam.step()
+        with torch.no_grad():
             for copy, parameter in zip(copies, parameters, strict=True):
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                copy.grad = gradient.float() * inverse_scale
-            nn.utils.clip_grad_norm_(copies, 1.0, foreach=True)
-            adam.step()
-            with torch.no_grad():
-                for copy, parameter in zip(copies, parameters, strict=True):
-                    parameter.copy_(copy)
+                parameter.copy_(copy)
+
+    update()  # which makes Adam's averages
+    with vgpu.record(fuses=True) as timeline:
+        update()
     return timeline
 
 
