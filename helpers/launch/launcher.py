@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from helpers import vgpu
+from helpers.forkserver import SOCKETS_FOLDER
 from helpers.launch import faults, hangs, machine, places
 from helpers.launch.errors import LaunchError, RankDied, RankRaised, RanksHung
 from helpers.launch.output import Output
 from helpers.launch.payload import pack
-from helpers.launch.rank import SOCKETS_FOLDER, Job, inside_rank, report, result_path
+from helpers.launch.rank import Job, inside_rank, report, result_path
 from helpers.launch.team import Member, Team
 
 __all__ = ["LaunchError", "RankDied", "RankRaised", "RanksHung", "report", "run"]

@@ -27,13 +27,11 @@ import torch
 import torch.distributed as dist
 
 from helpers import vgpu
+from helpers.forkserver import SOCKETS_FOLDER
 from helpers.launch import guard, places
 from helpers.launch.output import redirect
 from helpers.launch.payload import dump, dumps
 from helpers.vgpu import backend
-
-SOCKETS_FOLDER = "LAUNCH_SOCKETS_FOLDER"
-"""The environment variable that names the folder a forkserver removes when it ends."""
 
 
 def _end_forkserver(folder: str, forkserver: int) -> None:
@@ -50,7 +48,7 @@ if SOCKETS_FOLDER in os.environ:
     # through all of torch, and by touching every object make a copy of its page.
     gc.collect()
     gc.freeze()
-    gc.enable()  # PRELOAD begins with helpers.unswept
+    gc.enable()  # PRELOAD begins with helpers.forkserver.unswept
 
 
 @dataclass

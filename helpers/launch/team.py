@@ -1,30 +1,26 @@
 """The processes of one run: started, listened to, and ended whatever happens."""
 
-import multiprocessing
-import multiprocessing.forkserver
-import multiprocessing.util
 import os
 import pickle
 import shutil
 import sys
 import tempfile
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
+from helpers.forkserver import context, main_module_hidden
 from helpers.launch import guard
 from helpers.launch.output import Output
 from helpers.launch.places import Snapshot
 from helpers.launch.rank import (
-    SOCKETS_FOLDER,
     Failure,
     Job,
     Joined,
@@ -34,26 +30,10 @@ from helpers.launch.rank import (
     main,
 )
 
-PRELOAD = (
-    "helpers.unswept",
-    "torch",
-    "torch._dynamo",  # every optimizer imports it
-    "torch.distributed.checkpoint",
-    "IPython",  # the checks of exercises import it
-    "helpers.launch.rank",
-)
-"""What the forkserver imports once, for all ranks; it passes over what is not installed.
-
-The first lets them come without a search for garbage; the last freezes what there is.
-"""
-
 END_LIMIT_S = 10.0
 """How long a rank, and all that it has started, may take to end."""
 
 _PIPE_BYTES = 1 << 16
-# 103 bytes on macOS, 107 on Linux, less "/pymp-xxxxxxxx/listener-xxxxxxxx".
-_LONGEST_SOCKETS_PARENT = 103 - 32
-_starting = threading.Lock()
 
 
 @dataclass
@@ -234,59 +214,3 @@ class Team:
             member.control.close()
             member.output.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
-
-
-def warm_up() -> None:
-    """Begin to import torch for the ranks, in the background: the first run then starts at once.
-
-    Returns immediately. Nothing happens where the system has no forkserver (Windows).
-    """
-    context()
-
-
-def context() -> Any:
-    """How to start processes: from a forkserver that has imported torch, if the system has one."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    forking = multiprocessing.get_context("forkserver")
-    forking.set_forkserver_preload(list(PRELOAD))
-    with main_module_hidden():
-        # A parent that is killed does not remove the folder of multiprocessing's sockets. The
-        # forkserver, which outlives it by a moment, learns its name here and does.
-        os.environ[SOCKETS_FOLDER] = _sockets_folder()
-        try:
-            multiprocessing.forkserver.ensure_running()
-        finally:
-            del os.environ[SOCKETS_FOLDER]
-    return forking
-
-
-def _sockets_folder() -> str:
-    """multiprocessing's own folder, made in /tmp if a socket's name would be too long elsewhere.
-
-    A system allows a socket about a hundred bytes for its path. Python takes TMPDIR, however long,
-    and fails with "AF_UNIX path too long" when the forkserver starts.
-    """
-    set_by_user = tempfile.tempdir
-    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_SOCKETS_PARENT and os.path.isdir("/tmp"):
-        tempfile.tempdir = "/tmp"
-    try:
-        return multiprocessing.util.get_temp_dir()
-    finally:
-        tempfile.tempdir = set_by_user
-
-
-@contextmanager
-def main_module_hidden() -> Iterator[None]:
-    """multiprocessing imports the parent's main script once more in each child.
-
-    The function travels by value, so that nothing of it is needed; a script without an
-    ``if __name__ == "__main__"`` would start ranks from its ranks.
-    """
-    with _starting:
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType("__main__")
-        try:
-            yield
-        finally:
-            sys.modules["__main__"] = main

@@ -12,7 +12,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from helpers.launch.team import context, main_module_hidden
+from helpers.forkserver import context, main_module_hidden
 from helpers.parallel import Layout
 from helpers.plan.few_layers import FewLayers, check, ranks_of, recorded
 from helpers.plan.model import on_cluster

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import torch
 
+from helpers.forkserver import context, main_module_hidden
 from helpers.launch import machine
-from helpers.launch.team import context, main_module_hidden
 
 WORKER_BYTES = 2**30
 """Free memory for each. To predict 80 layers takes a tenth of it, or half where torch is not shared."""

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 
-from helpers.launch.team import context, main_module_hidden
+from helpers.forkserver import context, main_module_hidden
 from helpers.shell import Result
 
 

@@ -16,8 +16,8 @@ SCRIPT = """
 import json, os, subprocess, sys, time
 from pathlib import Path
 import torch
-from helpers import launch
-from helpers.launch import guard, team
+from helpers import forkserver, launch
+from helpers.launch import guard
 
 def total(rank, world_size):
     import torch.distributed as dist
@@ -41,7 +41,7 @@ def hangs(rank, world_size):
     Path(f"child-{rank}").write_text(str(child.pid))
     time.sleep(1000)
 
-found = {"platform": guard.sys.platform, "start": team.context().get_start_method()}
+found = {"platform": guard.sys.platform, "start": forkserver.context().get_start_method()}
 found["results"] = launch.run(total, 2)
 for function, limit_s in ((raises, 60), (dies, 60), (hangs, 5)):
     try:

@@ -3,6 +3,8 @@
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import subprocess
+import sys
 import threading
 
 import matplotlib.pyplot as plt
@@ -48,6 +50,13 @@ def test_warming_up_starts_the_process_that_ranks_come_from():
     assert started is not None and server._forkserver_pid == started
 
 
+def test_what_warms_up_needs_no_torch_itself():
+    """So a lesson's own imports and those for its ranks run at once."""
+    line = "import sys; from helpers.forkserver import warm_up; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"
+
+
 @pytest.mark.skipif(
     "forkserver" not in multiprocessing.get_all_start_methods(), reason="nothing to fork from"
 )
@@ -56,13 +65,13 @@ def test_a_rank_looks_for_garbage_among_its_own_objects_only():
     source = """
     def main(rank, world_size):
         import gc
-        first = [name for name in sys.modules if name in ("torch", "helpers.unswept")]
+        first = [name for name in sys.modules if name in ("torch", "helpers.forkserver.unswept")]
         return len(gc.get_objects()), gc.get_freeze_count(), gc.isenabled(), first
     """
     [(own, of_the_forkserver, looks, first)] = run(source, 1)
     assert of_the_forkserver > 100_000 > 10 * own
     # While those modules came nobody looked, and the rank does.
-    assert first == ["helpers.unswept", "torch"] and looks
+    assert first == ["helpers.forkserver.unswept", "torch"] and looks
 
 
 def test_no_function_begins_before_every_rank_has_joined():

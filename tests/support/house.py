@@ -26,7 +26,7 @@ ORDER = [
     "helpers.calls",
     "helpers.shell",
     "helpers.autograd_graph",
-    "helpers.unswept",
+    "helpers.forkserver",
     # Virtual GPUs, in layers.
     "helpers.vgpu.changes",
     "helpers.vgpu.device",

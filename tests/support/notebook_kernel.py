@@ -18,7 +18,7 @@ import unittest.mock
 def patch(target, new): unittest.mock.patch(target, new).start()
 """
 FROZEN = """
-import helpers.unswept, helpers.checks, helpers.plots, torch._dynamo
+import helpers.forkserver.unswept, helpers.checks, helpers.plots, torch._dynamo
 import gc
 gc.collect()
 gc.freeze()

@@ -306,7 +306,7 @@ RELIANCES = (
     ),
     Reliance(
         "starting ranks quickly: what the forkserver imports ahead",
-        "Take it out of PRELOAD in launch/team.py; ranks then start more slowly.",
+        "Take it out of PRELOAD in forkserver/server.py; ranks then start more slowly.",
         ("torch._dynamo",),
     ),
     Reliance(
