@@ -1,15 +1,18 @@
 """Judges one lesson's answers, in a process of its own that may be ended at any moment.
 
-``teaching.class_check`` starts it and sets its limits. A job comes in as JSON on standard input;
-each verdict goes out as a line of JSON, and a line before each exercise says that it has begun.
+``teaching.limits`` has it started and sets its limits. A job comes in as JSON; each verdict goes out
+as a line of JSON, and a line before each exercise says that it has begun.
 """
 
 import json
 import os
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import numpy as np
 
 from helpers.checks import evaluate
 from helpers.checks.core import Outcome
@@ -133,9 +136,11 @@ class _Judge:
         self.names.update(made)
 
 
-def main() -> None:
+def main(job: dict[str, Any]) -> NoReturn:
     guard.enter()
-    job = json.load(sys.stdin)
+    # A forked process repeats the random numbers of the one it comes from.
+    random.seed()
+    np.random.seed()
     limit(job["memory_bytes"])
     with open(os.devnull, "r+") as nowhere:
         for descriptor in (0, 1, 2):
@@ -163,4 +168,4 @@ def limit(memory_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(json.load(sys.stdin))

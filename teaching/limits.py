@@ -17,7 +17,7 @@ import psutil
 
 from helpers.launch import guard
 from helpers.units import format_bytes
-from teaching import lessons
+from teaching import judges, lessons
 
 LOOK_EVERY_S = 0.1
 # Loading PyTorch and running a lesson's own setup is not the learner's time.
@@ -26,7 +26,6 @@ END_S = 10.0
 """For the processes of a lesson to be gone once they are killed."""
 
 _MOST_AT_ONCE = 1 << 20
-_MARK = "COURSE_JUDGE"
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,7 @@ class _Judge:
         self._read = 0
         self._waiting: deque[dict[str, object]] = deque()
         self._errors = folder / "errors"
-        home = folder / "home"
-        home.mkdir()
+        (folder / "home").mkdir()
         job = {
             "lesson": lesson.relative_to(lessons.ROOT).as_posix(),
             "answers": todo,
@@ -110,16 +108,7 @@ class _Judge:
             "reports": str(self._reports),
         }
         (folder / "job").write_text(json.dumps(job), encoding="utf-8")
-        with (folder / "job").open() as stdin, self._errors.open("w") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "teaching.judge"],
-                stdin=stdin,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                cwd=home,
-                env=_environment(home, self._mark),
-                start_new_session=True,
-            )
+        self.process = judges.started(folder, self._mark)
 
     def wait_for_begin(self, name: str) -> None:
         for report in self._news(time.monotonic() + PREPARE_S):
@@ -205,7 +194,7 @@ class _Judge:
 
     def _is_marked(self, process: psutil.Process) -> bool:
         try:
-            return process.environ().get(_MARK) == self._mark
+            return process.environ().get(judges.MARK) == self._mark
         except psutil.Error:
             return False
 
@@ -222,7 +211,7 @@ class _Judge:
             psutil.wait_procs(family, timeout=1)
 
 
-def _wait(process: subprocess.Popen) -> None:
+def _wait(process: judges.Process) -> None:
     try:
         process.wait(END_S)
     except subprocess.TimeoutExpired:
@@ -236,20 +225,3 @@ def _each(process: psutil.Process, ask: Callable[[psutil.Process], int | None]) 
         return ask(process) or 0
     except psutil.Error:
         return 0
-
-
-def _environment(home: Path, mark: str) -> dict[str, str]:
-    # No variable of the teacher's that an answer need not see.
-    wanted = ("PATH", "LANG", "LD_LIBRARY_PATH", "SYSTEMROOT", "COURSE_DEVICES")
-    kept = {name: os.environ[name] for name in wanted if name in os.environ}
-    return kept | {
-        "HOME": str(home),
-        "TMPDIR": str(home),
-        "COURSE_PROGRESS_DIR": str(home),
-        _MARK: mark,
-        "MPLBACKEND": "agg",
-        "OMP_NUM_THREADS": "1",
-        # An answer may hold "%pip install": nothing is installed into the teacher's Python.
-        "PIP_NO_INDEX": "1",
-        "PYTHONPATH": str(lessons.ROOT),
-    }

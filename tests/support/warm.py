@@ -1,0 +1,112 @@
+"""``python -m MODULE`` from a process that has done its imports: there in a tenth of a second.
+
+Python itself starts once for each module. It imports what takes seconds, and for each call a fork of
+it goes on with Python's own way of running a module, with the call's arguments, folder, variables
+and streams. For tests of what a module does; that it starts without help is for another test to try.
+"""
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from teaching.lessons import ROOT
+
+_SOCKET, _IMPORTS = "WARM_TEST_SOCKET", "WARM_TEST_IMPORTS"
+
+
+def run(module, arguments, *, imports, cwd, **environment):
+    """``subprocess.run`` of ``python -m module arguments``, with streams kept as text.
+
+    ``imports`` names what has been imported, in one string; the module's own ``__main__`` is not
+    among it.
+    """
+    server = _server(module, imports)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        request = {
+            "arguments": list(map(str, arguments)), "cwd": str(cwd), "environment": environment,
+        }  # fmt: skip
+        streams = [os.open(os.devnull, os.O_RDONLY), out.fileno(), errors.fileno()]
+        socket.send_fds(server, [json.dumps(request).encode()], streams)
+        os.close(streams[0])
+        code = int(server.recv(20))
+        out.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(arguments, code, out.read(), errors.read())
+
+
+@cache
+def _server(module, imports):
+    folder = tempfile.TemporaryDirectory(prefix="warm-")
+    # Python imports this one as it starts, before it looks at what it is to run.
+    Path(folder.name, "sitecustomize.py").write_text("import warm\nwarm.serve()\n")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            pass_fds=[theirs.fileno()],
+            env={
+                "PATH": os.environ["PATH"],
+                "PYTHONPATH": os.pathsep.join([folder.name, str(Path(__file__).parent), str(ROOT)]),
+                "OMP_NUM_THREADS": "1",
+                _SOCKET: str(theirs.fileno()),
+                _IMPORTS: imports,
+            },
+        )
+
+    def end():
+        ours.close()
+        process.wait()
+        folder.cleanup()
+
+    atexit.register(end)
+    return ours
+
+
+def serve():
+    """Answer each request with its exit status; return where Python is to go on with one."""
+    for name in os.environ[_IMPORTS].split():
+        importlib.import_module(name)
+    gc.enable()  # helpers.unswept may have been among them
+    server = socket.socket(fileno=int(os.environ[_SOCKET]))
+    while True:
+        message, streams, *_ = socket.recv_fds(server, 1 << 20, 3)
+        if not message:
+            os._exit(0)
+        pid = os.fork()
+        if pid == 0:
+            server.close()
+            _become(json.loads(message), streams)
+            return
+        for stream in streams:
+            os.close(stream)
+        _, status = os.waitpid(pid, 0)
+        server.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _become(request, streams):
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.path[:] = [folder for folder in sys.path if folder not in _own_folders()]
+    sys.argv[1:] = request["arguments"]
+    # A forked process repeats the random numbers of the one it comes from.
+    random.seed()
+    np.random.seed()
+
+
+def _own_folders():
+    return str(Path(__file__).parent), os.path.dirname(sys.modules["sitecustomize"].__file__)
