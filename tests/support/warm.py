@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -25,24 +26,23 @@ from teaching.lessons import ROOT
 _SOCKET, _IMPORTS = "WARM_TEST_SOCKET", "WARM_TEST_IMPORTS"
 
 
-def run(module, arguments, *, imports, cwd, **environment):
-    """``subprocess.run`` of ``python -m module arguments``, with streams kept as text.
+def run(module, arguments, *, imports, cwd, environment, typed=""):
+    """``subprocess.run`` of ``python -m module arguments``, with its streams as text.
 
     ``imports`` names what has been imported, in one string; the module's own ``__main__`` is not
-    among it.
+    among it. ``typed`` is what it reads from its standard input.
     """
     server = _server(module, imports)
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        request = {
-            "arguments": list(map(str, arguments)), "cwd": str(cwd), "environment": environment,
-        }  # fmt: skip
-        streams = [os.open(os.devnull, os.O_RDONLY), out.fileno(), errors.fileno()]
-        socket.send_fds(server, [json.dumps(request).encode()], streams)
-        os.close(streams[0])
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3)]
+        files[0].write(typed)
+        files[0].seek(0)
+        request = {"arguments": [*map(str, arguments)], "cwd": str(cwd), "environment": environment}
+        socket.send_fds(server, [json.dumps(request).encode()], [file.fileno() for file in files])
         code = int(server.recv(20))
-        out.seek(0)
-        errors.seek(0)
-        return subprocess.CompletedProcess(arguments, code, out.read(), errors.read())
+        for file in files:
+            file.seek(0)
+        return subprocess.CompletedProcess(arguments, code, files[1].read(), files[2].read())
 
 
 @cache

@@ -8,21 +8,26 @@ import subprocess
 import sys
 
 import pytest
+import warm
 
 from helpers.vgpu.__main__ import parser
 from teaching.lessons import ROOT
 
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
-def run(*arguments, cwd, **environment):
-    """The command in a fresh process; its return code, output and errors."""
-    done = subprocess.run(
-        [sys.executable, "-m", "helpers.vgpu", *map(str, arguments)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        | environment,
+
+def run(*arguments, cwd, typed=""):
+    """The command; its return code, output and errors."""
+    imports = "helpers.unswept helpers.vgpu.program"
+    done = warm.run(
+        "helpers.vgpu", arguments, imports=imports, cwd=cwd, environment=ENVIRONMENT, typed=typed
     )
+    return done.returncode, done.stdout, done.stderr
+
+
+def run_afresh(*arguments, cwd):
+    command = [sys.executable, "-m", "helpers.vgpu", *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=ENVIRONMENT)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -37,7 +42,7 @@ def test_a_script_runs_as_python_runs_it(tmp_path):
         "    sys.exit(3)\n"
     )
     options = ("--count", 3, "--memory", "1.5GiB", "--seed", 5)
-    code, out, _ = run(*options, "script.py", "--epochs", "2", cwd=tmp_path)
+    code, out, _ = run_afresh(*options, "script.py", "--epochs", "2", cwd=tmp_path)
     assert code == 3
     first, second = out.splitlines()
     assert first == f"['script.py', '--epochs', '2'] 7 3 {tmp_path / 'script.py'}"
@@ -70,13 +75,12 @@ def test_a_script_sees_what_python_shows_it(name, tmp_path):
     script.parent.mkdir(exist_ok=True)
     script.write_text(PROBE)
     arguments = [name, "two words", "", "--count", "3", "--", "-m", "--seed=x"]
-    plain, virtual = (
-        subprocess.run(
-            [sys.executable, *module, *arguments], cwd=tmp_path, input="typed\n", check=True,
-            capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)},
-        ).stdout
-        for module in ([], ["-m", "helpers.vgpu"])
-    )  # fmt: skip
+    plain = subprocess.run(
+        [sys.executable, *arguments], cwd=tmp_path, input="typed\n", check=True,
+        capture_output=True, text=True, env=ENVIRONMENT,
+    ).stdout  # fmt: skip
+    code, virtual, error = run(*arguments, cwd=tmp_path, typed="typed\n")
+    assert code == 0, error
     plain, virtual = map(json.loads, (plain, virtual))
     assert os.path.samefile(plain.pop("file"), virtual.pop("file"))
     assert plain == virtual and plain["pickled"] and plain["argv"][1:] == arguments[1:]
@@ -187,7 +191,7 @@ def total(i):
 
 if __name__ == "__main__":
     context = multiprocessing.get_context(sys.argv[1])
-    with context.Pool(2) as pool:
+    with context.Pool(1) as pool:
         print(pool.map(total, [1, 2, 3]))
     loader = DataLoader(Squares(), 2, num_workers=1, multiprocessing_context=context)
     print([batch.to("vgpu:1").tolist() for batch in loader])
