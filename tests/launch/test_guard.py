@@ -1,5 +1,6 @@
 """What a rank has started ends with the call: in sessions of its own, without its environment."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from helpers import launch
 from helpers.launch import guard
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+
+# By itself: its package would import torch.
+GUARD = f"import sys; sys.path.insert(0, {os.path.dirname(guard.__file__)!r}); import guard"
 
 STARTS = """
 import subprocess
@@ -85,18 +89,18 @@ def test_a_child_that_tidies_up_when_its_rank_ends_has_the_time(tmp_path):
 
 @pytest.mark.parametrize("ending", ["os._exit(7)", "os.abort()", "os.kill(os.getpid(), 9)"])
 def test_the_guard_ends_as_what_it_guards(ending):
-    code = f"import os; from helpers.launch import guard; guard.enter(); {ending}"
+    code = f"import os; {GUARD}; guard.enter(); {ending}"
     done = subprocess.run([sys.executable, "-c", code])
     plain = subprocess.run([sys.executable, "-c", f"import os; {ending}"])
     assert done.returncode == plain.returncode != 0
 
 
 def test_the_guard_ends_everything_on_request():
-    code = """
-import os, subprocess, sys, time
-from helpers.launch import guard
+    code = f"""
+import os, subprocess, time
+{GUARD}
 guard.enter()
-child = subprocess.Popen(["sleep", "600"], start_new_session=True, env={})
+child = subprocess.Popen(["sleep", "600"], start_new_session=True, env={{}})
 print(os.getpid(), child.pid, flush=True)
 time.sleep(600)
 """

@@ -13,7 +13,7 @@ from helpers.train.tasks import DEFAULTS, GPTTask
 # In double precision the layouts differ by rounding only; a large batch leaves no gradient so small
 # that Adam, which divides by its size, would make that rounding as large as a step.
 SHORT = Settings("gpt", epochs=1, batch_size=480, learning_rate=0.01, width=16)
-STEPS = 4
+STEPS = 3
 SAVED = 2
 
 

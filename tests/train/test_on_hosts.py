@@ -30,7 +30,7 @@ PATIENCE = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=9"
 @pytest.mark.parametrize("make_hosts", HOSTS)
 def test_the_host_that_is_left_goes_on_by_itself(tmp_path, make_hosts):
     run = tmp_path / "run"
-    training = ["-m", "helpers.train", "--cpu", "--width=4", "--threads=1", "--save-every=10"]
+    training = ["-m", "helpers.train", "--cpu", "--width=4", "--threads=1", "--save-every=40"]
     with make_hosts() as hosts:
         port = free_port()
         elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=lost"]
