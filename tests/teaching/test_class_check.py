@@ -289,19 +289,29 @@ class Mute(Exception):
 raise Mute
 """
 LEAVES_A_BOMB = """
-import os, threading
-threading.Timer(1.5, os._exit, [9]).start()
+import os, threading, time
+def bomb():
+    while not os.path.exists({lit!r}):
+        time.sleep(0.01)
+    os._exit(9)
+threading.Thread(target=bomb, daemon=True).start()
+"""
+LIGHTS_IT = """
+if "bomb" in globals():
+    open({lit!r}, "w").close()
+    time.sleep(600)
 """
 
 
 def test_no_answer_ends_the_run_or_another_s_verdict(tmp_path, capsys):
+    lit = str(tmp_path / "lit")
     hostile = {
         "forks": {**SOLUTIONS, "4.1": FORKS + SOLUTIONS["4.1"]},
         "overwrites": {**SOLUTIONS, "4.1": OVERWRITES + SOLUTIONS["4.1"]},
         "raises": {"4.1": SURROGATE, "4.2": MUTE, "4.3": SOLUTIONS["4.3"]},
         "waits": {
-            "4.1": LEAVES_A_BOMB + SOLUTIONS["4.1"],
-            "4.2": "import time; time.sleep(3)\n" + SOLUTIONS["4.2"],
+            "4.1": LEAVES_A_BOMB.format(lit=lit) + SOLUTIONS["4.1"],
+            "4.2": LIGHTS_IT.format(lit=lit) + SOLUTIONS["4.2"],
         },
         "writes": {**SOLUTIONS, "4.1": WRITES_EVERYWHERE + SOLUTIONS["4.1"], "4.3": "1 / 0"},
     }

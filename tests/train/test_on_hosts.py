@@ -23,6 +23,8 @@ LESSON = next(path for path in lessons.NOTEBOOKS if lessons.number(path) == "07"
 # tests/launch/test_two_hosts.py takes namespaces.
 HOSTS = [two_agents, two_namespaces] if WHOLE else [two_agents]
 
+COMMANDS = ["two-real-hosts", "slurm"] if WHOLE else ["slurm"]
+
 # How soon a silent host counts as gone, and how long to wait for one that may still come.
 PATIENCE = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=9"
 
@@ -77,7 +79,7 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("cell_id", ["two-real-hosts", "slurm"])
+@pytest.mark.parametrize("cell_id", COMMANDS)
 def test_the_commands_for_your_own_hosts_run(tmp_path, cell_id):
     """As they stand in the lesson, with stand-ins for ssh and Slurm that stay on this machine."""
     (cell,) = [cell for cell in lessons.cells(LESSON) if cell.id == cell_id]
