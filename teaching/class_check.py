@@ -27,7 +27,7 @@ from tqdm import tqdm
 from helpers.launch import machine
 from teaching import lessons
 from teaching.handed_in import Learner, answers, handed_in, printable
-from teaching.limits import Judged, Limits, NotPrepared, Stopped, judged
+from teaching.judging.limits import Judged, Limits, NotPrepared, Stopped, judged
 
 MARKS = {
     "right": "✓",

@@ -6,10 +6,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import clones
 import pexpect
 import psutil
 import pytest
+from browser import clones
 
 from teaching.lessons import ROOT
 

@@ -3,7 +3,7 @@
 import pytest
 
 from teaching import lessons
-from teaching.judge import outcome_of
+from teaching.judging.judge import outcome_of
 
 OTHERS = {
     "12.3": (

@@ -10,7 +10,7 @@ from helpers import vgpu
 from helpers.checks import exercises
 from teaching import class_check, editions, lessons
 from teaching.exam.__main__ import JUDGED_LATER, main
-from teaching.judge import outcome_of
+from teaching.judging.judge import outcome_of
 
 TASKS = lessons.exercise_ids(lessons.EXAM)
 each_task = pytest.mark.parametrize("task", TASKS)

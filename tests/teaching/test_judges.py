@@ -7,8 +7,9 @@ import threading
 import psutil
 import pytest
 
-from teaching import judges, lessons
-from teaching.limits import Limits, judged
+from teaching import lessons
+from teaching.judging import judges
+from teaching.judging.limits import Limits, judged
 
 (LESSON,) = (path for path in lessons.NOTEBOOKS if lessons.number(path) == "04")
 SOLUTION = lessons.solution(LESSON, "4.1")

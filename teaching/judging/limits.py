@@ -17,7 +17,8 @@ import psutil
 
 from helpers.launch import guard
 from helpers.units import format_bytes
-from teaching import judges, lessons
+from teaching import lessons
+from teaching.judging import judges
 
 LOOK_EVERY_S = 0.1
 # Loading PyTorch and running a lesson's own setup is not the learner's time.

@@ -40,7 +40,7 @@ _PRELOAD = (
     "helpers.plots",
     "helpers.train",
     "helpers.widgets",
-    "teaching.judge",
+    "teaching.judging.judge",
 )
 _LOOK_EVERY_S = 0.02
 
@@ -64,7 +64,7 @@ def started(folder: Path, mark: str) -> Process:
         return _server.fork(folder, mark)
     with (folder / "job").open() as stdin, (folder / "errors").open("w") as stderr:
         return subprocess.Popen(
-            [sys.executable, "-m", "teaching.judge"],
+            [sys.executable, "-m", "teaching.judging.judge"],
             stdin=stdin,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
@@ -136,7 +136,7 @@ _server = _Server()
 def _start() -> "subprocess.Popen[str]":
     home = tempfile.TemporaryDirectory(prefix="judges-", ignore_cleanup_errors=True)
     server = subprocess.Popen(
-        [sys.executable, "-m", "teaching.judges"],
+        [sys.executable, "-m", "teaching.judging.judges"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

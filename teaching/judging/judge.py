@@ -1,7 +1,7 @@
 """Judges one lesson's answers, in a process of its own that may be ended at any moment.
 
-``teaching.limits`` has it started and sets its limits. A job comes in as JSON; each verdict goes out
-as a line of JSON, and a line before each exercise says that it has begun.
+``teaching.judging.limits`` has it started and sets its limits. A job comes in as JSON; each verdict
+goes out as a line of JSON, and a line before each exercise says that it has begun.
 """
 
 import json
