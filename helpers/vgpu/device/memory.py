@@ -30,11 +30,7 @@ def rounded(request_bytes: int) -> int:
     return -(-request_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
 
 
-def _default_stream(index: int) -> int:
-    return 0
-
-
-_current_stream: Callable[[int], int] = _default_stream
+_current_stream: Callable[[int], int] | None = None  # None until a stream is made current
 
 
 def streams_from(current_stream: Callable[[int], int]) -> None:
@@ -118,31 +114,51 @@ class DeviceMemory:
         _acquire()
         try:
             size_bytes = self.require(request_bytes)
-            self.allocation_count += 1
             self.live_block_count += 1
-            block = Block(self, self.allocation_count, size_bytes, operation)
-            self.change(block, size_bytes, size_bytes, operation)
+            self.allocation_count = number = self.allocation_count + 1
+            block = Block(self, number, size_bytes, operation)
+            self.allocated_bytes = allocated_bytes = self.allocated_bytes + size_bytes
+            if allocated_bytes > self.peak_bytes:
+                self.peak_bytes = allocated_bytes
+            if not self.is_gone:
+                stream = _current_stream(self.device.index) if _current_stream else 0
+                self._reserve.new(size_bytes, stream)
+                if _records:
+                    self._record(block, size_bytes, size_bytes, stream, operation)
             return block
         finally:
             _release()
 
-    def change(self, block: "Block", size_bytes: int, block_bytes: int, operation: str) -> None:
-        """Add to, or with a negative size take from, what is allocated; the lock is held.
+    def resize(self, block: "Block", size_bytes: int, operation: str) -> None:
+        """The block has so many bytes from now on; the lock is held."""
+        more_bytes = size_bytes - block.size_bytes
+        if more_bytes == 0:
+            return
+        self.allocated_bytes += more_bytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        if not self.is_gone:
+            stream = _current_stream(self.device.index) if _current_stream and size_bytes else 0
+            self._reserve.resized(block.number, size_bytes, stream)
+            self._record(block, more_bytes, size_bytes, stream, operation)
 
-        block_bytes: what the block has from now on.
-        """
-        if size_bytes == 0:
-            return
-        self.allocated_bytes += size_bytes
-        if self.allocated_bytes > self.peak_bytes:
-            self.peak_bytes = self.allocated_bytes
-        if self.is_gone:
-            return
-        stream = _current_stream(self.device.index) if block_bytes else 0
-        self._reserve.note(block.number, block_bytes, stream)
-        for record in _records:
-            if record.depth <= self._depth:
-                record.note(self, block, size_bytes, block_bytes, stream, operation)
+    def free(self, block: "Block") -> None:
+        """The block is gone; the lock is held."""
+        self.live_block_count -= 1
+        size_bytes = block.size_bytes
+        self.allocated_bytes -= size_bytes
+        if size_bytes and not self.is_gone:
+            self._reserve.freed(block.number)
+            if _records:
+                self._record(block, -size_bytes, 0, 0, block.operation)
+
+    def _record(
+        self, block: "Block", size_bytes: int, block_bytes: int, stream: int, operation: str
+    ) -> None:
+        """What is allocated has changed by a size, and the block's bytes are these now."""
+        if size_bytes:
+            for record in _records:
+                if record.depth <= self._depth:
+                    record.note(self, block, size_bytes, block_bytes, stream, operation)
 
     def set_capacity(self, capacity_bytes: int) -> None:
         with _lock:
@@ -245,7 +261,7 @@ class Block:
             size_bytes = rounded(request_bytes)
             if size_bytes > self.size_bytes:
                 self.memory.require(size_bytes - self.size_bytes)
-            self.memory.change(self, size_bytes - self.size_bytes, size_bytes, operation)
+            self.memory.resize(self, size_bytes, operation)
             self.size_bytes = size_bytes
 
     def __del__(self) -> None:
@@ -253,8 +269,7 @@ class Block:
             self.uses.freed(self.made)
         _acquire()
         try:
-            self.memory.live_block_count -= 1
-            self.memory.change(self, -self.size_bytes, 0, self.operation)
+            self.memory.free(self)
         finally:
             _release()
 

@@ -1,6 +1,6 @@
 """What CUDA's caching allocator would hold now, worked out when somebody asks.
 
-A block's way through the allocator takes longer than to note it. So blocks are noted, in 16 bytes
+A block's way through the allocator takes longer than to note it. So blocks are noted, in 8 bytes
 each time, and played when somebody asks, or when the notes have become many.
 
 Left out, besides what caching_allocator.py leaves out: outside of a recording, what a backward pass
@@ -9,16 +9,18 @@ a virtual GPU goes on, and has then reserved more than it has.
 """
 
 from array import array
+from collections.abc import Iterator
 
 import torch
 
 from helpers.vgpu.device.caching_allocator import CachingAllocator
 
-_MOST_NOTES = 2**21  # 16 MiB; playing them takes a second or two
+_MOST_NOTES = 2**21  # 16 MiB; playing them takes a few seconds
 _STREAM_BITS = 11  # a block is a multiple of 512 bytes, so this many more leave room for 20
 _STREAM_MASK = 2**20 - 1
-# In place of a block's number.
-_RESET_PEAK, _EMPTY_CACHE = -1, -2
+# Notes below 0. After _RESIZE come a block's number, and its bytes and stream; _FREE less a block's
+# number is its end.
+_RESET_PEAK, _EMPTY_CACHE, _RESIZE, _FREE = -1, -2, -3, -4
 
 
 class Reserve:
@@ -26,21 +28,35 @@ class Reserve:
 
     def __init__(self, device: torch.device, capacity_bytes: int) -> None:
         self._allocator = CachingAllocator(device, capacity_bytes, goes_on=True)
-        self._notes = array("q")  # a block's number, and its bytes and stream from now on
+        # A finalizer may add one between any two others, so what belongs together is added at once.
+        self._notes = array("q")
+        self._add = self._notes.append
+        self._new_blocks = 0  # of the notes that were played
         self._is_playing = False
 
-    def note(self, block: int, block_bytes: int, stream: int) -> None:
-        """A block has so many bytes from now on, none if it is freed; 512 or a multiple."""
-        self._notes.extend((block, block_bytes << _STREAM_BITS | stream & _STREAM_MASK))
-        if len(self._notes) > _MOST_NOTES and not self._is_playing:
-            self.now()
+    def new(self, block_bytes: int, stream: int) -> None:
+        """The next block, numbered from 1 on, has so many bytes: 512, a multiple or none."""
+        self._add(block_bytes << _STREAM_BITS | stream & _STREAM_MASK)
+        if len(self._notes) > _MOST_NOTES:
+            self._are_many()
+
+    def resized(self, block: int, block_bytes: int, stream: int) -> None:
+        """The block of this number has so many bytes from now on, perhaps none."""
+        packed = block_bytes << _STREAM_BITS | stream & _STREAM_MASK
+        self._notes.extend((_RESIZE, block, packed))
+
+    def freed(self, block: int) -> None:
+        """The block of this number, which had some bytes, is gone."""
+        self._add(_FREE - block)
+        if len(self._notes) > _MOST_NOTES:
+            self._are_many()
 
     def reset_peak(self) -> None:
-        self._notes.extend((_RESET_PEAK, 0))
+        self._add(_RESET_PEAK)
 
     def empty_cache(self) -> None:
         """Give back what lies free in whole segments."""
-        self._notes.extend((_EMPTY_CACHE, 0))
+        self._add(_EMPTY_CACHE)
 
     def set_capacity(self, capacity_bytes: int) -> None:
         """From now on the GPU has so many bytes."""
@@ -49,24 +65,41 @@ class Reserve:
 
     def now(self) -> CachingAllocator:
         """The allocator after everything that was noted."""
-        notes, self._notes = self._notes, array("q")
-        self._is_playing = True  # blocks may be freed meanwhile; their notes come later
+        count = len(self._notes)
+        notes = iter(self._notes[:count])
+        del self._notes[:count]  # blocks may be freed meanwhile; their notes come later
+        self._is_playing = True
         try:
-            for at in range(0, len(notes), 2):
-                self._play(notes[at], notes[at + 1])
+            for note in notes:
+                self._play(note, notes)
         finally:
             self._is_playing = False
         return self._allocator
 
-    def _play(self, block: int, packed: int) -> None:
-        allocator = self._allocator
-        if block == _RESET_PEAK:
-            allocator.reset_peaks()
-        elif block == _EMPTY_CACHE:
-            allocator.release_cached()
-        elif packed == 0:
-            allocator.free(block)
+    def _are_many(self) -> None:
+        if not self._is_playing:
+            self.now()
+
+    def _play(self, note: int, following: Iterator[int]) -> None:
+        if note >= 0:
+            self._new_blocks += 1
+            self._place(self._new_blocks, note)
+        elif note <= _FREE:
+            self._allocator.free(_FREE - note)
+        elif note == _RESIZE:
+            self._place(next(following), next(following))
+        elif note == _RESET_PEAK:
+            self._allocator.reset_peaks()
         else:
-            block_bytes = packed >> _STREAM_BITS & ~511
-            place = allocator.resize if block in allocator else allocator.allocate
-            place(block, block_bytes, packed & _STREAM_MASK)
+            self._allocator.release_cached()
+
+    def _place(self, block: int, packed: int) -> None:
+        """Let a block have as many bytes as a note says."""
+        allocator, block_bytes = self._allocator, packed >> _STREAM_BITS & ~511
+        if block not in allocator:
+            if block_bytes:
+                allocator.allocate(block, block_bytes, packed & _STREAM_MASK)
+        elif block_bytes:
+            allocator.resize(block, block_bytes, packed & _STREAM_MASK)
+        else:
+            allocator.free(block)
