@@ -95,11 +95,15 @@ class DeviceMemory:
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.allocation_count = 0
-        self.live_block_count = 0
+        self.freed_count = 0
         self.is_gone = False
         self._depth = _depth
-        self._reserve = Reserve(device, capacity_bytes)
+        self.reserve = Reserve(device, capacity_bytes)
         _memories.append(self)
+
+    @property
+    def live_block_count(self) -> int:
+        return self.allocation_count - self.freed_count
 
     def require(self, request_bytes: int) -> int:
         """The rounded size of a request; OutOfMemoryError where it does not fit."""
@@ -113,18 +117,22 @@ class DeviceMemory:
         """Count a new block of at least ``request_bytes``."""
         _acquire()
         try:
-            size_bytes = self.require(request_bytes)
-            self.live_block_count += 1
-            self.allocation_count = number = self.allocation_count + 1
-            block = Block(self, number, size_bytes, operation)
+            size_bytes = -(-request_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
+            if (
+                self.allocated_bytes + size_bytes > self.capacity_bytes
+                or self.allowed_bytes is not None
+            ):
+                self.require(request_bytes)
+            block = Block(self, size_bytes, operation)  # others may be freed meanwhile
+            self.allocation_count += 1
             self.allocated_bytes = allocated_bytes = self.allocated_bytes + size_bytes
             if allocated_bytes > self.peak_bytes:
                 self.peak_bytes = allocated_bytes
             if not self.is_gone:
                 stream = _current_stream(self.device.index) if _current_stream else 0
-                self._reserve.new(size_bytes, stream)
+                block.number = self.reserve.new(size_bytes, stream)
                 if _records:
-                    self._record(block, size_bytes, size_bytes, stream, operation)
+                    self.record(block, size_bytes, size_bytes, stream, operation)
             return block
         finally:
             _release()
@@ -138,23 +146,13 @@ class DeviceMemory:
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         if not self.is_gone:
             stream = _current_stream(self.device.index) if _current_stream and size_bytes else 0
-            self._reserve.resized(block.number, size_bytes, stream)
-            self._record(block, more_bytes, size_bytes, stream, operation)
+            self.reserve.resized(block.number, size_bytes, stream)
+            self.record(block, more_bytes, size_bytes, stream, operation)
 
-    def free(self, block: "Block") -> None:
-        """The block is gone; the lock is held."""
-        self.live_block_count -= 1
-        size_bytes = block.size_bytes
-        self.allocated_bytes -= size_bytes
-        if size_bytes and not self.is_gone:
-            self._reserve.freed(block.number)
-            if _records:
-                self._record(block, -size_bytes, 0, 0, block.operation)
-
-    def _record(
+    def record(
         self, block: "Block", size_bytes: int, block_bytes: int, stream: int, operation: str
     ) -> None:
-        """What is allocated has changed by a size, and the block's bytes are these now."""
+        """What is allocated has changed by a size, and the block has so many bytes now."""
         if size_bytes:
             for record in _records:
                 if record.depth <= self._depth:
@@ -163,22 +161,22 @@ class DeviceMemory:
     def set_capacity(self, capacity_bytes: int) -> None:
         with _lock:
             self.capacity_bytes = capacity_bytes
-            self._reserve.set_capacity(capacity_bytes)
+            self.reserve.set_capacity(capacity_bytes)
 
     def reset_peak(self) -> None:
         with _lock:
             self.peak_bytes = self.allocated_bytes
-            self._reserve.reset_peak()
+            self.reserve.reset_peak()
 
     def empty_cache(self) -> None:
         """Give back what is reserved in whole segments and not allocated."""
         with _lock:
-            self._reserve.empty_cache()
+            self.reserve.empty_cache()
 
     def reserved(self) -> tuple[int, int]:
         """Bytes that CUDA's caching allocator would have reserved, and the most since the reset."""
         with _lock:
-            allocator = self._reserve.now()
+            allocator = self.reserve.now()
             return allocator.reserved_bytes, allocator.peak_reserved_bytes
 
     @property
@@ -243,9 +241,9 @@ class Block:
         "uses",
     )
 
-    def __init__(self, memory: DeviceMemory, number: int, size_bytes: int, operation: str) -> None:
+    def __init__(self, memory: DeviceMemory, size_bytes: int, operation: str) -> None:
         self.memory = memory
-        self.number = number  # among the blocks of its GPU
+        self.number = 0  # the reserve's
         self.size_bytes = size_bytes
         self.operation = operation
         # Of a shape, once it is asked for: other blocks have storages of values.
@@ -269,7 +267,13 @@ class Block:
             self.uses.freed(self.made)
         _acquire()
         try:
-            self.memory.free(self)
+            memory, size_bytes = self.memory, self.size_bytes
+            memory.freed_count += 1
+            memory.allocated_bytes -= size_bytes
+            if size_bytes and not memory.is_gone:
+                memory.reserve.freed(self.number)
+                if _records:
+                    memory.record(self, -size_bytes, 0, 0, self.operation)
         finally:
             _release()
 

@@ -31,14 +31,17 @@ class Reserve:
         # A finalizer may add one between any two others, so what belongs together is added at once.
         self._notes = array("q")
         self._add = self._notes.append
-        self._new_blocks = 0  # of the notes that were played
+        self._noted_blocks = self._played_blocks = 0
         self._is_playing = False
 
-    def new(self, block_bytes: int, stream: int) -> None:
-        """The next block, numbered from 1 on, has so many bytes: 512, a multiple or none."""
-        self._add(block_bytes << _STREAM_BITS | stream & _STREAM_MASK)
+    def new(self, block_bytes: int, stream: int) -> int:
+        """A new block has so many bytes: 512, a multiple or none. Returns its number."""
+        packed = block_bytes << _STREAM_BITS | stream & _STREAM_MASK
+        number = self._noted_blocks = self._noted_blocks + 1
+        self._add(packed)  # in the order of their numbers, which notes do not repeat
         if len(self._notes) > _MOST_NOTES:
             self._are_many()
+        return number
 
     def resized(self, block: int, block_bytes: int, stream: int) -> None:
         """The block of this number has so many bytes from now on, perhaps none."""
@@ -82,8 +85,8 @@ class Reserve:
 
     def _play(self, note: int, following: Iterator[int]) -> None:
         if note >= 0:
-            self._new_blocks += 1
-            self._place(self._new_blocks, note)
+            self._played_blocks += 1
+            self._place(self._played_blocks, note)
         elif note <= _FREE:
             self._allocator.free(_FREE - note)
         elif note == _RESIZE:

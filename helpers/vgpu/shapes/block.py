@@ -22,7 +22,7 @@ from helpers.vgpu.device import gpus
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
 from helpers.vgpu.shapes import operations
 from helpers.vgpu.shapes.operations import dispatch
-from helpers.vgpu.shapes.shape import around_shapes, is_shape
+from helpers.vgpu.shapes.shape import ShapeTensor, around_shapes, is_shape
 
 
 class _Mode(TorchDispatchMode):
@@ -41,11 +41,12 @@ class _Mode(TorchDispatchMode):
     ) -> Any:
         if _infra_mode(_FAKE) is not None:  # torch asks itself what would come out: DTensor does
             return func(*args, **(kwargs or {}))
-        if types and around_shapes(types):
+        if types and types != _SHAPES and around_shapes(types):
             return NotImplemented
         return dispatch(func, args, kwargs or {}, self)
 
 
+_SHAPES = (ShapeTensor,)  # asked first: nearly all that is computed with
 _infra_mode = torch._C._get_dispatch_mode
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 

@@ -35,6 +35,7 @@ class _Facts:
         "copies",
         "func",
         "makes",
+        "only_computes",
         "special",
         "traits",
         "values",
@@ -51,6 +52,10 @@ class _Facts:
         self.copies = self.traits.copies
         self.special = _handlers.get(func._schema.name)
         self.values = self.traits.waits or self.traits.name in _ANSWERS
+        # Whether all that can come is new tensors: asked at once, for most of what there is.
+        self.only_computes = not (
+            self.special or self.copies or self.values or self.traits.writes or self.aliases
+        )
 
 
 class ShapeCall(NamedTuple):
@@ -115,7 +120,7 @@ def dispatch(
     inputs: list[VirtualTensor] = []
     _read(args, key, inputs, facts.makes)
     device = None
-    for name, value in kwargs.items():
+    for name, value in kwargs.items() if kwargs else ():
         if name == "device":
             device = value
         elif name not in signatures.NO_MATTER:
@@ -129,22 +134,23 @@ def dispatch(
         gpu = _target(device, gpu)
         if gpu is None or (not inputs and _stays_real(facts, args, kwargs, gpu)):
             return func(*args, **kwargs)
-    if facts.special is not None:
-        off = mode or nullcontext()
-        return facts.special(ShapeCall(facts, args, kwargs, tuple(key), inputs, gpu, off))
-    if facts.copies:
-        return _copy(facts, args, kwargs, key, gpu)
-    if facts.values and (not facts.traits.indexes or facts.traits.waits_for(args)):
-        if facts.traits.records_stream and recording.under_way is not None:
-            recording.under_way.record_stream(*args)
-        return _value(facts.traits, inputs)
     traits = facts.traits
     written: list[ShapeTensor] = []
-    if traits.writes:
-        for changed in traits.written(args, kwargs):
-            if type(changed) is not ShapeTensor:
-                raise _has_values(changed, traits)
-            written.append(changed)
+    if not facts.only_computes:
+        if facts.special is not None:
+            off = mode or nullcontext()
+            return facts.special(ShapeCall(facts, args, kwargs, tuple(key), inputs, gpu, off))
+        if facts.copies:
+            return _copy(facts, args, kwargs, key, gpu)
+        if facts.values and (not traits.indexes or traits.waits_for(args)):
+            if traits.records_stream and recording.under_way is not None:
+                recording.under_way.record_stream(*args)
+            return _value(traits, inputs)
+        if traits.writes:
+            for changed in traits.written(args, kwargs):
+                if type(changed) is not ShapeTensor:
+                    raise _has_values(changed, traits)
+                written.append(changed)
     result = _results.get(signature := tuple(key))
     if result is None:
         result = _results[signature] = learn(func, args, kwargs)
@@ -152,6 +158,11 @@ def dispatch(
     if now is not None and not isinstance(gpu, Host):
         waits = traits.indexes and traits.waits_for(args)
         done = now.operation(traits, gpu, inputs, written, result.work, waits)
+    if result.alone is not None and facts.only_computes:
+        made = shape.make(result.alone, gpu, traits.name)
+        if done is not None and made._block is not None:
+            made._block.made = done
+        return made
     return _outputs(facts, args, kwargs, inputs, result, gpu, done)
 
 
@@ -235,8 +246,6 @@ def _outputs(
 ) -> Any:
     """The tensors that a call gives back; in a recording ``done`` wrote them."""
     aliases = facts.aliases
-    if result.form is None and aliases is None and result.outputs:  # most of what there is
-        return _made(facts, result.outputs[0], result.bases[0], inputs, gpu, done)
     outputs: list[object] = []
     for position, output in enumerate(result.outputs):
         alias = aliases[position] if aliases is not None and position < len(aliases) else None

@@ -25,6 +25,7 @@ class Result(NamedTuple):
     outputs: list[Output | int | None]  # numbers, and None, stand for themselves
     bases: list[int | None]  # the virtual input, by its number, whose memory an output shares
     work: Work
+    alone: Output | None = None  # the output, where it is one tensor with memory of its own
 
 
 def learn(func: Operator, args: Args, kwargs: Kwargs) -> Result:
@@ -58,7 +59,8 @@ def learn(func: Operator, args: Args, kwargs: Kwargs) -> Result:
         owners.get(item.untyped_storage()._cdata) if isinstance(item, torch.Tensor) else None
         for item in items
     ]
-    return Result(form, outputs, bases, work)
+    alone = outputs[0] if form is None and bases == [None] else None
+    return Result(form, outputs, bases, work, alone if isinstance(alone, Output) else None)
 
 
 def _metas(value: Any) -> Any:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers import vgpu
-from helpers.vgpu.device import reserve
+from helpers.vgpu.device import memory, reserve
 
 MIB = 2**20
 
@@ -177,7 +177,28 @@ def test_notes_are_played_before_they_are_many(monkeypatch):
     monkeypatch.setattr(reserve, "_MOST_NOTES", 100)
     noted = []
     live = some_program(
-        lambda: noted.append(len(torch.empty(0, device="vgpu")._gpu.memory._reserve._notes))
+        lambda: noted.append(len(torch.empty(0, device="vgpu")._gpu.memory.reserve._notes))
     )
     assert max(noted) <= 100 < sum(noted)
     del live
+
+
+def test_blocks_may_come_and_go_while_one_is_made(monkeypatch):
+    """Whenever an object is made Python may collect others, and their finalizers may do anything."""
+    held, made = [of(3), of(9)], []
+
+    class Block(memory.Block):
+        def __init__(self, *args):
+            super().__init__(*args)
+            if held:
+                held.pop()
+                made.append(of(12))
+
+    monkeypatch.setattr(memory, "Block", Block)
+    kept = of(30)
+    assert torch.vgpu.memory_allocated() == (12 + 12 + 30) * MIB
+    assert reserved_mib() == 20 + 12 + 30  # one of 12 lies where the first two did
+    made.clear()
+    assert torch.vgpu.memory_allocated() == 30 * MIB
+    torch.vgpu.empty_cache()
+    assert reserved_mib() == 30 and kept.numel() == 30 * MIB
