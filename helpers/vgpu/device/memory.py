@@ -117,7 +117,7 @@ class DeviceMemory:
         """Count a new block of at least ``request_bytes``."""
         _acquire()
         try:
-            size_bytes = -(-request_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
+            size_bytes = request_bytes + 511 & ~511  # rounded, in less time
             if (
                 self.allocated_bytes + size_bytes > self.capacity_bytes
                 or self.allowed_bytes is not None

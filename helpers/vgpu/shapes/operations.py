@@ -110,15 +110,21 @@ def dispatch(
 
     mode: the block that the call came through, which C++ switches off meanwhile.
     """
-    facts = _facts.get(id(func))
+    number = id(func)
+    facts = _facts.get(number)
     if facts is None:
-        facts = _facts[id(func)] = _Facts(func)
+        facts = _facts[number] = _Facts(func)
     if facts.composite:
         with mode or nullcontext():
             return decompose(func, args, kwargs)
-    key: list[object] = [id(func)]
+    key: list[object] = [number]
     inputs: list[VirtualTensor] = []
-    _read(args, key, inputs, facts.makes)
+    for value in args:
+        if type(value) is ShapeTensor:  # here once more: a call takes longer
+            inputs.append(value)
+            key.append(id(value._inner))
+        else:
+            _read((value,), key, inputs, facts.makes)
     device = None
     for name, value in kwargs.items() if kwargs else ():
         if name == "device":
