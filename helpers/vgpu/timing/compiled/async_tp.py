@@ -17,11 +17,18 @@ gather reads it after the products.
 A piece's product costs what CostModel says of so many rows. Copy engines send a piece, at the rate
 of the group's ring, and take no multiprocessors.
 
-Left out: barriers other than that all ranks of a group send a piece at once; what a copy takes of the
-memory's bandwidth from a product beside it; two kernels of pieces side by side, which fill the end of
-each other's last wave; copies that bring a product's left factor in the order of the pieces, where no
-fused kernel writes it so; a right factor that is computed between a gather and its product, which
-keeps the two apart here; and memory: neither the buffers nor what a copy that falls away would take.
+Compared with what torch's pass makes of a block of helpers.models, compiled for eight ranks with
+either kind of checkpoint (torch 2.15): it finds the same pairs, leaves the reduce-scatters of inputs'
+gradients, whose products are added first, and copies what it gathered for the gradients of weights,
+as here. Beyond that it copies a product's result that is kept for the backward pass (0.4 ms of 75 a
+block of 8B on eight H100s), and a gradient's piece before it is gathered (0.1 ms).
+
+Left out: those two; barriers other than that all ranks of a group send a piece at once (15 in a
+product and its reduce-scatter); what a copy takes of the memory's bandwidth from a product beside it;
+clocks that fall with a limit of power while a GPU does both; two kernels of pieces side by side, which
+fill the end of each other's last wave; a right factor that is computed between a gather and its
+product, which keeps the two apart here; that torchtitan compiles blocks only, not the last product;
+and memory: neither the buffers nor what a copy that falls away would take.
 """
 
 from collections.abc import Sequence
