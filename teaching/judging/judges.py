@@ -31,7 +31,7 @@ MARK = "COURSE_JUDGE"
 _FORKS = hasattr(os, "fork")
 # The first lets the others come without a search for garbage.
 _PRELOAD = (
-    "helpers.unswept",
+    "helpers.forkserver.unswept",
     "torch._dynamo",
     "torchvision",
     "helpers.data",

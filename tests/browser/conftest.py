@@ -4,8 +4,8 @@ import shutil
 import sys
 from pathlib import Path
 
-import lab
 import pytest
+from browser import lab
 
 from teaching import lessons
 

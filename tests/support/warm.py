@@ -38,11 +38,13 @@ def run(module, arguments, *, imports, cwd, environment, typed=""):
         files[0].write(typed)
         files[0].seek(0)
         request = {"arguments": [*map(str, arguments)], "cwd": str(cwd), "environment": environment}
-        socket.send_fds(server, [json.dumps(request).encode()], [file.fileno() for file in files])
-        code = int(server.recv(20))
+        message = json.dumps(request).encode() + b"\n"
+        socket.send_fds(server, [message], [file.fileno() for file in files])
+        code = server.recv(20)
+        assert code, f"the process that runs {module} has ended"
         for file in files:
             file.seek(0)
-        return subprocess.CompletedProcess(arguments, code, files[1].read(), files[2].read())
+        return subprocess.CompletedProcess(arguments, int(code), files[1].read(), files[2].read())
 
 
 @cache
@@ -50,7 +52,7 @@ def _server(module, imports):
     folder = tempfile.TemporaryDirectory(prefix="warm-")
     # Python imports this one as it starts, before it looks at what it is to run.
     Path(folder.name, "sitecustomize.py").write_text("import warm\nwarm.serve()\n")
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", module],
@@ -77,10 +79,12 @@ def serve():
     """Answer each request with its exit status; return where Python is to go on with one."""
     for name in os.environ[_IMPORTS].split():
         importlib.import_module(name)
-    gc.enable()  # helpers.unswept may have been among them
+    gc.enable()  # helpers.forkserver.unswept may have been among them
     server = socket.socket(fileno=int(os.environ[_SOCKET]))
     while True:
-        message, streams, *_ = socket.recv_fds(server, 1 << 20, 3)
+        message, streams, *_ = socket.recv_fds(server, 1 << 16, 3)
+        while message and not message.endswith(b"\n"):
+            message += server.recv(1 << 16)
         if not message:
             os._exit(0)
         pid = os.fork()

@@ -135,7 +135,9 @@ def test_two_ranks_notice_what_a_disk_did_to_either_part_and_end_at_the_same_bit
 
 def command(*options):
     """``python -m helpers.train`` with these options, ended."""
-    imports = "helpers.unswept helpers.train torch.distributed.elastic.multiprocessing.errors"
+    imports = (
+        "helpers.forkserver.unswept helpers.train torch.distributed.elastic.multiprocessing.errors"
+    )
     environment = dict(os.environ)
     return warm.run(
         "helpers.train", options, imports=imports, cwd=os.getcwd(), environment=environment

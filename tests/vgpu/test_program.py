@@ -18,7 +18,7 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREAD
 
 def run(*arguments, cwd, typed=""):
     """The command; its return code, output and errors."""
-    imports = "helpers.unswept helpers.vgpu.program"
+    imports = "helpers.forkserver.unswept helpers.vgpu.program"
     done = warm.run(
         "helpers.vgpu", arguments, imports=imports, cwd=cwd, environment=ENVIRONMENT, typed=typed
     )

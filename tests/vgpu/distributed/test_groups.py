@@ -169,7 +169,7 @@ def main(rank, world, bodies, dtypes, laters):
 @pytest.mark.parametrize(("bodies", "laters"), [(COLLECTIVES, (False, True)), (AT_ONCE, (False,))])
 def test_every_collective_gives_what_it_gives_on_the_cpu(bodies, laters):
     main = cell(RANKS)["main"]
-    ranks = launch.run(main, 4, bodies, DTYPES, laters, gpu="V100", timeout_s=110)
+    ranks = launch.run(main, 4, bodies, DTYPES, laters, gpu="V100")
     for rank, outcomes in enumerate(ranks):
         assert len(outcomes) == len(bodies) * len(DTYPES) * 2 * len(laters)
         for *case, on_cpu, on_gpu in outcomes:
@@ -228,7 +228,7 @@ def test_a_hang_names_the_collective_on_virtual_tensors():
             dist.all_reduce(x)
     """
     with pytest.raises(launch.RanksHung, match="rank 0 waits in all_reduce"):
-        launch.run(cell(source)["main"], 2, gpu="V100", timeout_s=60)
+        launch.run(cell(source)["main"], 2, gpu="V100")
 
 
 @pytest.mark.parametrize(

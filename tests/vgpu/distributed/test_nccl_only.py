@@ -72,7 +72,7 @@ def main(rank, world):
 
 
 def test_groups_are_split_where_the_default_one_names_its_device():
-    ranks = launch.run(cell(SPLIT)["main"], 4, gpu="V100", timeout_s=60)
+    ranks = launch.run(cell(SPLIT)["main"], 4, gpu="V100")
     rows, columns = {0: 101.0, 1: 1010.0}, {0: 11.0, 1: 1100.0}
     for rank, found in enumerate(ranks):
         pair = 1001.0 if rank in (0, 3) else 10.0**rank

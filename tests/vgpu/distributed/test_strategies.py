@@ -17,7 +17,7 @@ BY_BATCH = ("ddp", "fsdp", "hybrid_sharding", "fsdp_without_resharding")
 @functools.cache
 def results_of(group):
     """For each rank, what the ways of a group gave; all on one start of the ranks."""
-    return launch.run(strategies.both, 4, strategies.WAYS[group], gpu="V100", timeout_s=110)
+    return launch.run(strategies.both, 4, strategies.WAYS[group], gpu="V100")
 
 
 @pytest.mark.parametrize(
