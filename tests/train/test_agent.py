@@ -19,6 +19,9 @@ if __name__ == "__main__":
     print(f"start {start}, rank {rank} of {os.environ['WORLD_SIZE']}: {sys.argv[1:]}", flush=True)
     print(os.environ.get("AGENT_TEST"), file=sys.stderr)
     Path(sys.argv[2], f"{start}-{rank}").touch()
+    # Whoever ends first has the agent end the others, which may not have come so far.
+    while len(list(Path(sys.argv[2]).glob(f"{start}-*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
     if sys.argv[1] == "lose" and (rank, start) == ("1", "0"):
         os.kill(os.getpid(), signal.SIGKILL)
     if sys.argv[1] == "refuse":
