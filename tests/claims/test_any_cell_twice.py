@@ -5,6 +5,7 @@ ranks and train for no longer than a moment.
 """
 
 import pytest
+from forked_runs import run_of
 from sampling import WHOLE
 
 from teaching import lessons
@@ -14,6 +15,6 @@ TRIED = [path for path in lessons.NOTEBOOKS if WHOLE or lessons.number(path) in 
 
 
 @pytest.mark.parametrize("path", TRIED, ids=lambda path: path.stem[:2])
-def test_any_cell_runs_twice_in_a_row(kernel, path):
+def test_any_cell_runs_twice_in_a_row(player, path):
     code = [cell for cell in lessons.cells(path) if cell.is_code]
-    assert kernel.run([cell for cell in code for _ in range(2)]) == ("", "")
+    assert player.outcome(run_of(cell for cell in code for _ in range(2))) == ("", "")

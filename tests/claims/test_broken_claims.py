@@ -2,14 +2,16 @@
 
 Unbroken, the cell passes: its lesson shows that, with all cells. Here it has only those that it seems
 to need. That they are enough is tried where cells are shortened or named by hand, and of the others
-for a third; with ``TESTS=whole`` for each.
+for a third; with ``TESTS=whole`` for each. That also tries the further breaks marked ``dear``.
 """
 
 import pytest
 from broken_claims import all_broken, cells_to_run, proving
-from sampling import in_third
+from forked_runs import run_of
+from sampling import WHOLE, in_third
 
-CASES = [(*proving(broken), broken) for broken in all_broken()]
+ALL = [(*proving(broken), broken) for broken in all_broken()]
+CASES = [case for case in ALL if WHOLE or not case[-1].dear]
 each_break = pytest.mark.parametrize(
     ("path", "cell_id", "broken"),
     CASES,
@@ -17,29 +19,48 @@ each_break = pytest.mark.parametrize(
 )
 
 
+def unbroken_run(path, cell_id, broken):
+    """The proving cell as it stands in its lesson, or None where that is not tried."""
+    if broken.shorter or broken.needs or in_third(f"{path.stem} {cell_id}"):
+        return run_of(cells_to_run(path, cell_id, broken, broken.shorter))
+    return None
+
+
+def broken_run(path, cell_id, broken):
+    cells = cells_to_run(path, cell_id, broken, [*broken.shorter, *broken.edits])
+    return run_of(cells, broken.before)
+
+
 @pytest.fixture(scope="module")
-def unbroken(kernel):
-    """What comes of a proving cell as it stands in its lesson."""
+def outcome(request, player):
+    """How a run ends. A lesson's runs are begun together: they have their first cells in common."""
+    of_lesson, begun = {}, set()
+    for item in request.session.items:
+        if getattr(item, "function", None) is test_a_claim_fails_where_its_mechanism_is_broken:
+            case = [item.callspec.params[name] for name in ("path", "cell_id", "broken")]
+            runs = unbroken_run(*case), broken_run(*case)
+            of_lesson.setdefault(case[0], []).extend(run for run in runs if run)
 
-    outcomes = {}
+    def outcome_of(path, run):
+        if path not in begun:
+            begun.add(path)
+            player.begin(of_lesson[path])
+        return player.outcome(run)
 
-    def outcome(path, cell_id, broken):
-        cells = cells_to_run(path, cell_id, broken, broken.shorter)
-        sources = tuple(cell.source for cell in cells)
-        if sources not in outcomes:
-            outcomes[sources] = kernel.run(cells)
-        return outcomes[sources]
-
-    return outcome
+    return outcome_of
 
 
 @each_break
-def test_a_claim_fails_where_its_mechanism_is_broken(kernel, unbroken, path, cell_id, broken):
-    if broken.shorter or broken.needs or in_third(f"{path.stem} {cell_id}"):
-        outcome = unbroken(path, cell_id, broken)
-        assert outcome == ("", ""), f"unbroken, it must pass; does it need further cells? {outcome}"
-    cells = cells_to_run(path, cell_id, broken, [*broken.shorter, *broken.edits])
-    failed, error = kernel.run(cells, broken.before)
+def test_a_claim_fails_where_its_mechanism_is_broken(outcome, path, cell_id, broken):
+    if unbroken := unbroken_run(path, cell_id, broken):
+        found = outcome(path, unbroken)
+        assert found == ("", ""), f"unbroken, it must pass; does it need further cells? {found}"
+    failed, error = outcome(path, broken_run(path, cell_id, broken))
     assert failed, f"{cell_id} still passes, though {broken.how}"
     assert failed == cell_id, f"{failed} failed before {cell_id} was reached: {error}"
     assert broken.error in error
+
+
+def test_every_proving_cell_is_tried_in_each_run():
+    always = {(path, cell_id) for path, cell_id, broken in ALL if not broken.dear}
+    assert always == {(path, cell_id) for path, cell_id, _ in ALL}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import notebook_kernel
+from needed_cells import needed
 
 from teaching import lessons
 from teaching.lessons import Cell
@@ -40,6 +40,8 @@ class Broken:
     cell: str = ""
     # Ids of cells that it needs although it uses no name of theirs: they change an object.
     needs: Sequence[str] = ()
+    # Takes seconds, and another break of the same cell is always tried: TESTS=whole tries this one.
+    dear: bool = False
     # Stands in "<kind>: <message>" of the error that the proving cell must raise.
     error: str = "AssertionError"
 
@@ -77,7 +79,7 @@ def cells_to_run(path: Path, cell_id: str, broken: Broken, edits: Edits) -> list
         assert len(found) == 1, f"the text to change stands in {found or 'no cell'}: {old!r}"
         places.update(found)
         cells = [replace(cell, source=cell.source.replace(old, new)) for cell in cells]
-    cells = notebook_kernel.needed(cells, broken.needs)
+    cells = needed(cells, broken.needs)
     unused = places - {cell.id for cell in cells}
     assert not unused, f"{broken.claim} does not need the cells that are edited: {unused}"
     return cells

@@ -1,90 +1,15 @@
-"""A Jupyter kernel as lessons have one, and which of a lesson's cells another cell needs."""
+"""Which of a lesson's cells another cell needs."""
 
 import ast
 import re
 import symtable
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-
-from jupyter_client.manager import KernelManager
+from functools import cache
 
 from teaching.lessons import Cell
 
-CELL_SECONDS = 600  # a machine with other work is slow; pytest ends what hangs
-PATCH = """
-import unittest.mock
-def patch(target, new): unittest.mock.patch(target, new).start()
-"""
-FROZEN = """
-import helpers.forkserver.unswept, helpers.checks, helpers.plots, torch._dynamo
-import gc
-gc.collect()
-gc.freeze()
-gc.enable()
-%reset -f
-"""
-UNDO = """
-import unittest.mock
-unittest.mock.patch.stopall()
-%reset -f
-from helpers import vgpu
-vgpu.disable()
-del vgpu
-"""
-
-
-class Kernel:
-    """Runs code as lessons do, each time without names and without virtual GPUs to begin with."""
-
-    def __init__(self, client):
-        self._client = client
-
-    def run(self, cells: Sequence[Cell], before: str = "") -> tuple[str, str]:
-        """Run cells in order, with ``before`` ahead of the last; stop at the first error.
-
-        Returns the id of the cell that failed and its "<kind>: <message>", or two empty strings.
-        ``before`` has the id "before".
-        """
-        steps = [(cell.id, cell.source) for cell in cells]
-        steps.insert(-1, ("before", PATCH + before))
-        try:
-            for name, source in steps:
-                error = self._execute(source)
-                if error:
-                    return name, error
-            return "", ""
-        finally:
-            self._execute(UNDO)
-
-    def _execute(self, source: str) -> str:
-        reply = self._client.execute_interactive(
-            source, timeout=CELL_SECONDS, allow_stdin=False, output_hook=lambda message: None
-        )["content"]
-        return "" if reply["status"] == "ok" else f"{reply['ename']}: {reply['evalue']}"
-
-
-@contextmanager
-def started(folder: Path) -> Iterator[Kernel]:
-    """A kernel that works in ``folder``, for many lessons' cells.
-
-    It has imported what lessons import, and its collections of garbage leave that out: a quarter of
-    a second each.
-    """
-    manager = KernelManager()
-    # A kernel warns on the terminal that it listens on this machine.
-    manager.start_kernel(cwd=str(folder), extra_arguments=["--log-level=ERROR"])
-    client = manager.client()
-    client.start_channels()
-    try:
-        client.wait_for_ready(timeout=CELL_SECONDS)
-        kernel = Kernel(client)
-        assert kernel.run([Cell("frozen", "code", FROZEN, ())]) == ("", "")
-        yield kernel
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
+_COMPREHENSIONS = ("listcomp", "setcomp", "dictcomp", "genexpr")
 
 
 def needed(cells: Sequence[Cell], also: Sequence[str] = ()) -> list[Cell]:
@@ -102,8 +27,9 @@ def needed(cells: Sequence[Cell], also: Sequence[str] = ()) -> list[Cell]:
     while to_do:
         index = to_do.pop()
         uses = [(name, index) for name in facts[index].used]
-        # What a function uses is looked up when it is called.
-        uses += [(name, len(code) - 1) for name in facts[index].used_later]
+        # What a function uses is looked up when it is called, at the latest in the last cell.
+        own = facts[index].bound if index == len(code) - 1 else set()
+        uses += [(name, len(code) - 1) for name in facts[index].used_later - own]
         for name, end in uses:
             binds = [i for i in range(end) if name in facts[i].bound]
             changes = [i for i in range(end) if name in facts[i].changed - modules]
@@ -129,17 +55,16 @@ class _Names:
     changed: set[str]
 
 
+@cache
 def _names(source: str) -> _Names:
     source = re.sub(r"^[ \t]*[%!].*$", "", source, flags=re.MULTILINE)  # IPython's own
     names = _Names(set(), set(), set(), set(), set())
     for statement in _steps(ast.parse(source).body):
         top = symtable.symtable(ast.unparse(statement), "<cell>", "exec")
         symbols = top.get_symbols()
-        inner = top.get_children()
-        for table in inner:  # grows as it goes
-            inner += table.get_children()
-        later = {s.get_name() for t in inner for s in t.get_symbols() if s.is_global()}
-        names.used.update(({s.get_name() for s in symbols if s.is_referenced()}) - names.bound)
+        at_once, later = _used_inside(top)
+        at_once |= {s.get_name() for s in symbols if s.is_referenced()}
+        names.used.update(at_once - names.bound)
         names.used_later.update(later)
         names.bound.update(s.get_name() for s in symbols if s.is_assigned() or s.is_imported())
         names.imported.update(s.get_name() for s in symbols if s.is_imported())
@@ -147,6 +72,18 @@ def _names(source: str) -> _Names:
     # A name that a function uses may be there already when the cell calls it.
     names.used.update(names.used_later - names.bound)
     return names
+
+
+def _used_inside(top: symtable.SymbolTable) -> tuple[set[str], set[str]]:
+    """The global names that comprehensions use, which run at once, and those that functions use."""
+    at_once, later = set(), set()
+    tables = [(table, False) for table in top.get_children()]
+    for table, in_function in tables:  # grows as it goes
+        in_function = in_function or table.get_name() not in _COMPREHENSIONS
+        found = later if in_function else at_once
+        found.update(s.get_name() for s in table.get_symbols() if s.is_global())
+        tables += [(inner, in_function) for inner in table.get_children()]
+    return at_once, later
 
 
 def _steps(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

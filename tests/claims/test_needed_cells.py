@@ -1,0 +1,33 @@
+"""Which cells another one needs: those that made its names, and those that changed what they name."""
+
+import pytest
+from needed_cells import needed
+
+from teaching.lessons import Cell
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        (["x = 1", "x = 2", "y = 3", "x"], [1, 3]),
+        (["x = []", "y = 1", "x.append(2)", "x"], [0, 2, 3]),
+        (["def f(): return x", "x = 1", "y = 2", "x = 3", "f()"], [0, 3, 4]),
+        (["x = 1", "y = 2", "[x for _ in 'ab']"], [0, 2]),
+    ],
+    ids=["the last to bind", "who changes", "what a function uses when called", "a comprehension"],
+)
+def test_the_cells_that_are_needed(sources, expected):
+    assert found(sources) == expected
+
+
+def test_a_comprehension_uses_what_is_there_when_it_runs():
+    assert found(["x = 1", "y = [x for _ in 'ab']", "x = 2", "y"]) == [0, 1, 3]
+
+
+def test_what_the_last_cell_binds_itself_is_not_needed():
+    assert found(["x = 1", "x = 2\ny = [x for _ in 'ab']\n(lambda: x)()"]) == [1]
+
+
+def found(sources):
+    cells = [Cell(str(number), "code", source, ()) for number, source in enumerate(sources)]
+    return [int(cell.id) for cell in needed(cells)]
