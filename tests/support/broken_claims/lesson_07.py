@@ -5,6 +5,14 @@ from broken_claims import Broken
 BY_HAND = {"claim": "C07", "cell": "by-hand-proved"}
 REAL = {"claim": "C07", "cell": "run-the-real-one"}
 REAL_RUN = 'enumerate(launch.run(on_a_rank, world_size, DDP, gpu="V100"))'
+# That four epochs suffice is not what the resumed run shows.
+_TWO_EPOCHS = [
+    (
+        "def train(rank, world_size, folder, epochs=4):",
+        "def train(rank, world_size, folder, epochs=2):",
+    ),
+    ('assert finished["history"][-1][1] > 0.97', 'assert finished["history"][-1][1] > 0.5'),
+]
 DEAL = "[DistributedSampler(range(length), world_size, rank, **options)"
 
 
@@ -139,6 +147,7 @@ BROKEN = [
         "C21",
         "the other host's share of the training is lost",
         cell="resume-the-run",
-        edits=[("launch.run(train, 2, cut_run, ", "launch.run(train, 2, cut_run, 3, ")],
+        shorter=_TWO_EPOCHS,
+        edits=[("launch.run(train, 2, cut_run, ", "launch.run(train, 2, cut_run, 1, ")],
     ),
 ]

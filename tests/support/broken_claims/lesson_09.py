@@ -4,6 +4,8 @@ from broken_claims import Broken
 
 # A few of the sweep's ten sizes.
 _FEW_SIZES = [("(1, 3, 5, 8, 10, 12, 20, 40, 60, 120)", "(3, 12, 20, 40, 120)")]
+# Those that have been published, and the one that is trained three times.
+_PUBLISHED_SIZES = [("(1, 3, 5, 8, 10, 12, 20, 40, 60, 120)", "(12, 20, 40, 120)")]
 _IN_PIECES = "        for hidden in batch.split(self.split_size):\n"
 _COPY_STREAMS = "            with self.out, self.into:\n"
 _ARRIVED = "            current(there).wait_stream(self.into)\n"
@@ -17,11 +19,12 @@ BROKEN = [
         "D07",
         "the batch goes through in one piece",
         edits=[(_IN_PIECES, "        for hidden in [batch]:\n")],
-        shorter=_FEW_SIZES,
+        shorter=_PUBLISHED_SIZES,
     ),
     Broken(
         "D07",
         "the loop waits for each piece, forward and backward",
+        dear=True,
         edits=[
             (
                 _IN_PIECES,
@@ -33,7 +36,7 @@ BROKEN = [
                 "            outputs.append(hidden)\n            torch.accelerator.synchronize(hidden.device)\n        return",
             ),
         ],
-        shorter=_FEW_SIZES,
+        shorter=_PUBLISHED_SIZES,
     ),
     Broken(
         "D08",
@@ -96,6 +99,7 @@ BROKEN = [
     Broken(
         "D08",
         "small pieces cost nothing: no launches, and memory without a limit",
+        dear=True,
         edits=[
             ("vgpu.record(**costs) as timeline:\n            train(", _FREE_LAUNCHES),
             (

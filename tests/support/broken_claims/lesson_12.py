@@ -7,7 +7,8 @@ _THREE_STEPS = [
     ('launch.run(train, 4, "fsdp", 64, folder', 'launch.run(train, 4, "fsdp", 3, folder'),
     ("for step in (0, 20, 40, 63):", "for step in (0, 2):"),
 ]
-
+# The cell of four ways also has the function that compares.
+_ONE_WAY = [("for way in (Replicas, Zero1, Zero2, Zero3)}", "for way in (Replicas,)}")]
 
 BROKEN = [
     Broken(
@@ -52,6 +53,7 @@ BROKEN = [
     Broken(
         "F04",
         "stage 3 does not free what it has gathered",
+        dear=True,
         edits=[
             (
                 "        p.grad = None\n        p.untyped_storage().resize_(0)\n\n    def step",
@@ -62,6 +64,7 @@ BROKEN = [
     Broken(
         "F04",
         "ranks do not start from the same parameters",
+        dear=True,
         edits=[
             (
                 "        dist.broadcast(p.data, src=0)\n    count, trainer",
@@ -72,6 +75,7 @@ BROKEN = [
     Broken(
         "F05",
         "ranks do not start from the same parameters",
+        shorter=_ONE_WAY,
         edits=[
             (
                 "        dist.broadcast(p.data, src=0)\n    for layer in net:",
@@ -118,6 +122,7 @@ BROKEN = [
     Broken(
         "F10",
         "there is no policy",
+        dear=True,
         edits=[
             (
                 "model = blocks_and_root(Transformer(LETTERS).to(my_gpu()), mp_policy=BF16)",

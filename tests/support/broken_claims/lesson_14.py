@@ -2,6 +2,8 @@
 
 from broken_claims import Broken
 
+_ONE_STEP = [("itertools.islice(readings, 3)", "itertools.islice(readings, 1)")]
+
 BROKEN = [
     Broken(
         "H01",
@@ -16,6 +18,7 @@ BROKEN = [
     Broken(
         "H02",
         "each rank of a tensor group reads its own sequences",
+        shorter=_ONE_STEP,
         edits=[
             (
                 'train(model, mesh.get_local_rank("shard"), mesh["shard"].size(), look)',
@@ -26,6 +29,7 @@ BROKEN = [
     Broken(
         "H09",
         "what is replicated is added as well",
+        shorter=_ONE_STEP,
         edits=[
             (
                 "                if not placement.is_replicate():\n"
@@ -53,6 +57,7 @@ BROKEN = [
     Broken(
         "H04",
         "nothing is kept",
+        dear=True,
         edits=[
             (
                 '"and kept until the step ends": (True, False)',
