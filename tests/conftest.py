@@ -76,12 +76,14 @@ _MANY_FILES = ("launch", "train", "claims", "teaching", "schedules", "vgpu/distr
 # Minutes each: a worker begins with these, so that both end at about the same time.
 _LONGEST = (
     "tests/claims/test_broken_claims.py",
+    "tests/checks/test_exercises.py",
     "tests/train/",
+    "tests/conformance/",
     "tests/launch/",
     "tests/teaching/",
     "notebooks/",
+    "tests/vgpu/distributed/",
     "tests/vgpu/test_program.py",
-    "tests/checks/",
     "tests/plan/",
     "tests/house/",
     "tests/vgpu/",
