@@ -94,8 +94,9 @@ def started(folder: Path) -> Iterator[Player]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=folder,
-            # A thread of OpenMP's would be missing in a fork.
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"},
+            # A thread of OpenMP's would be missing in a fork. The forkserver is killed with the rest
+            # and leaves its sockets' folder.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg", "TMPDIR": scratch},
             text=True,
             start_new_session=True,
         )
