@@ -86,7 +86,7 @@ def check(plan: Plan) -> None:
 
 def ranks_of(plan: Plan) -> list[Rank]:
     """On the plan's cluster: a rank with each number of layers, for all plans of its layout."""
-    return [Rank(with_layers(plan, layers)) for layers in LAYERS]
+    return [Rank(with_layers(plan, layers), takes_a_step=False) for layers in LAYERS]
 
 
 def recorded(plan: Plan, ranks: Sequence[Rank], **costs: Any) -> FewLayers:

@@ -191,7 +191,7 @@ def _tried(group: list[Candidate], costs: dict[str, Any]) -> list[Candidate]:
     plan = group[0].plan
     few = LAYERS if plan.sizes.layers > LAYERS[0] else (plan.sizes.layers,)
     with on_cluster(plan):
-        ranks = {layers: Rank(with_layers(plan, layers)) for layers in few}
+        ranks = {n: Rank(with_layers(plan, n), takes_a_step=False) for n in few}
         for number, one in enumerate(group):
             if one.reason or one.seconds is not None:
                 continue

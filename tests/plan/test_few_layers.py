@@ -8,6 +8,8 @@ from helpers.models import TransformerSizes
 from helpers.parallel import Layout
 from helpers.plan import Plan, predict
 from helpers.plan.few_layers import in_few_layers
+from helpers.plan.model import on_cluster
+from helpers.plan.rank import Rank
 
 SIZES = TransformerSizes(12, 1024, 8, 8, 2752, 2048, sequence=1024)
 
@@ -25,6 +27,23 @@ def test_time_and_bytes_are_those_of_all_layers(layout):
     for cause in whole.state_bytes:
         assert few.bytes_by_cause[cause] == pytest.approx(whole.bytes_by_cause[cause], rel=1e-3)
     assert sum(few.time_by_cause.values()) == pytest.approx(few.seconds())
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 4, 2), Layout(replicas=16)], ids=str)
+def test_a_rank_need_not_have_trained(layout):
+    plan = Plan(dataclasses.replace(SIZES, layers=4), layout, 2, 1024, "selective")
+    with on_cluster(plan):
+        first, second = (Rank(plan, takes_a_step).recorded(plan) for takes_a_step in (False, True))
+    parts = [
+        [
+            (one.name, one.module, one.start_s, one.end_s, one.size_bytes)
+            for one in step.timeline.events
+        ]
+        for step in (first, second)
+    ]
+    assert parts[0] == parts[1] and first.seconds == second.seconds
+    assert first.bytes_by_cause == second.bytes_by_cause
+    assert first.state_bytes == second.state_bytes and first.allocated_bytes > 0
 
 
 def test_other_costs_need_no_other_recording():
