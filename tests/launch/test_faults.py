@@ -262,19 +262,25 @@ if rank == 0: net(torch.ones(1, 2))""",
 ]
 
 
-def left_behind():
-    """Processes that are not the forkserver or its tracker, folders, shared memory."""
+@pytest.fixture(scope="module")
+def others():
+    """Processes that tests of other files keep to their end."""
+    return psutil.Process().children(recursive=True)
+
+
+def left_behind(others):
+    """New processes but for the forkserver and its tracker, folders, shared memory."""
     servers = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
     own = psutil.Process()
     children = [p for p in own.children() if not any(s in " ".join(p.cmdline()) for s in servers)]
     ranks = [q for p in own.children() for q in p.children(recursive=True)]
     folders = list(Path(tempfile.gettempdir()).glob(f"launch-{os.getpid()}-*"))
     shared = [p.name for p in Path("/dev/shm").glob(f"*_{os.getpid()}_*")]
-    return children + ranks + folders + shared
+    return [p for p in children + ranks if p not in others] + folders + shared
 
 
 @pytest.mark.parametrize("fault", TABLE, ids=lambda fault: fault.name)
-def test_fault(fault):
+def test_fault(fault, others):
     body = "\n    ".join(fault.body.strip("\n").split("\n"))
     function = cell(f"def main(rank, world_size):\n    {body}")["main"]
     with pytest.raises(fault.error) as caught:
@@ -284,7 +290,7 @@ def test_fault(fault):
         assert phrase in message
     for phrase in fault.absent:
         assert phrase not in message
-    assert left_behind() == []
+    assert left_behind(others) == []
 
 
 def test_the_cause_is_the_ranks_own_exception():
@@ -323,7 +329,7 @@ def test_a_flood_of_output_is_cut_and_counted(capsys):
     assert 900_000 < len(shown.out) < 1_100_000
 
 
-def test_the_stop_button_says_where_the_ranks_were_and_ends_them(capsys):
+def test_the_stop_button_says_where_the_ranks_were_and_ends_them(capsys, others):
     function = cell(
         """
         def main(rank, world_size):
@@ -350,10 +356,10 @@ def test_the_stop_button_says_where_the_ranks_were_and_ends_them(capsys):
     shown = capsys.readouterr().out
     assert "Stopped. Where the ranks were:" in shown
     assert "rank 1 is at" in shown
-    assert left_behind() == []
+    assert left_behind(others) == []
 
 
-def test_an_error_in_on_report_ends_the_ranks():
+def test_an_error_in_on_report_ends_the_ranks(others):
     function = cell(
         """
         def main(rank, world_size):
@@ -367,7 +373,7 @@ def test_an_error_in_on_report_ends_the_ranks():
 
     with pytest.raises(RuntimeError, match="no such widget"):
         launch.run(function, 2, on_report=broken)
-    assert left_behind() == []
+    assert left_behind(others) == []
 
 
 def test_a_run_after_a_failed_one_works():
