@@ -24,23 +24,12 @@ os.environ["COURSE_PROGRESS_DIR"] = _progress.name
 @pytest.fixture(autouse=True)
 def _as_it_was(request):
     """A test that leaves something behind fails, in place of the one after it."""
-    _leave_out_what_lives()
     before = _state()
     yield
     left = {name: value for name, value in _state().items() if value != before[name]}
     if left:
         _clear_up(before)
         pytest.fail(f"{request.node.nodeid} leaves behind: {left}; before it: {before}")
-
-
-def _leave_out_what_lives():
-    """A test's collections of garbage, of which there are hundreds, go through its own objects.
-
-    Through torch, the tests themselves, and what earlier ones imported, each would take a quarter
-    of a second or more; and most of that lives to the end.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def _state():
@@ -112,6 +101,10 @@ def pytest_collection():
 
 def pytest_collection_finish():
     gc.enable()
+    # What lives now, torch and the tests themselves, lives to the end. Going through it would take
+    # a quarter of a second in each collection of garbage, of which there are hundreds.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish():
