@@ -3,7 +3,11 @@
 import dataclasses
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from helpers import vgpu
 from helpers.models import TransformerSizes
 from helpers.parallel import Layout
 from helpers.plan import Plan, predict
@@ -44,6 +48,19 @@ def test_a_rank_need_not_have_trained(layout):
     assert parts[0] == parts[1] and first.seconds == second.seconds
     assert first.bytes_by_cause == second.bytes_by_cause
     assert first.state_bytes == second.state_bytes and first.allocated_bytes > 0
+
+
+def test_a_ddp_in_the_same_process_before_changes_no_bytes(tmp_path):
+    """Its group is gone, and the next one gets its name."""
+    store = (tmp_path / "store").as_uri()
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    with vgpu.enable(1):
+        model = DistributedDataParallel(torch.nn.Linear(4, 4).to("vgpu:0"))
+        model(torch.ones(2, 4, device="vgpu:0")).sum().backward()
+    dist.destroy_process_group()
+    plan = Plan(dataclasses.replace(SIZES, layers=3), Layout(shards=16), 4, 1024, "full")
+    first, second = predict(plan), predict(plan)
+    assert first.bytes_by_cause == second.bytes_by_cause
 
 
 def test_other_costs_need_no_other_recording():

@@ -16,7 +16,7 @@ from helpers.vgpu.device import gpus
 from helpers.vgpu.device.links import Link
 from helpers.vgpu.device.networks import Network, get_network
 from helpers.vgpu.device.specs import GPUSpec
-from helpers.vgpu.distributed import ddp, groups, meshes
+from helpers.vgpu.distributed import groups, meshes
 from helpers.vgpu.timing import recorder
 
 
@@ -125,4 +125,3 @@ def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     meshes.forget()
-    ddp.group_names.clear()  # the next cluster's groups get the same names

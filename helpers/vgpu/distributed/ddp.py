@@ -1,16 +1,18 @@
 """DistributedDataParallel on virtual GPUs."""
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 
-group_names: set[str] = set()
-"""The process groups over which a DistributedDataParallel adds up gradients."""
+process_groups: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+"""Those over which a DistributedDataParallel adds up gradients; not their names, which come again."""
 
 
 def install(changes: Changes) -> None:
@@ -23,7 +25,7 @@ def _without_times(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def helper(ddp: Any, *args: Any, **kwargs: Any) -> None:
         plain(ddp, *args, **kwargs)
-        group_names.add(ddp.process_group.group_name)
+        process_groups.add(ddp.process_group)
         if ddp.device_type == gpus.DEVICE_TYPE:
             ddp.logger = _Logger(ddp.logger)
 

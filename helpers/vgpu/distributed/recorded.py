@@ -67,7 +67,7 @@ class Call:
     @property
     def is_for_ddp(self) -> bool:
         """Whether DistributedDataParallel adds up gradients with it."""
-        return in_backward() and self.group_name in ddp.group_names
+        return in_backward() and self.group in ddp.process_groups
 
     @property
     def given_bytes(self) -> int:
