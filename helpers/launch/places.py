@@ -5,16 +5,16 @@ flight recorder says which collectives it has started and not finished, those th
 program (``async_op=True``) or below it (DistributedDataParallel in ``backward``) included.
 """
 
-import faulthandler
 import linecache
 import math
 import os
 import pickle
-import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate, chain, repeat, starmap
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -122,32 +122,32 @@ class _Call(NamedTuple):
     name: str
 
 
-_THREAD = re.compile(r"hread 0x([0-9a-f]+)")  # "Current thread 0x0000 (most recent call first):"
-_ENTRY = re.compile(r' +File "(.*)", line (\d+) in (.*)')
-_ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
+_MOST_CALLS = 100
+_PLACE = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
 
 
 def _stack(thread: int) -> list[_Call]:
-    """What a thread has called, innermost first, at most the 100 calls that faulthandler prints.
+    """What a thread has called, innermost first, at most 100 calls.
 
-    It prints without touching a frame. Whoever holds one, as from sys._current_frames(), keeps what
-    its function has in variables when the function has returned: tensors would be freed late, and
-    the rank's peak would depend on when somebody looked.
+    Whoever holds a frame keeps what its function has in variables when the function has returned:
+    tensors would be freed late, and the rank's peak would depend on when somebody looked. So all of
+    it happens within one call of C code, during which the thread cannot go on.
     """
-    with tempfile.TemporaryFile("w+", encoding="ascii") as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        parts = file.read().split("\n\n")
-    stacks = {int(began[1], 16): part for part in parts if (began := _THREAD.search(part))}
-    entries = (_ENTRY.fullmatch(line) for line in stacks.get(thread, "").splitlines())
-    return [_Call(_unescaped(e[1]), int(e[2]), e[3]) for e in entries if e is not None]
-
-
-def _unescaped(filename: str) -> str:
-    """A file's name as it is, from the ASCII that faulthandler prints."""
-    if os.path.exists(filename):  # on Windows a folder may be called "xab"
-        return filename
-    return _ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), filename)
+    calls: list[tuple[str, int, str]] = []
+    with suppress(AttributeError, KeyError):  # None has no f_back; or the thread has ended
+        calls.extend(
+            map(
+                _PLACE,
+                accumulate(
+                    chain(
+                        map(itemgetter(thread), starmap(sys._current_frames, [()])),
+                        repeat("f_back", _MOST_CALLS - 1),
+                    ),
+                    getattr,
+                ),
+            )
+        )
+    return [_Call(*call) for call in calls]
 
 
 def _call(stack: list[_Call], thread: int) -> tuple[str, bool]:

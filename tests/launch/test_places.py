@@ -1,5 +1,6 @@
 """A look at where a rank is: it names the line, and changes nothing for what runs there."""
 
+import subprocess
 import sys
 import threading
 import weakref
@@ -44,6 +45,36 @@ def test_a_look_keeps_nothing_alive_that_the_rank_has_let_go_of(often):
     watcher.join()
     assert late == 0
     assert any(place is not None and place.filename == __file__ for place in seen)
+
+
+THREADS_OF_C = """
+import ctypes, threading
+from helpers.launch import places
+
+c = ctypes.CDLL(None)
+nothing = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+done = threading.Event()
+
+def start():
+    thread = ctypes.c_ulong()
+    while not done.is_set():
+        c.pthread_create(ctypes.byref(thread), None, nothing, None)
+        c.pthread_join(thread, None)
+
+starting = [threading.Thread(target=start) for _ in range(3)]
+for each in starting:
+    each.start()
+for _ in range(60_000):
+    places.look(threading.main_thread().ident, "runs")
+done.set()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="starts threads as POSIX does")
+def test_a_look_survives_threads_that_c_starts_meanwhile():
+    """faulthandler, asked for all threads, reads what such a thread has not filled in yet."""
+    ran = subprocess.run([sys.executable, "-c", THREADS_OF_C], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_a_look_finds_the_line_in_a_file_of_any_name(tmp_path):
