@@ -89,7 +89,11 @@ def cluster(
         stack.enter_context(mock.patch.object(groups, "ranks_are_absent", True))
         before = gpus.exchange_index(made.device.index)
         stack.callback(gpus.exchange_index, before)
-        known = {"network": between, "gpus_per_host": gpus_per_host}
+        known = {
+            "network": between,
+            "gpus_per_host": gpus_per_host,
+            "slowest_of": made.world_size,
+        }
         stack.enter_context(mock.patch.object(recorder, "assumed", known))
         # init_process_group lets uncaught errors name the rank, and never takes that back.
         stack.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))

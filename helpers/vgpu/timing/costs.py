@@ -8,11 +8,13 @@ datasheet's peak, so arithmetic, memory and links each have a share of theirs: s
 
 Left out: caches, the algorithm that a library picks, a GPU that a small convolution or elementwise
 operation cannot fill, operations that read their input twice (batch norm), float64 (counted as
-float32), clocks that fall with heat, the memory bandwidth that NCCL's kernels take from those beside
-them, and neighbours on the same switch.
+float32), clocks that fall with heat or power, the memory bandwidth that NCCL's kernels take from those
+beside them, and neighbours on the same switch.
 """
 
+import functools
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -109,6 +111,12 @@ class CostModel:
     (NVIDIA/nccl, issue 689): 24 inside a host of eight H100s, as NCCL_DEBUG=INFO prints, 16 over
     eight adapters. By default it is 0, and collectives take none; never do they take memory
     bandwidth here.
+
+    ``speed_spread`` says how much the GPUs differ in arithmetic: the standard deviation of their times
+    over the mean. A step waits for the slowest of ``slowest_of`` GPUs, which a cluster sets to its world
+    size. By default all are alike. Products on 392 V100s of one cluster had 0.016, and PageRank, which
+    memory bounds, 0.001 (Longhorn: medians of each GPU within the whiskers of their box plot, from
+    hal-uw/blox-pal, aggregated_data/sim; Sinha et al., 2022, Not all GPUs are created equal).
     """
 
     spec: GPUSpec
@@ -124,6 +132,8 @@ class CostModel:
     network: Network | None = None  # between hosts; None where there is one host
     gpus_per_host: int = 0  # 0 means all
     collective_processors: int = 0
+    speed_spread: float = 0.0
+    slowest_of: int = 1
     fuses: bool = False  # whether elementwise chains go once through memory, as in torch.compile
     async_tp: bool = (
         False  # whether products run beside their own collectives (compiled/async_tp.py)
@@ -139,6 +149,11 @@ class CostModel:
                 f"{self.spec.multi_processor_count} of {self.spec.name}, got "
                 f"{self.collective_processors}"
             )
+        if not 0 <= self.speed_spread < 1 or self.slowest_of < 1:
+            raise ValueError(
+                "speed_spread must be at least 0 and below 1, of at least one GPU, got "
+                f"speed_spread={self.speed_spread} and slowest_of={self.slowest_of}"
+            )
         if self.async_tp and not self.fuses:
             raise ValueError(
                 "async_tp is a pass of torch.compile: it needs fuses=True beside it, from the "
@@ -150,7 +165,7 @@ class CostModel:
     def kernel_time_s(self, work: Work) -> float:
         """Seconds of one operation on the GPU, from its first to its last instruction."""
         spec, peak = self.spec, self._peak_flop_per_s(work)
-        arithmetic_s = work.flop / (peak * self.arithmetic_share)
+        arithmetic_s = work.flop / (peak * self.arithmetic_share) * self.slowest
         bytes_per_s = spec.memory_bandwidth_bytes_per_s * self.memory_share
         if work.product is None:
             return max(arithmetic_s, work.size_bytes / bytes_per_s) + self.kernel_s
@@ -171,6 +186,13 @@ class CostModel:
         if spec.tf32_flop_per_s is not None and work.allows_tf32:
             return spec.tf32_flop_per_s
         return spec.fp32_flop_per_s
+
+    @property
+    def slowest(self) -> float:
+        """How many times as long as on the mean GPU arithmetic takes on the slowest."""
+        if not self.speed_spread:
+            return 1.0
+        return 1 + self.speed_spread * expected_largest(self.slowest_of)
 
     @property
     def lost_beside_collectives(self) -> float:
@@ -224,6 +246,18 @@ class CostModel:
     def _seconds(self, name: str, size_bytes: float, count: int, link: Link) -> float:
         way = Way(link.latency_s, link.among_bytes_per_s(count) * self.link_share)
         return collectives.seconds(name, size_bytes, count, way)
+
+
+@functools.cache
+def expected_largest(count: int) -> float:
+    """How many standard deviations above the mean the largest of ``count`` normal numbers lies.
+
+    On average: of the largest one's distribution, which is theirs to the power of ``count``, the mean
+    of 2,000 quantiles.
+    """
+    largest = ((part + 0.5) / 2000 for part in range(2000))
+    normal = statistics.NormalDist()
+    return statistics.fmean(normal.inv_cdf(u ** (1 / count)) for u in largest)
 
 
 def fit_share(time_of: Callable[[float], float], measured_s: float) -> float:

@@ -1,6 +1,7 @@
 """Seconds from datasheets: the roofline, links, collectives, and what is fitted."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from helpers import vgpu
 from helpers.vgpu.timing import collectives
-from helpers.vgpu.timing.costs import Work, work_of
+from helpers.vgpu.timing.costs import Work, expected_largest, work_of
 
 ATEN = torch.ops.aten
 
@@ -44,6 +45,36 @@ def test_each_share_is_of_its_own_peak():
 def test_a_share_is_between_nothing_and_the_peak(name, share):
     with pytest.raises(ValueError, match=f"{name} must be in"):
         vgpu.CostModel(vgpu.PRESETS["K80"], **{name: share})
+
+
+def test_products_last_as_long_as_on_the_slowest_gpu_and_memory_does_not_wait():
+    alike = vgpu.CostModel(vgpu.PRESETS["K80"], kernel_s=0.0)
+    product, read = Work(10**12, 0), Work(0, 10**9)
+
+    def times(count, spread=0.1):
+        costs = dataclasses.replace(alike, speed_spread=spread, slowest_of=count)
+        return [costs.kernel_time_s(w) / alike.kernel_time_s(w) for w in (product, read)]
+
+    # The larger of two normal numbers lies 1 / sqrt(pi) standard deviations above the mean, and the
+    # largest of three 1.5 times as far.
+    assert times(1) == [pytest.approx(1), 1]
+    assert times(2) == [pytest.approx(1 + 0.1 / math.sqrt(math.pi), abs=1e-4), 1]
+    assert times(3) == [pytest.approx(1 + 0.15 / math.sqrt(math.pi), abs=1e-4), 1]
+    assert times(1000, spread=0) == [1, 1]
+
+
+def test_the_slowest_of_many_is_as_slow_as_the_slowest_that_are_drawn():
+    torch.manual_seed(0)
+    for count in (8, 128, 3072):
+        drawn = torch.randn(4000, count).amax(1).mean().item()
+        assert expected_largest(count) == pytest.approx(drawn, rel=0.01)
+
+
+@pytest.mark.parametrize("wrong", [{"speed_spread": -0.1}, {"speed_spread": 1}, {"slowest_of": 0}])
+def test_a_spread_below_one_and_at_least_one_gpu(wrong):
+    name, value = next(iter(wrong.items()))
+    with pytest.raises(ValueError, match=f"speed_spread must be .* got .*{name}={value}"):
+        vgpu.CostModel(vgpu.PRESETS["K80"], **wrong)
 
 
 def test_flops_and_bytes_of_a_matrix_product():
