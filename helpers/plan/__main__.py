@@ -55,7 +55,12 @@ A file has the same names as the options, and for a model of your own a table of
     vocabulary = 32000
 """
 
-_COSTS = {"arithmetic_share": "arithmetic_share", "compile": "fuses", "async_tp": "async_tp"}
+_COSTS = {
+    "arithmetic_share": "arithmetic_share",
+    "speed_spread": "speed_spread",
+    "compile": "fuses",
+    "async_tp": "async_tp",
+}
 _SEARCH = ("hosts", "sequences", "whole", "processes")
 _LAYOUT = [field.name for field in dataclasses.fields(Layout)]
 
@@ -130,6 +135,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="X",
         help="of a datasheet's FLOP/s that matrix products reach (default: "
         f"{vgpu.CostModel(vgpu.get_spec('H100')).arithmetic_share})",
+    )
+    result.add_argument(
+        "--speed-spread",
+        type=float,
+        metavar="X",
+        help="standard deviation of the GPUs' speeds in arithmetic; the slowest sets the pace "
+        "(default: 0; 0.016 was measured)",
     )
     result.add_argument(
         "--trace", type=Path, metavar="FILE.json", help="write the step for ui.perfetto.dev"

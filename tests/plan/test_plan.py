@@ -156,6 +156,23 @@ def test_products_run_beside_their_collectives_as_an_option(tmp_path, capsys):
     assert "--async-tp is a pass of torch.compile: give --compile" in capsys.readouterr().err
 
 
+def test_gpus_may_differ_in_speed(tmp_path, capsys):
+    file = tmp_path / "plan.toml"
+    file.write_text("speed-spread = 0.1\n" + FILE.format(shards=8, batch=8))
+    plan, costs = command._read(command.parser().parse_args(["--file", str(file)]))
+    assert costs == {"speed_spread": 0.1}
+    step = predict(plan, **costs)
+    alike = vgpu.replay(step.timeline, speed_spread=0)
+    of_both = [
+        sum(event.duration_s for event in timeline.events if event.flop)
+        for timeline in (alike, step.timeline)
+    ]
+    assert of_both[0] < of_both[1]
+    with pytest.raises(SystemExit):
+        command.main(["--file", str(file), "--speed-spread", "-1"])
+    assert "speed_spread must be at least 0 and below 1" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_is_told_what_would(tmp_path, capsys):
     file = tmp_path / "plan.toml"
     file.write_text(FILE.format(shards=4, batch=20_000))
