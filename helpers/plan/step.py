@@ -1,6 +1,7 @@
 """A plan of a training on a cluster, and what one step of it takes: time, bytes, tokens."""
 
 import dataclasses
+from typing import Any
 
 from helpers import schedules, vgpu
 from helpers.models import TransformerSizes
@@ -92,6 +93,11 @@ class Plan:
     def hosts(self) -> int:
         return max(1, self.layout.ranks // self.gpus_per_host)
 
+    def changed(self, costs: dict[str, Any]) -> "Plan":
+        """The plan on the GPU and the network that a replay has changed, if it has."""
+        names = ("gpu", "network")
+        return dataclasses.replace(self, **{n: costs[n] for n in names if n in costs})
+
     @property
     def tokens(self) -> int:
         """Tokens a step, on all ranks together."""
@@ -169,6 +175,14 @@ class Step(Recorded):
 
     reserved_bytes: int = dataclasses.field(kw_only=True)
     """The most that PyTorch's allocator takes from the GPU for what is allocated."""
+
+    def replayed(self, **changes: Any) -> "Step":
+        """The same operations again with other costs, timed anew, as ``vgpu.replay`` does.
+
+        changes: fields of ``vgpu.CostModel``, and ``gpu`` and ``network`` as a plan has them. Bytes stay.
+        """
+        timeline = vgpu.replay(self.timeline, **changes)
+        return dataclasses.replace(self, plan=self.plan.changed(changes), timeline=timeline)
 
     @property
     def fits(self) -> bool:

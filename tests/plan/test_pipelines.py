@@ -1,5 +1,6 @@
 """Plans with stages: how a model is cut, what plays, what is kept, and what is refused."""
 
+import dataclasses
 import json
 
 import pytest
@@ -225,6 +226,24 @@ def test_interleaving_shortens_the_bubble_and_the_step():
 
 
 # What is shown
+
+
+def test_a_step_played_again_is_the_step_predicted_anew():
+    whole = plan(Layout(shards=2, tensors=2, stages=2), 4, chunks=2, gpus_per_host=4)
+    step = predict(whole, fuses=True, **NO_LAUNCHES)
+    assert step.replayed().timeline == step.timeline
+    for changes in (
+        {"arithmetic_share": 0.2, "speed_spread": 0.1},
+        {"async_tp": True},
+        {"gpu": "V100", "network": "Ethernet 100"},
+    ):
+        again = step.replayed(**changes)
+        costs = {name: cost for name, cost in changes.items() if name not in ("gpu", "network")}
+        anew = predict(again.plan, fuses=True, **NO_LAUNCHES, **costs)
+        assert again.seconds == pytest.approx(anew.seconds, rel=1e-9)
+        assert again.seconds != step.seconds and again.idle_s == pytest.approx(anew.idle_s)
+        assert again.reserved_bytes == step.reserved_bytes
+    assert again.plan == dataclasses.replace(whole, gpu="V100", network="Ethernet 100")
 
 
 def test_the_trace_has_a_lane_for_each_stage_s_rank(tmp_path, capsys):

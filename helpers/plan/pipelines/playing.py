@@ -7,7 +7,7 @@ collectives of the same adapters.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,38 +22,70 @@ from helpers.vgpu.timing.trace import TraceEvent, in_order
 _Kind = tuple[Any, ...]  # what the stages of a rank have
 
 
-def predict_pipeline(plan: Plan, **costs: Any) -> Step:
+def predict_pipeline(plan: Plan, **costs: Any) -> "PipelineStep":
     """As ``predict``, for a plan with stages."""
-    schedule, short = plan.schedule, shortened(plan)
+    short = shortened(plan)
     ranks: dict[int, Recorded] = {}
     known: dict[tuple[_Kind, Moment], vgpu.Timeline] = {}
     # The rank in front is the one with most micro-batches in flight of those that are alike.
-    for device in range(schedule.devices):
+    for device in range(plan.schedule.devices):
         kind, when = _kind(plan, device), moments(short, device)
         if all((kind, moment) in known for moment in when.values()):
             continue
         ranks[device] = recorded(plan, short, device, **costs)
         for action, timeline in ranks[device].actions.items():
             known.setdefault((kind, when[action]), timeline)
-    alike = {_kind(plan, device): found for device, found in reversed(ranks.items())}
+    return _played(_Parts(plan, known, ranks))
+
+
+class _Parts(NamedTuple):
+    """What the ranks of a pipeline have recorded, each of those that are alike once."""
+
+    plan: Plan
+    actions: dict[tuple[_Kind, Moment], vgpu.Timeline]
+    ranks: dict[int, Recorded]
+    """By device. Of their actions those count that stand above."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineStep(Step):
+    """A step of all stages."""
+
+    parts: _Parts = dataclasses.field(kw_only=True, repr=False)
+
+    def replayed(self, **changes: Any) -> "PipelineStep":
+        """As ``Step.replayed``: each rank's actions are played again, and the schedule with them."""
+        plan, actions, ranks = self.parts
+        again = {key: vgpu.replay(timeline, **changes) for key, timeline in actions.items()}
+        updates = {
+            device: rank._replace(update=vgpu.replay(rank.update, **changes))
+            for device, rank in ranks.items()
+        }
+        return _played(_Parts(plan.changed(changes), again, updates))
+
+
+def _played(found: _Parts) -> PipelineStep:
+    plan, known, ranks = found
+    schedule = plan.schedule
+    alike = {_kind(plan, device): rank for device, rank in reversed(ranks.items())}
     played = {
         action: known[_kind(plan, device), moment]
         for device in range(schedule.devices)
         for action, moment in moments(schedule, device).items()
     }
+    updates = [alike[_kind(plan, device)].update for device in range(schedule.devices)]
     times = _Times(
-        transfer=_transfer_s(plan, costs),
+        transfer=_transfer_s(plan, updates[0].programs[0].model),
         seconds={action: _ready_s(timeline) for action, timeline in played.items()},
     )
     play = schedules.play(schedule, times)
-    updates = [alike[_kind(plan, device)].update for device in range(schedule.devices)]
     timeline = _timeline(plan, play, played, updates)
     stage = max(ranks, key=lambda device: ranks[device].reserved_bytes)
     fullest = ranks[stage]
     busy_s = sum(box.end - box.start for box in play.boxes[stage]) + _after_s(
         play.boxes[stage], played, updates[stage]
     )
-    return Step(
+    return PipelineStep(
         plan,
         timeline,
         sum(fullest.peak_by_cause.values()),
@@ -63,6 +95,7 @@ def predict_pipeline(plan: Plan, **costs: Any) -> Step:
         fullest.in_flight,
         timeline.makespan_s - busy_s,
         reserved_bytes=fullest.reserved_bytes,
+        parts=found,
     )
 
 
@@ -86,12 +119,8 @@ def _ready_s(timeline: vgpu.Timeline) -> float:
     return max(e.end_s for e in timeline.events if e.kind == "kernel" and e.stream == 0)
 
 
-def _transfer_s(plan: Plan, costs: dict[str, Any]) -> float:
+def _transfer_s(plan: Plan, model: vgpu.CostModel) -> float:
     """A rank sends its part of a micro-batch to its neighbour in the next stage."""
-    model = vgpu.CostModel(
-        plan.spec, network=vgpu.NETWORKS[plan.network], gpus_per_host=plan.gpus_per_host
-    )
-    model = dataclasses.replace(model, **costs)
     tokens = plan.micro_batch * plan.sequence // plan.layout.tensors
     each = plan.layout.ranks_of_a_stage
     return max(
