@@ -194,10 +194,11 @@ def _update(parameters: list[nn.Parameter]) -> vgpu.Timeline:
 
 
 class Shares(NamedTuple):
-    """Of the GPU's peaks."""
+    """Of the GPU's peaks, and how much GPUs differ in arithmetic (``CostModel.speed_spread``)."""
 
     arithmetic: float
     memory: float
+    speed_spread: float = 0.0
 
 
 def step_s(run: Run, shares: Shares) -> float:
@@ -206,7 +207,11 @@ def step_s(run: Run, shares: Shares) -> float:
 
     def again(timeline: vgpu.Timeline) -> float:
         again = vgpu.replay(
-            timeline, arithmetic_share=shares.arithmetic, memory_share=shares.memory
+            timeline,
+            arithmetic_share=shares.arithmetic,
+            memory_share=shares.memory,
+            speed_spread=shares.speed_spread,
+            slowest_of=run.gpus,
         )
         return again.makespan_s
 
@@ -247,10 +252,13 @@ def tera(run: Run, shares: Shares) -> float:
     return run.flop / run.gpus / step_s(run, shares) / 1e12
 
 
-def fitted(run: Run, seconds: float, memory: float) -> Shares:
+def fitted(run: Run, seconds: float, memory: float, speed_spread: float = 0.0) -> Shares:
     """The share of arithmetic at which the run takes so long."""
-    share = vgpu.fit_share(lambda share: step_s(run, Shares(share, memory)), seconds)
-    return Shares(share, memory)
+
+    def at(arithmetic: float) -> Shares:
+        return Shares(arithmetic, memory, speed_spread)
+
+    return at(vgpu.fit_share(lambda share: step_s(run, at(share)), seconds))
 
 
 def seconds_at(run: Run, tera_flop_per_s: float) -> float:

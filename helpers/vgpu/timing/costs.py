@@ -114,8 +114,8 @@ class CostModel:
 
     ``speed_spread`` says how much the GPUs differ in arithmetic: the standard deviation of their times
     over the mean. A step waits for the slowest of ``slowest_of`` GPUs, which a cluster sets to its world
-    size. By default all are alike. Products on 392 V100s of one cluster had 0.016, and PageRank, which
-    memory bounds, 0.001 (Longhorn: medians of each GPU within the whiskers of their box plot, from
+    size. By default all are alike. Products on 392 V100s of one cluster had 0.016, and PageRank, which is
+    limited by memory, 0.001 (Longhorn: medians of each GPU within the whiskers of their box plot, from
     hal-uw/blox-pal, aggregated_data/sim; Sinha et al., 2022, Not all GPUs are created equal).
     """
 
