@@ -71,6 +71,9 @@ def _become(module: str, arguments: list[str], environment: dict[str, str]) -> N
     # is set to start others as this one was started.
     os.environ.update(environment)
     multiprocessing.set_start_method(None, force=True)
+    # A shell's background jobs ignore Ctrl-C, and what they start inherits that: a rank would sit
+    # out the half minute that the agent gives it to end.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_follow_parent, daemon=True).start()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -8,6 +8,7 @@ import time
 import psutil
 import pytest
 
+from helpers.forkserver import warm_up
 from helpers.train.agent import torchrun
 
 PROGRAM = """
@@ -27,13 +28,19 @@ if __name__ == "__main__":
     if sys.argv[1] == "refuse":
         sys.exit(3)
     if sys.argv[1] == "wait" or (sys.argv[1] == "lose" and start == "0"):
-        time.sleep(60)
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            Path(sys.argv[2], f"interrupted-{rank}").touch()
+            raise
 """
 
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
     """The name of a module that ranks can import."""
+    # Before its folder is on the path: a forkserver has that in its command line, and stays.
+    warm_up()
     (tmp_path / "program_of_ranks.py").write_text(PROGRAM)
     monkeypatch.syspath_prepend(tmp_path)
     return "program_of_ranks"
@@ -79,6 +86,9 @@ def test_an_interrupt_ends_the_ranks(program, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         torchrun(f"torchrun --nproc-per-node=2 --max-restarts=1 -m {program} wait '{tmp_path}'")
     thread.join()
+    # Not killed, half a minute later: the process that they are forked from may be deaf to it, as
+    # a shell's background jobs are.
+    assert len(list(tmp_path.glob("interrupted-*"))) == 2
     left = [p for p in psutil.process_iter() if _has_open(p, tmp_path)]
     assert left == []
 
