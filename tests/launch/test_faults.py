@@ -188,7 +188,7 @@ for group in groups[:: 1 - 2 * rank]:
     Fault(
         "a group with a time limit of its own",
         """
-group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=3))
+group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
 if rank: dist.all_reduce(torch.ones(1), group=group)""",
         launch.RankRaised,
         ["rank 1 of 2 raised", "imed out", "line 3, in main\n    if rank: dist.all_reduce("],
@@ -199,7 +199,7 @@ if rank: dist.all_reduce(torch.ones(1), group=group)""",
         """
 if rank:
     work = dist.all_reduce(torch.ones(1), async_op=True)
-    work.wait(datetime.timedelta(seconds=3))""",
+    work.wait(datetime.timedelta(seconds=1))""",
         launch.RankRaised,
         ["rank 1 of 2 raised", "imed out", "line 4, in main"],
         absent=["never would have"],
@@ -260,6 +260,12 @@ if rank == 0: net(torch.ones(1, 2))""",
         timeout_s=1.0,
     ),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _early_looks(monkeypatch):
+    """What is seen counts here, not how long the first look at the ranks is put off."""
+    monkeypatch.setattr(launcher, "FIRST_LOOK_S", 0.1)
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ def test_what_left_its_session_ends_with_the_call(start, ending, error):
         assert is_alive(pid)
         started.append(pid)
 
-    timeout_s = 5.0 if error is launch.RanksHung else 300.0
+    timeout_s = 1.5 if error is launch.RanksHung else 300.0
     if error is None:
         launch.run(function, 2, on_report=note, timeout_s=timeout_s)
     else:

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from teaching.lessons import ROOT
@@ -57,7 +58,12 @@ def foreign_attributes() -> dict[str, str]:
     return {name: place for name, place in read.items() if name not in defined}
 
 
-def _sources() -> Iterator[tuple[Path, ast.Module]]:
+@cache
+def _sources() -> list[tuple[Path, ast.Module]]:
+    return [*_read()]
+
+
+def _read() -> Iterator[tuple[Path, ast.Module]]:
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             yield path, ast.parse(path.read_text(encoding="utf-8"))
