@@ -77,8 +77,12 @@ def _server(module, imports):
 
 def serve():
     """Answer each request with its exit status; return where Python is to go on with one."""
+    atexit.register(_say_no_more)
     for name in os.environ[_IMPORTS].split():
         importlib.import_module(name)
+    # A fork leaves out of its collections what it was forked with.
+    gc.collect()
+    gc.freeze()
     gc.enable()  # helpers.forkserver.unswept may have been among them
     server = socket.socket(fileno=int(os.environ[_SOCKET]))
     while True:
@@ -96,6 +100,12 @@ def serve():
             os.close(stream)
         _, status = os.waitpid(pid, 0)
         server.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _say_no_more():
+    """The last thing before Python takes itself down: C++ would report all that was frozen as lost."""
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _become(request, streams):

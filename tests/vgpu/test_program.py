@@ -18,7 +18,8 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREAD
 
 def run(*arguments, cwd, typed=""):
     """The command; its return code, output and errors."""
-    imports = "helpers.forkserver.unswept helpers.vgpu.program"
+    # torch imports the last one at the first operation of a tensor that Python computes.
+    imports = "helpers.forkserver.unswept helpers.vgpu.program torch.distributed.tensor"
     done = warm.run(
         "helpers.vgpu", arguments, imports=imports, cwd=cwd, environment=ENVIRONMENT, typed=typed
     )
