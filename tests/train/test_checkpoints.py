@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import uuid
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import warm
 
-from helpers import launch
+from helpers import forkserver, launch
 from helpers.train import CheckpointError, Settings, Training, checkpoints, folders
 
 SHORT = Settings(epochs=2, width=4, batch_size=96)  # 14 steps an epoch
@@ -266,26 +267,33 @@ def test_a_full_disk_is_reported_with_its_room_and_the_last_checkpoint_stays(alo
     assert Training(SHORT, small_disk, cpu=True).resumed_from == small_disk / "step-00000000"
 
 
-HOLDER = """
-import sys
-from pathlib import Path
-import torch.distributed as dist
-from helpers.train import Settings, Training
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-training = Training(Settings(), Path(sys.argv[1]), cpu=True)
-print("holds", flush=True)
-sys.stdin.read()
-"""
+@contextmanager
+def held(folder):
+    """A process that trains in this folder and is killed at the end, as by a loss of power."""
+    here, there = forkserver.context().Pipe()
+    holder = forkserver.context().Process(target=hold, args=(folder, there))
+    with forkserver.main_module_hidden():
+        holder.start()
+    assert here.recv() == "holds"
+    try:
+        yield holder
+    finally:
+        holder.kill()
+        holder.join()
+
+
+def hold(folder, pipe):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    training = Training(Settings(), folder, cpu=True)
+    pipe.send("holds")
+    pipe.recv()
+    assert training.folder == folder, "it is held to the end"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="only POSIX has locks that end with their process")
 def test_a_second_run_in_the_same_folder_is_refused_at_once(alone, tmp_path):
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
-        assert first.stdout.readline() == b"holds\n"
-        with pytest.raises(CheckpointError) as refused:
-            Training(SHORT, tmp_path, cpu=True)
-        first.kill()  # as a machine that loses its power
+    with held(tmp_path) as first, pytest.raises(CheckpointError) as refused:
+        Training(SHORT, tmp_path, cpu=True)
     assert str(refused.value) == (
         f"another run uses {tmp_path}: process {first.pid} on {socket.gethostname()}. Two runs "
         "would overwrite each other's checkpoints. Wait for it or end it, or name another folder "
@@ -302,11 +310,9 @@ def test_a_lost_host_s_lock_is_waited_for(alone, tmp_path, monkeypatch):
     def come_free(seconds):
         waited.append(seconds)
         first.kill()
-        first.wait()
+        first.join()
 
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
-        assert first.stdout.readline() == b"holds\n"
+    with held(tmp_path) as first:
         (tmp_path / ".lock").write_text('{"host": "another", "process": 1}')
         monkeypatch.setattr(folders.time, "sleep", come_free)
         saved(tmp_path, 1)
