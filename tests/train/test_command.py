@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shlex
 import subprocess
 import sys
 import uuid
@@ -12,12 +13,13 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from sampling import WHOLE
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from helpers import launch
+from helpers import forkserver, launch
 from helpers.launch import machine
 from helpers.models import DigitsCNN
-from helpers.train import Settings, Training
+from helpers.train import Settings, Training, agent
 from helpers.train import __main__ as command_line
 
 TIME_S = 800  # for what takes seconds; a busy machine is slow to import torch
@@ -97,17 +99,29 @@ def test_a_sampler_begins_in_the_middle_of_its_epoch(alone):
     assert list(sampler) == whole[100:] and len(sampler) == len(whole) - 100
 
 
-def torchrun(*arguments, mark, **options):
-    """The one-host command of the help, with a mark in the environment of all its processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return subprocess.run(
-        [*command, "--max-restarts=2", "-m", "helpers.train", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=TIME_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TRAIN_TEST": mark},
-        **options,
-    )
+def by_torchrun(options, capfd, monkeypatch):
+    """The one-host command of the help; status, output, errors, and the processes it left."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("TRAIN_TEST", mark)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = [sys.executable, "-m", "torch.distributed.run", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_S)
+    return done.returncode, done.stdout, done.stderr, marked(mark)
+
+
+def in_a_cell(options, capfd, monkeypatch):
+    """The same, with torchrun's agent in this process, and ranks that are forked."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    forkserver.warm_up()
+    before = psutil.Process().children(recursive=True)
+    done = agent.torchrun(shlex.join(["torchrun", *options]))
+    left = set(psutil.Process().children(recursive=True)) - set(before)
+    # torch 2.13 and before logs to this process's own errors.
+    return done.status, done.output, done.errors + capfd.readouterr().err, [*left]
+
+
+# tests/train/test_on_hosts.py has torchrun start a lost rank's host again.
+STARTED = [in_a_cell, by_torchrun] if WHOLE else [in_a_cell]
 
 
 def marked(mark):
@@ -130,33 +144,24 @@ def parameters(folder, to):
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def test_a_killed_rank_is_restarted_and_the_end_is_the_same_bits(tmp_path):
-    mark = uuid.uuid4().hex
-    options = [
-        "--epochs",
-        2,
-        "--width",
-        4,
-        "--batch-size",
-        96,
-        "--dropout",
-        0.5,
-        "--cpu",
-        "--threads",
-        1,
-    ]
+@pytest.mark.parametrize("started", STARTED)
+def test_a_killed_rank_is_restarted_and_the_end_is_the_same_bits(
+    tmp_path, capfd, monkeypatch, started
+):
     folder = tmp_path / "run"
-    options += ["--save-every", 5, "--checkpoints", folder, "--lose", "1:18"]
-    done = torchrun(*options, mark=mark)
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=2", "-m", "helpers.train"]
+    options += ["--epochs=2", "--width=4", "--batch-size=96", "--dropout=0.5", "--cpu"]
+    options += ["--threads=1", "--save-every=5", f"--checkpoints={folder}", "--lose=1:18"]
+    status, output, errors, left = started(options, capfd, monkeypatch)
+    assert status == 0, output + errors
     # torchrun names what it takes for the first failure: rank 1, which was killed, or rank 0, which
     # had lost its peer and said so before it was ended.
-    assert re.search(r"exitcode: -(9|15)\)", done.stderr), "no rank was killed"
-    shown = done.stdout.splitlines()
+    assert re.search(r"exitcode: -(9|15)\)", errors), "no rank was killed"
+    shown = output.splitlines()
     assert shown[2:4] == [shown[0], f"resumed from {folder / 'step-00000015'}"]
     assert [line[:7] for line in shown if "epoch" in line] == ["epoch 1", "epoch 2"]
     assert shown[-1].startswith("done: ")
-    assert marked(mark) == []
+    assert left == []
 
     settings = Settings(epochs=2, width=4, batch_size=96, dropout=0.5)
     undisturbed = launch.run(trained, 2, settings)[0][0][-1]

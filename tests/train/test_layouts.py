@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sampling import WHOLE
 from torch.distributed.tensor import DTensor
 
 from helpers import launch
@@ -54,12 +55,17 @@ def test_every_step_equals_one_process_on_the_whole_batch(one_process, kind):
         assert score == pytest.approx(expected_score)
 
 
+CHANGES = [("fsdp", 3, "tp", 2), ("fsdp+tp", 4, "hsdp", 4), ("tp", 4, "ddp", 1)]
+
+
 @pytest.mark.parametrize(
-    ("first", "then", "ranks"), [("fsdp", "tp", 2), ("fsdp+tp", "hsdp", 4), ("tp", "ddp", 1)]
+    ("first", "first_ranks", "then", "ranks"), CHANGES if WHOLE else CHANGES[:1]
 )
-def test_a_checkpoint_goes_on_in_another_layout(tmp_path, one_process, first, then, ranks):
+def test_a_checkpoint_goes_on_in_another_layout(
+    tmp_path, one_process, first, first_ranks, then, ranks
+):
     expected, expected_score = one_process
-    launch.run(trained, 4, SHORT, first, tmp_path, SAVED)
+    launch.run(trained, first_ranks, SHORT, first, tmp_path, SAVED)
     for steps, score, found in launch.run(trained, ranks, SHORT, then, tmp_path):
         assert found == tmp_path / f"step-{SAVED:08}"
         torch.testing.assert_close(steps, expected[SAVED:], rtol=1e-6, atol=1e-9)
