@@ -32,12 +32,13 @@ _NOTICED = (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM) if sys.platform == "l
 _END_S = 5.0
 
 
-def enter() -> None:
+def enter(orphaned_s: float = _END_S) -> None:
     """Go on as the child of a guard, in a session of its own; the guard keeps this process's id.
 
     The guard ends as the child does, after everything that the child has started. It ends them all
-    at SIGTERM; when its own parent dies, it does so as well, but lets them end in their
-    own way first. Nothing happens on other systems than Linux. The process must not have threads.
+    at SIGTERM; when its own parent dies, it does so as well, but lets them end in their own way
+    first, for ``orphaned_s`` seconds at most. Nothing happens on other systems than Linux. The
+    process must not have threads.
     """
     if sys.platform != "linux":
         return
@@ -51,7 +52,7 @@ def enter() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
     try:
-        _end_as(_guarded(child))
+        _end_as(_guarded(child, orphaned_s))
     finally:
         os._exit(1)  # whatever happens, only the child goes on
 
@@ -77,7 +78,7 @@ def _end_tree(pid: int) -> None:
                 process.kill()
 
 
-def _guarded(child: int) -> int:
+def _guarded(child: int, orphaned_s: float) -> int:
     """Wait for the child's end or the order to end it: its status once nothing of it is left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A pipe's end tells its reader of the child's end; no copy of ours may delay that.
@@ -90,7 +91,7 @@ def _guarded(child: int) -> int:
         order = signal.Signals(signal.sigwait(_NOTICED))
         _reap(statuses)
     # At its parent's death a rank ends by itself, and removes its folder first.
-    grace_s = {signal.SIGCHLD: GRACE_S, signal.SIGHUP: _END_S, signal.SIGTERM: 0.0}[order]
+    grace_s = {signal.SIGCHLD: GRACE_S, signal.SIGHUP: orphaned_s, signal.SIGTERM: 0.0}[order]
     until_s = time.monotonic() + grace_s
     while _reap(statuses) and (left_s := until_s - time.monotonic()) > 0:
         signal.sigtimedwait(_NOTICED, left_s)
