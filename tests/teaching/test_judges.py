@@ -73,5 +73,7 @@ def is_alive(pid):
 
 def test_where_nothing_can_be_forked_a_judge_starts_by_itself(monkeypatch):
     monkeypatch.setattr(judges, "_FORKS", False)
-    assert verdict(SOLUTION).status == "right"
-    assert verdict("import os; os._exit(3)").message == "the process ended: exit code 3"
+    answers = {"4.1": [SOLUTION], "4.2": ["import os; os._exit(3)"]}
+    right, ended = judged(LESSON, answers, {}, Limits(), threading.Event())
+    assert right.status == "right"
+    assert ended.message == "the process ended: exit code 3"

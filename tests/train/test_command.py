@@ -120,7 +120,6 @@ def in_a_cell(options, capfd, monkeypatch):
     return done.status, done.output, done.errors + capfd.readouterr().err, [*left]
 
 
-# tests/train/test_on_hosts.py has torchrun start a lost rank's host again.
 STARTED = [in_a_cell, by_torchrun] if WHOLE else [in_a_cell]
 
 
