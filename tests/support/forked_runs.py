@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def _prepare(folder: Path) -> None:
-    """Import what lessons import, here and in the ranks' forkserver, and keep it out of collections."""
+    """Import what lessons import, here and in the ranks' forkserver; make this process one to fork."""
     launch.warm_up()
     # A fork is not the forkserver's parent, and may not ask whether it still runs.
     multiprocessing.forkserver.ensure_running = lambda: None
@@ -135,11 +135,16 @@ def _prepare(folder: Path) -> None:
     tqdm.tqdm.monitor_interval = 0
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     os.environ["COURSE_PROGRESS_DIR"] = str(folder / "progress")
+    import_what_lessons_do()
+    gc.enable()
+
+
+def import_what_lessons_do() -> None:
+    """Import it all, and leave what lives then out of collections of garbage."""
     for statement in _imports():
         exec(statement, {})
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 def _imports() -> list[str]:
