@@ -18,21 +18,13 @@ from teaching import lessons
 QUESTION = "torch.cuda.is_available()"
 WORDS = ("cuda", "vgpu")
 
-# A machine with four cards, of which the variable hides some: PyTorch itself reads the variable.
-DRIVE = """
-import itertools, sys, torch
-from helpers import vgpu
-from helpers.vgpu import cuda_words
-
-vgpu.enable(4)
-visible = list(itertools.takewhile(lambda card: card < 4, torch.cuda._parse_visible_devices()))
-properties = torch.vgpu.get_device_properties
-torch.vgpu.device_count = lambda: len(visible)
-torch.vgpu.get_device_properties = lambda ordinal: properties(visible[ordinal])
-exec(cuda_words.compiled(open(sys.argv[1]).read(), sys.argv[1]))
-"""
+# What a shell hands to a program. A fork of this process, which has imported torch, is the program: on
+# a machine with four cards, of which the variable hides some. PyTorch itself reads the variable.
+HANDED = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
 BEFORE = f"""
+import contextlib, io, itertools, json, os, torch
 from helpers import launch, shell, vgpu
+from helpers.vgpu import cuda_words
 from helpers.vgpu.distributed import groups
 
 if not vgpu.is_enabled():
@@ -48,10 +40,38 @@ def run(function, ranks, plain=launch.run):
 patch("helpers.launch.run", run)
 
 def run_lines(lines, files):
-    lines = [line.replace("python ", "python drive.py ") for line in lines]
-    results = shell.run_lines(lines, {{**files, "drive.py": {DRIVE!r}}})
-    assert not any(result.status for result in results), results
-    return results
+    lines = [line.replace("python ", "python handed.py ") for line in lines]
+    for result in (results := shell.run_lines(lines, {{"handed.py": {HANDED!r}}})):
+        assert not result.status, result
+    return [output_of(result, files) for result in results]
+
+def output_of(result, files):
+    environment, (name,) = json.loads(result.output)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.environ.clear()
+            os.environ.update(environment)
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                drive(files[name], name)
+            os.write(writer, printed.getvalue().encode())
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    with open(reader) as file:
+        output = file.read()
+    assert os.waitpid(child, 0)[1] == 0, result.line
+    return shell.Result(result.line, 0, output.strip(), "")
+
+def drive(program, name):
+    vgpu.enable(4)
+    visible = list(itertools.takewhile(lambda card: card < 4, torch.cuda._parse_visible_devices()))
+    properties = torch.vgpu.get_device_properties
+    torch.vgpu.device_count = lambda: len(visible)
+    torch.vgpu.get_device_properties = lambda ordinal: properties(visible[ordinal])
+    exec(cuda_words.compiled(program, name), {{"__name__": "__main__"}})
 """
 # Times of virtual GPUs' copies mean nothing, so the clock of a cell that takes them only counts.
 COUNTING_CLOCK = """

@@ -40,7 +40,7 @@ class Broken:
     cell: str = ""
     # Ids of cells that it needs although it uses no name of theirs: they change an object.
     needs: Sequence[str] = ()
-    # Takes seconds, and another break of the same cell is always tried: TESTS=whole tries this one.
+    # Takes a second or more, and other breaks in the lesson do not: TESTS=whole tries this one.
     dear: bool = False
     # Stands in "<kind>: <message>" of the error that the proving cell must raise.
     error: str = "AssertionError"

@@ -73,6 +73,7 @@ BROKEN = [
     Broken(
         "B32",
         "without a GPU it complains",
+        dear=True,
         edits=[
             ("print(parallel.device_ids,", "import warnings; warnings.warn('no GPU'); print([],")
         ],

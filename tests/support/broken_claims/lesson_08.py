@@ -44,12 +44,14 @@ BROKEN = [
     Broken(
         "D04",
         "the halves are of another network",
+        dear=True,
         cell="resnet-equal",
         edits=[("cut(copy.deepcopy(whole), gpus)", "cut(torchvision.models.resnet50(), gpus)")],
     ),
     Broken(
         "D05",
         "copies cost nothing",
+        dear=True,
         edits=[
             (
                 'enable(2, gpu="K80", link=link)',
@@ -60,6 +62,7 @@ BROKEN = [
     Broken(
         "D06",
         "the batch goes through in two halves",
+        dear=True,
         edits=[
             (
                 "        output = model(images.to(gpus[0]))\n        F.mse_loss",

@@ -18,6 +18,7 @@ BROKEN = [
     Broken(
         "D07",
         "the batch goes through in one piece",
+        dear=True,
         edits=[(_IN_PIECES, "        for hidden in [batch]:\n")],
         shorter=_PUBLISHED_SIZES,
     ),
@@ -41,12 +42,14 @@ BROKEN = [
     Broken(
         "D08",
         "both stages are on one GPU, so nobody idles",
+        dear=True,
         edits=[("pipeline(halves(), gpus, size)", "pipeline(halves(), gpus[:1] * 2, size)")],
         shorter=_FEW_SIZES,
     ),
     Broken(
         "D09",
         "the loop waits for each piece",
+        dear=True,
         edits=[
             (
                 "            outputs.append(hidden)\n        return",

@@ -66,6 +66,7 @@ BROKEN = [
     Broken(
         "E07",
         "a layer saves two tensors",
+        dear=True,
         cell="u-shape",
         edits=[
             (
@@ -77,6 +78,7 @@ BROKEN = [
     Broken(
         "E07",
         "a residual block saves a single tensor",
+        dear=True,
         cell="root-of-saved",
         edits=[
             ("return x + F.relu(self.linear(self.norm(x)))", "return torch.tanh(self.linear(x))")
