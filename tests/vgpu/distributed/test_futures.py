@@ -17,6 +17,7 @@ def main(rank, world):
     gathered = dist.all_gather_into_tensor(y, x, async_op=True).get_future().wait()
     work = dist.all_gather(parts, x, async_op=True)
     listed = work.get_future().wait()
+    work.wait()  # its future is done a moment before it is
     (plain,) = dist.all_reduce(cpu, async_op=True).get_future().wait()
     everything = torch.utils._pytree.tree_leaves((reduced, gathered, listed, work.result()))
     assert all(tensor.device == x.device for tensor in everything), everything
