@@ -15,7 +15,7 @@ from helpers.plan.few_layers import in_few_layers
 from helpers.plan.model import on_cluster
 from helpers.plan.rank import Rank
 
-SIZES = TransformerSizes(12, 1024, 8, 8, 2752, 2048, sequence=1024)
+SIZES = TransformerSizes(8, 1024, 8, 8, 2752, 2048, sequence=1024)
 
 
 @pytest.mark.parametrize("layout", [Layout(shards=16), Layout(shards=4, tensors=4)], ids=str)

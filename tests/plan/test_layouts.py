@@ -9,7 +9,7 @@ from helpers.parallel import Layout
 from helpers.plan import Plan, layouts, napkin, predict, search
 from helpers.plan import __main__ as command
 
-SIZES = TransformerSizes(8, 256, 8, 4, 512, 1024, sequence=128)
+SIZES = TransformerSizes(6, 256, 8, 4, 512, 1024, sequence=128)
 GUESS = Plan(SIZES, Layout(shards=2), sequence=128, gpus_per_host=2)
 # Two hosts of one GPU: no tensors are shared, and fewer plans are left to try.
 APART = dataclasses.replace(GUESS, sizes=dataclasses.replace(SIZES, layers=5), gpus_per_host=1)
@@ -70,15 +70,19 @@ def test_every_layout_that_divides_is_a_candidate_once():
 
 
 @pytest.fixture(scope="module")
-def tight():
+def free():
+    """A search where everything fits."""
+    return search(APART, sequences=2, whole=1, processes=1)
+
+
+@pytest.fixture(scope="module")
+def tight(free):
     """A plan with room for what the fastest allocates, and not for what is reserved for it."""
-    first = search(APART, sequences=2, processes=1).best[0]
-    plan = with_memory(APART, first.step.reserved_bytes - 1)
+    plan = with_memory(APART, free.best[0].step.reserved_bytes - 1)
     return plan, search(plan, sequences=2, processes=1)
 
 
-def test_the_fastest_are_predicted_whole_until_some_fit(tight):
-    free = search(APART, sequences=2, whole=1, processes=1)
+def test_the_fastest_are_predicted_whole_until_some_fit(free, tight):
     assert [one.step is not None for one in free.best] == [True, False]
     first = free.best[0]
     assert first.tokens_per_s == first.step.tokens_per_s

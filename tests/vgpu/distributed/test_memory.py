@@ -38,12 +38,12 @@ LIMIT_BYTES = 12 * 2**20
 def test_a_model_that_runs_out_of_memory_under_ddp_trains_under_fully_shard():
     # Parameters, gradients and Adam's two states: 16 bytes a parameter, 16 MiB on each GPU.
     with pytest.raises(launch.RankRaised, match=r"total capacity of 12\.00 MiB") as raised:
-        launch.run(cell(TRAIN)["main"], 4, False, gpu="V100", memory_bytes=LIMIT_BYTES)
+        launch.run(cell(TRAIN)["main"], 2, False, gpu="V100", memory_bytes=LIMIT_BYTES)
     assert "OutOfMemoryError" in str(raised.value)
-    limited = launch.run(cell(TRAIN)["main"], 4, True, gpu="V100", memory_bytes=LIMIT_BYTES)
-    roomy = launch.run(cell(TRAIN)["main"], 4, True, gpu="V100")
+    limited = launch.run(cell(TRAIN)["main"], 2, True, gpu="V100", memory_bytes=LIMIT_BYTES)
+    roomy = launch.run(cell(TRAIN)["main"], 2, True, gpu="V100")
     assert limited == roomy, "the limit changes neither a loss nor a byte"
-    replicas = launch.run(cell(TRAIN)["main"], 4, False, gpu="V100")
+    replicas = launch.run(cell(TRAIN)["main"], 2, False, gpu="V100")
     for (losses, peak_bytes), (expected, needed_bytes) in zip(limited, replicas, strict=True):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert peak_bytes < LIMIT_BYTES < needed_bytes

@@ -86,14 +86,16 @@ def test_shards_draw_differently_and_replicas_alike():
     assert all(torch.equal(a, b) for r in ranks for a, b in zip(r[1], whole, strict=True))
 
 
-def test_enabling_imports_neither_dtensor_nor_fsdp():
+def test_enabling_uses_no_device_and_imports_neither_dtensor_nor_fsdp():
     script = (
-        "import sys; from helpers import vgpu; vgpu.enable(1)\n"
+        "import sys, torch; from helpers import vgpu; vgpu.enable(2)\n"
+        "assert not torch.vgpu.is_initialized()\n"
         "late = [m for m in sys.modules if m.startswith(('torch.distributed.tensor.',"
         " 'torch.distributed.fsdp.'))]\n"
         "assert not late, late\n"
         "from torch.distributed.tensor import DTensor, _random\n"
         "assert 'device' in vars(DTensor) and _random._PhiloxState.__module__.startswith('helpers')\n"
+        "torch.ones(1, device='vgpu:1'); assert torch.vgpu.is_initialized()\n"
         "vgpu.disable()\n"
         "assert 'device' not in vars(DTensor)\n"
         "assert _random._PhiloxState.__module__ == 'torch.distributed.tensor._random'\n"
@@ -101,13 +103,7 @@ def test_enabling_imports_neither_dtensor_nor_fsdp():
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
-def test_a_device_is_in_use_once_it_is_chosen_or_used():
-    script = (
-        "import torch; from helpers import vgpu; vgpu.enable(2)\n"
-        "assert not torch.vgpu.is_initialized()\n"
-        "torch.ones(1, device='vgpu:1'); assert torch.vgpu.is_initialized()\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+def test_a_device_is_in_use_once_it_is_chosen():
     with vgpu.enable(2):
         torch.vgpu.set_device(1)
         assert torch.vgpu.is_initialized()
