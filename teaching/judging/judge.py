@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 
 from helpers.checks import evaluate
 from helpers.checks.core import Outcome
@@ -73,6 +74,16 @@ def _named(exercise_id: str, answer: Sequence[str]) -> Iterator[tuple[str, str]]
     """Each cell of an answer with a name for tracebacks."""
     for number, cell in enumerate(answer, start=1):
         yield cell, f"exercise {exercise_id}" + (f", cell {number}" if len(answer) > 1 else "")
+
+
+def renew_autograd() -> None:
+    """In a fork: let autograd take note that it is one, before there are threads.
+
+    The first that saves a tensor for backward makes a new engine in place of the old one, without a
+    lock (``PythonEngine::get_python_engine`` in torch/csrc/autograd/python_engine.cpp). Two of
+    DataParallel's threads may do so at once, and the process crashes.
+    """
+    torch.ones((), requires_grad=True).sin()
 
 
 def said(error: BaseException) -> str:
@@ -138,6 +149,7 @@ class _Judge:
 
 def main(job: dict[str, Any]) -> NoReturn:
     guard.enter(orphaned_s=0.0)  # an answer does not end by itself
+    renew_autograd()
     # A forked process repeats the random numbers of the one it comes from.
     random.seed()
     np.random.seed()

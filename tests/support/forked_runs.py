@@ -28,6 +28,7 @@ import tqdm
 from helpers import launch
 from teaching import lessons
 from teaching.cells import Shell
+from teaching.judging.judge import renew_autograd
 from teaching.lessons import Cell
 
 # The ids and the sources of cells.
@@ -208,6 +209,7 @@ class _Played:
     def _be_fork(self, runs: dict[int, list[tuple[str, str]]]) -> NoReturn:
         status = 1
         try:
+            renew_autograd()
             self.go_on(runs)
             status = 0
         except BaseException:
