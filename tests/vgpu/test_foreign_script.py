@@ -16,7 +16,7 @@ def test_a_script_for_two_cuda_gpus_trains_on_virtual_ones(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(f"import helpers.vgpu.enabled\n{source.replace('cuda', 'vgpu')}")
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", script],
+        [sys.executable, "-W", "ignore", script, "--epochs=2"],
         cwd=tmp_path, capture_output=True, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(lessons.ROOT)},
     )  # fmt: skip
