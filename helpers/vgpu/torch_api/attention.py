@@ -53,7 +53,7 @@ def _fused(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         if torch.is_autocast_enabled(gpus.DEVICE_TYPE):
             dtype = torch.get_autocast_dtype(gpus.DEVICE_TYPE)
             parts = [part.to(dtype) for part in parts]
-        if enable_gqa:
+        if enable_gqa and query.size(-3) != key.size(-3):  # equal numbers of heads are not copied
             groups = query.size(-3) // key.size(-3)
             parts[1:] = [part.repeat_interleave(groups, -3) for part in parts[1:]]
         if not _fits(parts, attn_mask, dropout_p, is_causal):

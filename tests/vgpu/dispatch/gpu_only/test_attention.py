@@ -59,6 +59,21 @@ def test_values_and_gradients_are_the_cpus_and_no_scores_are_kept(dtype, mask, o
     assert kept < scores, "the matrix of scores is larger than all that is kept"
 
 
+def test_as_many_heads_of_keys_as_of_queries_are_not_copied():
+    """CUDA's own first step with enable_gqa: pre_process_group_query_attention_input in
+    aten/src/ATen/native/transformers/attention.cpp hands equal numbers of heads on as they are."""
+    parts = [torch.randn(2, HEADS, LENGTH, WIDTH, device="vgpu:1") for _ in range(3)]
+    kept = {}
+    for grouped in (False, True):
+        before = torch.vgpu.memory_allocated(1)
+        output = F.scaled_dot_product_attention(
+            *(part.detach().requires_grad_() for part in parts), enable_gqa=grouped
+        )
+        kept[grouped] = torch.vgpu.memory_allocated(1) - before
+        del output
+    assert kept[True] == kept[False] > 0
+
+
 def test_the_unfused_way_keeps_the_scores():
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         _, kept = attended("vgpu:1", torch.float32)
