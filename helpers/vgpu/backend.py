@@ -130,6 +130,7 @@ def prepare() -> None:
     """
     if torch._C._get_privateuse1_backend_name() == _FREE_NAME:
         kernels.register_once()
+    nccl_only.prepare()
 
 
 def disable() -> None:

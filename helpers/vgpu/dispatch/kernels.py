@@ -27,7 +27,6 @@ def install(changes: Changes) -> None:
     kernels = changes.library("aten")
     kernels.impl("_pin_memory", handlers.pin_cpu_memory, "CPU")
     kernels.impl("is_pinned", handlers.is_cpu_pinned, "CPU")
-    autocast.register(kernels)
 
 
 @functools.cache
@@ -55,6 +54,7 @@ def register_once() -> tuple[torch.library.Library, ...]:
     for func in (aten.copy_.default, aten.empty.memory_format, aten.empty_strided.default):
         for key in _FACTORY_KEYS:
             kernels.impl(func, functools.partial(_call, func), key)
+    autocast.register(kernels)
     return fallbacks, kernels
 
 

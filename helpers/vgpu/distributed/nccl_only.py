@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
@@ -20,6 +21,14 @@ from helpers.vgpu.distributed.imported import when_imported
 BACKEND = "vccl"
 """The backend of virtual GPUs, as ``nccl`` is that of CUDA's."""
 
+_SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"
+
+
+def prepare() -> None:
+    """Look up now what ``install`` needs, where all that it depends on has been imported."""
+    if _SYMMETRIC_MEMORY in sys.modules:
+        _symmetric_operators()
+
 
 def install(changes: Changes) -> None:
     if not dist.is_available():
@@ -29,7 +38,7 @@ def install(changes: Changes) -> None:
     split_group = _splitting(distributed_c10d.split_group)
     for module in (distributed_c10d, dist, dist.device_mesh):
         changes.set(module, "split_group", split_group)
-    when_imported("torch.distributed._symmetric_memory", _refuse_symmetric_memory, changes)
+    when_imported(_SYMMETRIC_MEMORY, _refuse_symmetric_memory, changes)
     when_imported(
         "torch.distributed.fsdp._fully_shard._fsdp_collectives", _divide_beside_sum, changes
     )
@@ -119,9 +128,14 @@ def _refuse(what: str) -> NoReturn:
 def _refuse_symmetric_memory(module: ModuleType, changes: Changes) -> None:
     for name in ("empty", "rendezvous"):
         changes.wrap(module, name, _refusing_virtual)
+    rules.use_handlers(dict.fromkeys(_symmetric_operators(), _refused_operator))
+
+
+@functools.cache
+def _symmetric_operators() -> set[str]:
+    """Those of the module; to be called once it has been imported."""
     names = torch._C._dispatch_get_all_op_names()
-    operators = {name.partition(".")[0] for name in names if name.startswith("symm_mem::")}
-    rules.use_handlers(dict.fromkeys(operators, _refused_operator))
+    return {name.partition(".")[0] for name in names if name.startswith("symm_mem::")}
 
 
 def _refusing_virtual(plain: Callable[..., Any]) -> Callable[..., Any]:
