@@ -264,7 +264,17 @@ def _untouched(answer: Any) -> bool:
         return any(_untouched(part) for part in answer)
     if isinstance(answer, dict):
         return any(_untouched(part) for part in answer.values())
-    return answer is ...
+    # A stub is known by its code, since calling it may take ranks.
+    return answer is ... or _body(answer) == _body(_stub)
+
+
+def _stub() -> None:
+    raise NotImplementedError
+
+
+def _body(answer: Any) -> tuple[Any, Any]:
+    code = getattr(answer, "__code__", None)
+    return getattr(code, "co_code", None), getattr(code, "co_names", None)
 
 
 def _failed(item: Exercise, error: BaseException, given: str, hint: str) -> Outcome:

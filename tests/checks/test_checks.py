@@ -60,8 +60,14 @@ class TestVerdicts:
     def test_an_ellipsis_is_not_attempted(self, answer):
         assert evaluate("99.1", answer).status == "not attempted"
 
-    def test_a_bare_not_implemented_is_not_attempted(self):
-        answer = learner("def answer(x):\n    raise NotImplementedError\n")
+    @pytest.mark.parametrize("begun", ["", "    y = x\n"])
+    @pytest.mark.parametrize("exercise_id", ["99.1", "99.2"])
+    def test_a_bare_not_implemented_is_not_attempted(self, exercise_id, begun):
+        answer = learner(f"def answer(x):\n{begun}    raise NotImplementedError\n")
+        assert evaluate(exercise_id, answer).status == "not attempted"
+
+    def test_a_stub_is_not_called(self):
+        answer = learner('def answer():\n    """What to do."""\n    raise NotImplementedError\n')
         assert evaluate("99.1", answer).status == "not attempted"
 
     def test_torchs_not_implemented_is_an_error(self):
@@ -95,10 +101,6 @@ class TestVerdicts:
     def test_a_wrong_without_an_input_gets_that_of_its_block(self):
         outcome = evaluate("99.2", lambda x: x)
         assert (outcome.given, outcome.hint) == ("ones", "look at the sizes")
-
-    def test_a_bare_not_implemented_in_a_block_is_not_attempted(self):
-        answer = learner("def answer(x):\n    raise NotImplementedError\n")
-        assert evaluate("99.2", answer).status == "not attempted"
 
     def test_a_traceback_inside_a_message_is_cut_to_its_end(self):
         answer = learner(
