@@ -227,11 +227,22 @@ def main(control: Connection, output: Connection, scratch: Path, parent: int) ->
     _flush()
 
 
+def renew_autograd() -> None:
+    """In a fork: let autograd take note that it is one, before there are threads.
+
+    The first that saves a tensor for backward makes a new engine in place of the old one, without a
+    lock (``PythonEngine::get_python_engine`` in torch/csrc/autograd/python_engine.cpp). Two of
+    DataParallel's threads may do so at once, and the process crashes.
+    """
+    torch.ones((), requires_grad=True).sin()
+
+
 def _prepare(job: Job) -> None:
     os.environ.clear()
     os.environ.update(job.environment)
     linecache.cache.update(job.sources)
     torch.set_num_threads(job.threads)
+    renew_autograd()
     if job.gpus is not None:
         spec, memory_bytes = job.gpus
         vgpu.enable(job.world_size, spec, memory_bytes)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import torch
 
 from helpers.checks import evaluate
 from helpers.checks.core import Outcome
 from helpers.launch import guard
+from helpers.launch.rank import renew_autograd
 from teaching import lessons
 from teaching.cells import Shell
 
@@ -74,16 +74,6 @@ def _named(exercise_id: str, answer: Sequence[str]) -> Iterator[tuple[str, str]]
     """Each cell of an answer with a name for tracebacks."""
     for number, cell in enumerate(answer, start=1):
         yield cell, f"exercise {exercise_id}" + (f", cell {number}" if len(answer) > 1 else "")
-
-
-def renew_autograd() -> None:
-    """In a fork: let autograd take note that it is one, before there are threads.
-
-    The first that saves a tensor for backward makes a new engine in place of the old one, without a
-    lock (``PythonEngine::get_python_engine`` in torch/csrc/autograd/python_engine.cpp). Two of
-    DataParallel's threads may do so at once, and the process crashes.
-    """
-    torch.ones((), requires_grad=True).sin()
 
 
 def said(error: BaseException) -> str:

@@ -26,9 +26,9 @@ import torch
 import tqdm
 
 from helpers import launch
+from helpers.launch.rank import renew_autograd
 from teaching import lessons
 from teaching.cells import Shell
-from teaching.judging.judge import renew_autograd
 from teaching.lessons import Cell
 
 # The ids and the sources of cells.

@@ -118,7 +118,7 @@ def _become(request, streams):
     sys.path[:] = [folder for folder in sys.path if folder not in _own_folders()]
     sys.argv[1:] = request["arguments"]
     if torch := sys.modules.get("torch"):
-        torch.ones((), requires_grad=True).sin()  # see teaching.judging.judge.renew_autograd
+        torch.ones((), requires_grad=True).sin()  # see helpers.launch.rank.renew_autograd
     # A forked process repeats the random numbers of the one it comes from.
     random.seed()
     np.random.seed()
