@@ -7,7 +7,6 @@ import linecache
 import multiprocessing
 import os
 import pickle
-import random
 import shutil
 import signal
 import sys
@@ -237,20 +236,23 @@ def renew_autograd() -> None:
     torch.ones((), requires_grad=True).sin()
 
 
+def as_if_fresh() -> None:
+    """In a fork: what a process that was started anew would have, of autograd and random numbers."""
+    renew_autograd()
+    np.random.seed()  # NumPy would repeat those of the parent, Python's own random does not
+
+
 def _prepare(job: Job) -> None:
     os.environ.clear()
     os.environ.update(job.environment)
     linecache.cache.update(job.sources)
     torch.set_num_threads(job.threads)
-    renew_autograd()
+    as_if_fresh()
     if job.gpus is not None:
         spec, memory_bytes = job.gpus
         vgpu.enable(job.world_size, spec, memory_bytes)
     # A DataLoader in a rank starts its workers in the usual way, not as this process was started.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
-    # A forked process repeats the random numbers of its forkserver; a fresh one would not.
-    random.seed()
-    np.random.seed()
 
 
 def _attempt(rank: _Rank, job: Job) -> Result | Failure:

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 
 from helpers.forkserver import context, main_module_hidden
+from helpers.launch.rank import as_if_fresh
 from helpers.shell import Result
 
 
@@ -71,6 +72,7 @@ def _become(module: str, arguments: list[str], environment: dict[str, str]) -> N
     # is set to start others as this one was started.
     os.environ.update(environment)
     multiprocessing.set_start_method(None, force=True)
+    as_if_fresh()
     # A shell's background jobs ignore Ctrl-C, and what they start inherits that: a rank would sit
     # out the half minute that the agent gives it to end.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -6,18 +6,15 @@ goes out as a line of JSON, and a line before each exercise says that it has beg
 
 import json
 import os
-import random
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-
 from helpers.checks import evaluate
 from helpers.checks.core import Outcome
 from helpers.launch import guard
-from helpers.launch.rank import renew_autograd
+from helpers.launch.rank import as_if_fresh
 from teaching import lessons
 from teaching.cells import Shell
 
@@ -139,10 +136,7 @@ class _Judge:
 
 def main(job: dict[str, Any]) -> NoReturn:
     guard.enter(orphaned_s=0.0)  # an answer does not end by itself
-    renew_autograd()
-    # A forked process repeats the random numbers of the one it comes from.
-    random.seed()
-    np.random.seed()
+    as_if_fresh()
     limit(job["memory_bytes"])
     with open(os.devnull, "r+") as nowhere:
         for descriptor in (0, 1, 2):

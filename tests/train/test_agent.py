@@ -15,10 +15,12 @@ PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
 
+import numpy as np
+
 rank, start = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 
 def main():
-    Path(sys.argv[2], f"{start}-{rank}").touch()
+    Path(sys.argv[2], f"{start}-{rank}").write_text(str(np.random.random()))
     # Whoever ends first has the agent end the others, which may not have come so far.
     while len(list(Path(sys.argv[2]).glob(f"{start}-*"))) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.01)
@@ -76,6 +78,11 @@ def test_the_process_is_left_as_it_was(program, tmp_path, monkeypatch, capfd):
     assert torchrun(f"torchrun --nproc-per-node=2 -m {program} end '{tmp_path}'").status == 0
     assert (dict(os.environ), list(map(signal.getsignal, signals))) == before
     assert capfd.readouterr().err == "", "a warning in the cell"
+
+
+def test_ranks_have_random_numbers_of_their_own(program, tmp_path):
+    assert torchrun(f"torchrun --nproc-per-node=2 -m {program} end '{tmp_path}'").status == 0
+    assert len({path.read_text() for path in tmp_path.glob("0-*")}) == 2
 
 
 @pytest.mark.skipif(os.name != "posix", reason="an interrupt reaches a process as on POSIX systems")
