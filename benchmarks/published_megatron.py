@@ -118,12 +118,27 @@ def main() -> str:
         "",
         f"{_mean(errors, trivial).capitalize()} {order(published, all_found)}",
         "",
+        _furthest(errors, shares),
+        "",
         f"Fitted to the first row alone: {_mean(errors_first, trivial)} {order(published, all_first)} "
         f"{_SMALL}",
         "",
         *_table_5(shares),
     ]
     return "\n".join(lines)
+
+
+def _furthest(errors: list[float], shares: Shares) -> str:
+    """Of the row that errs most: whether its chunks bring what they should."""
+    error, row = max(zip(errors, ROWS, strict=True), key=lambda pair: abs(pair[0]))
+    plain = tera(row.run._replace(chunks=1), shares)
+    return (
+        f"The row of {row.name} is furthest off, by {error:+.1%}: {row.run.chunks} chunks a rank "
+        f"shorten its bubble, and nothing else here tells it from its neighbours. With one chunk it is "
+        f"predicted at {plain:.0f}, {plain / row.tera - 1:+.1%}. So what interleaving cost there, in "
+        "messages that wait for one another or in smaller pieces of work, is what would have to be "
+        "modelled."
+    )
 
 
 def _table_5(shares: Shares) -> list[str]:

@@ -233,8 +233,7 @@ def test_a_step_played_again_is_the_step_predicted_anew():
     step = predict(whole, fuses=True, **NO_LAUNCHES)
     assert step.replayed().timeline == step.timeline
     for changes in (
-        {"arithmetic_share": 0.2, "speed_spread": 0.1},
-        {"async_tp": True},
+        {"arithmetic_share": 0.2, "speed_spread": 0.1, "async_tp": True},
         {"gpu": "V100", "network": "Ethernet 100"},
     ):
         again = step.replayed(**changes)
