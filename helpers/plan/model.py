@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +16,23 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from tqdm.auto import tqdm
 
 from helpers import vgpu
 from helpers.models import Transformer
 from helpers.parallel import Stage, shard, share_tensors
 from helpers.plan.step import Plan
 
+SHOW_AFTER_S = 2.0
+"""From here on a bar shows how far a prediction is."""
+
 _NO_LIMIT_BYTES = 2**50  # a plan that does not fit is still counted
+
+
+def progress(what: str, total: int, unit: str) -> Any:
+    """A bar, shown if it takes long; of several processes that predict, their parent has one."""
+    child = multiprocessing.parent_process() is not None
+    return tqdm(desc=what, total=total, unit=unit, leave=False, delay=SHOW_AFTER_S, disable=child)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from helpers import vgpu
 from helpers.models import Transformer
 from helpers.parallel import loss_context
 from helpers.peaks import OTHER, PeakByCause
-from helpers.plan.model import Divided, on_cluster, state_bytes, without_garbage
+from helpers.plan.model import Divided, on_cluster, progress, state_bytes, without_garbage
 from helpers.plan.pipelines import predict_pipeline
 from helpers.plan.step import Plan, Recorded, Step
 
@@ -24,9 +24,15 @@ def predict(plan: Plan, **costs: Any) -> Step:
     """
     if plan.layout.stages > 1:
         return predict_pipeline(plan, **costs)
-    with on_cluster(plan), vgpu.record_memory() as memory:
+    with (
+        on_cluster(plan),
+        vgpu.record_memory() as memory,
+        progress("predicting: a step, one recorded, the allocator", 3, "part") as bar,
+    ):
         rank = Rank(plan)
+        bar.update()
         step = rank.recorded(plan, **costs)
+        bar.update()
         reserved = memory.reserved("vgpu:0", expandable_segments=True)
         return Step(**vars(step), reserved_bytes=reserved.peak_reserved_bytes)
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from helpers import vgpu
 from helpers.models import LLAMA, Transformer, TransformerSizes
 from helpers.parallel import Layout, Stage, parts
-from helpers.plan import Plan, predict, search
+from helpers.plan import Plan, model, predict, search
 from helpers.plan import __main__ as command
 from helpers.plan.model import Divided, on_cluster
 from helpers.plan.pipelines import playing
@@ -243,6 +243,18 @@ def test_a_step_played_again_is_the_step_predicted_anew():
         assert again.seconds != step.seconds and again.idle_s == pytest.approx(anew.idle_s)
         assert again.reserved_bytes == step.reserved_bytes
     assert again.plan == dataclasses.replace(whole, gpu="V100", network="Ethernet 100")
+
+
+def test_what_takes_long_shows_how_far_it_is(capsys, monkeypatch):
+    one = plan(Layout(), 1, gpus_per_host=1)
+    monkeypatch.setattr(model, "SHOW_AFTER_S", 1e9)
+    predict(TWO), predict(one)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(model, "SHOW_AFTER_S", 1e-9)
+    predict(TWO)
+    assert "recording stages" in capsys.readouterr().err
+    predict(one)
+    assert "predicting" in capsys.readouterr().err
 
 
 def test_the_trace_has_a_lane_for_each_stage_s_rank(tmp_path, capsys):

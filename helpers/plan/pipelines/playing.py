@@ -13,6 +13,7 @@ import torch
 
 from helpers import schedules, vgpu
 from helpers.parallel import parts
+from helpers.plan.model import progress
 from helpers.plan.pipelines.ranks import Recorded, recorded
 from helpers.plan.pipelines.states import Moment, moments, shortened
 from helpers.plan.step import Plan, Step
@@ -27,14 +28,15 @@ def predict_pipeline(plan: Plan, **costs: Any) -> "PipelineStep":
     short = shortened(plan)
     ranks: dict[int, Recorded] = {}
     known: dict[tuple[_Kind, Moment], vgpu.Timeline] = {}
-    # The rank in front is the one with most micro-batches in flight of those that are alike.
-    for device in range(plan.schedule.devices):
-        kind, when = _kind(plan, device), moments(short, device)
-        if all((kind, moment) in known for moment in when.values()):
-            continue
-        ranks[device] = recorded(plan, short, device, **costs)
-        for action, timeline in ranks[device].actions.items():
-            known.setdefault((kind, when[action]), timeline)
+    with progress("recording stages", plan.schedule.devices, "stage") as bar:
+        # The rank in front is the one with most micro-batches in flight of those that are alike.
+        for device in range(plan.schedule.devices):
+            kind, when = _kind(plan, device), moments(short, device)
+            if not all((kind, moment) in known for moment in when.values()):
+                ranks[device] = recorded(plan, short, device, **costs)
+                for action, timeline in ranks[device].actions.items():
+                    known.setdefault((kind, when[action]), timeline)
+            bar.update()
     return _played(_Parts(plan, known, ranks))
 
 
