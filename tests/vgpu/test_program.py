@@ -117,10 +117,11 @@ def test_a_script_ends_as_under_python(kinds, options, tmp_path):
 
 
 def test_ctrl_c_ends_a_script_as_under_python(tmp_path):
-    # A shell's background jobs start with Ctrl-C switched off, and so might this test.
+    # A shell's background jobs start with Ctrl-C switched off, and so might this test. Of one long
+    # sleep Python would not wake if the signal came just before it.
     (tmp_path / "script.py").write_text(
         "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "print('begun', flush=True)\ntime.sleep(100)\n"
+        "print('begun', flush=True)\nfor _ in range(10_000): time.sleep(0.01)\n"
     )
     ended = []
     for module in ([], ["-m", "helpers.vgpu"]):
