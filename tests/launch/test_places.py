@@ -1,10 +1,10 @@
 """A look at where a rank is: it names the line, and changes nothing for what runs there."""
 
-import subprocess
 import sys
 import threading
 import weakref
 
+import forked
 import pytest
 
 from helpers.launch import places
@@ -71,9 +71,11 @@ done.set()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="starts threads as POSIX does")
-def test_a_look_survives_threads_that_c_starts_meanwhile():
+def test_a_look_survives_threads_that_c_starts_meanwhile(tmp_path):
     """faulthandler, asked for all threads, reads what such a thread has not filled in yet."""
-    ran = subprocess.run([sys.executable, "-c", THREADS_OF_C], capture_output=True, text=True)
+    script = tmp_path / "script.py"
+    script.write_text(THREADS_OF_C)
+    ran = forked.run(script)
     assert ran.returncode == 0, ran.stderr
 
 

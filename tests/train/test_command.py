@@ -9,7 +9,9 @@ import subprocess
 import sys
 import uuid
 from dataclasses import fields
+from multiprocessing.connection import wait
 
+import forked
 import psutil
 import pytest
 import torch
@@ -146,9 +148,8 @@ def parameters(folder, to):
 
 @pytest.mark.skipif(os.name != "posix", reason="a signal is an exit status on POSIX systems")
 def test_the_rank_that_is_to_be_lost_is_killed():
-    command = [sys.executable, "-m", "helpers.train", "--cpu", "--threads=1", "--epochs=1"]
-    done = subprocess.run([*command, "--width=4", "--batch-size=96", "--lose=0:3"], timeout=TIME_S)
-    assert done.returncode == -signal.SIGKILL
+    options = ["--cpu", "--threads=1", "--epochs=1", "--width=4", "--batch-size=96", "--lose=0:3"]
+    assert forked.run("helpers.train", *options).returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("started", STARTED)
@@ -182,19 +183,21 @@ def test_one_process_draws_a_progress_bar_where_somebody_looks(tmp_path):
     termios = pytest.importorskip("termios")
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
-    command = [sys.executable, "-m", "helpers.train", "--cpu", "--threads=1"]
-    command += ["--epochs=1", "--batch-size=240"]
+    name, options = os.ttyname(theirs), ["--cpu", "--threads=1", "--epochs=1", "--batch-size=240"]
     with open(ours, "rb", buffering=0) as terminal:
-        process = subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=tmp_path)
-        os.close(theirs)
+        process = forked.start("helpers.train", *options, output=name, errors=name, cwd=tmp_path)
         shown = b""
+        while wait([terminal, process.sentinel]) != [process.sentinel]:
+            shown += terminal.read(4096)
+        os.close(theirs)
         try:
             while part := terminal.read(4096):
                 shown += part
         except OSError as closed:
             # Linux says so where the last process that had the terminal has closed it.
             assert closed.errno == errno.EIO
-    assert process.wait(TIME_S) == 0, shown
+    process.join()
+    assert process.exitcode == 0, shown
     text = shown.decode()
     assert re.search(r"1 rank: 100%\|.*5/5 .*loss=\d", text)
     assert re.search(r"epoch 1 of 1: \d+\.\d\d% of the held-out digits right", text)
