@@ -44,8 +44,10 @@ def _become(program, arguments, streams, cwd, environment):
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    # What it starts itself is started in the usual way, not as this process was.
+    # What it starts itself is started in the usual way, not as this process was, and a forkserver of
+    # its own, which removes multiprocessing's folder when it ends, has one of its own.
     multiprocessing.set_start_method(None, force=True)
+    multiprocessing.current_process()._config.pop("tempdir", None)
     as_if_fresh()
     sys.argv = [str(program), *arguments]
     if isinstance(program, Path):

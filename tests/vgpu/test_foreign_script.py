@@ -1,9 +1,8 @@
 """A two-GPU script that knows nothing of this package, after ``s/cuda/vgpu/`` and one import."""
 
-import os
 import re
-import subprocess
-import sys
+
+import forked
 
 from teaching import lessons
 
@@ -15,11 +14,7 @@ def test_a_script_for_two_cuda_gpus_trains_on_virtual_ones(tmp_path):
     assert "vgpu" not in source and "helpers" not in source
     script = tmp_path / "script.py"
     script.write_text(f"import helpers.vgpu.enabled\n{source.replace('cuda', 'vgpu')}")
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", script, "--epochs=2"],
-        cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(lessons.ROOT)},
-    )  # fmt: skip
+    result = forked.run(script, "--epochs=2", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     said = result.stdout
     first, last = map(float, re.search(r"data parallel: loss (\S+) -> (\S+)", said).groups())
