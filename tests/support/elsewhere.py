@@ -53,7 +53,9 @@ SYSTEMS: dict[str, tuple[set[str], dict[str, set[str]], dict[str, dict[str, Any]
 
 def environment(system: str, folder: Path) -> dict[str, str]:
     """The environment of a Python that is to see ``system``; ``folder`` keeps a file for it."""
-    (folder / "sitecustomize.py").write_text("import elsewhere\nelsewhere.install()\n")
+    # Each process imports torch, which takes a fifth less where nobody looks for garbage meanwhile.
+    start = "import gc, elsewhere\ngc.disable()\nelsewhere.install()\n"
+    (folder / "sitecustomize.py").write_text(start)
     here = [str(folder), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
     path = os.pathsep.join(filter(None, here))
     return dict(os.environ, PYTHONPATH=path, **{VARIABLE: system})
