@@ -92,7 +92,7 @@ def test_the_commands_for_your_own_hosts_run(tmp_path, cell_id):
         "HOST0:29500": f"localhost:{port}",
         "20000 + SLURM_JOB_ID % 10000": str(port),
         "--nproc-per-node=2": "--nproc-per-node=1",
-        "FOLDER": f"{tmp_path / 'run'} --cpu --epochs=1 --threads=1",
+        "FOLDER": f"{tmp_path / 'run'} --cpu --epochs=1 --threads=1 --width=4 --batch-size=240",
     }.items():
         text = text.replace(old, new)
     stand_ins = {
@@ -114,4 +114,4 @@ def test_the_commands_for_your_own_hosts_run(tmp_path, cell_id):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("2 ranks on CPU"), done.stdout + done.stderr
-    assert [path.name for path in (tmp_path / "run").glob("[!.]*")] == ["step-00000044"]
+    assert [path.name for path in (tmp_path / "run").glob("[!.]*")] == ["step-00000005"]

@@ -171,11 +171,12 @@ SPAWNING = """
 import torch, torch.multiprocessing as mp
 
 def work(rank, results):
-    results[rank] = torch.ones(3, device=f"cuda:{rank}").sum().item() + torch.cuda.device_count()
+    for i in range(2):
+        results[i] = torch.ones(3, device=f"cuda:{i}").sum().item() + torch.cuda.device_count()
 
 if __name__ == "__main__":
     results = torch.zeros(2).share_memory_()
-    mp.spawn(work, (results,), nprocs=2)
+    mp.spawn(work, (results,), nprocs=1)  # each imports torch
     print(results.tolist())
 """
 
@@ -195,6 +196,7 @@ def total(i):
 
 if __name__ == "__main__":
     context = multiprocessing.get_context(sys.argv[1])
+    context.set_forkserver_preload(["torch"])  # once, for the pool and the loader
     with context.Pool(1) as pool:
         print(pool.map(total, [1, 2, 3]))
     loader = DataLoader(Squares(), 2, num_workers=1, multiprocessing_context=context)
