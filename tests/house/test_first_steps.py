@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -204,7 +203,7 @@ def test_a_small_disk_gets_one_sentence(tmp_path):
     assert not good and "0.0 GB are free here" in said
 
 
-def test_wheels_of_a_folder_install_without_a_network(tmp_path):
+def test_wheels_of_a_folder_install_without_a_network_or_room_for_temporary_files(tmp_path):
     folder = small_clone(tmp_path / "course")
     project = (folder / "pyproject.toml").read_text()
     (folder / "pyproject.toml").write_text(project.replace("[\n]", '[\n    "needed",\n]', 1))
@@ -224,25 +223,17 @@ def test_wheels_of_a_folder_install_without_a_network(tmp_path):
         )
         wheel.writestr(info + "RECORD", "")
     (stick / "made_for.txt").write_text(pytorch_builds.machine_of(sys.executable))
-    alone = in_namespace("true", "--net")
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = in_mount_namespace(f'mount -t tmpfs -o size=8k none "{small}"')
+    prefix = [*mounted, *in_namespace("true", "--net")]
     python = f"PYTHON={sys.executable}"
-    said, good = make(folder, f"WHEELS={stick}", python, prefix=alone)
+    said, good = make(folder, f"WHEELS={stick}", python, prefix=prefix, TMPDIR=str(small))
     assert good and f"taking the packages from {stick}; nothing is downloaded" in said, said
     assert list(folder.glob(".venv/lib/*/site-packages/needed-1.dist-info"))
+    assert not list(folder.glob(".venv/tmp*"))
     said, good = make(folder, "WHEELS=/nowhere", python)
     assert (said, good) == ("", True)  # all is in place
     shutil.rmtree(folder / ".venv")
     said, good = make(folder, "WHEELS=/nowhere", python)
     assert not good and "/nowhere has no wheels of this course" in said
-
-
-def test_a_small_folder_for_temporary_files_does_not_matter(tmp_path):
-    folder = small_clone(tmp_path / "course")
-    (tmp_path / "small").mkdir()
-    said, good = make(
-        folder,
-        prefix=in_mount_namespace(f'mount -t tmpfs -o size=8k none "{tmp_path / "small"}"'),
-        TMPDIR=str(tmp_path / "small"),
-    )
-    assert good, said
-    assert not list(Path(folder, ".venv").glob("tmp*"))
