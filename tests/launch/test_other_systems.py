@@ -39,6 +39,8 @@ def hangs(rank, world_size):
     Path("child").write_text(str(child.pid))
     time.sleep(1000)
 
+# What ranks need least.
+forkserver.server.PRELOAD = ("helpers.forkserver.unswept", "torch", "helpers.launch.rank")
 found = {"platform": guard.sys.platform, "start": forkserver.context().get_start_method()}
 found["results"] = launch.run(total, 2)
 # Where nothing is forked each rank imports torch, so there are no more than it takes.

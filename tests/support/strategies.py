@@ -19,6 +19,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 STEPS = 3
 
 
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
 def device_of(device_type, rank):
     return torch.device(device_type, rank) if device_type != "cpu" else torch.device("cpu")
 
@@ -80,7 +88,7 @@ def mesh_of(device_type, *shape, names=None):
 def ddp(rank, world_size, device_type, **options):
     device = device_of(device_type, rank)
     model = DDP(network(rank).to(device), **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(model)
     return trained(model, optimizer, device, rank, world_size, clip=1.0) + parameters_of(model)
 
 
@@ -95,7 +103,7 @@ def ddp_with_small_buckets(rank, world_size, device_type):
 def ddp_accumulating(rank, world_size, device_type):
     device = device_of(device_type, rank)
     model = DDP(network(rank).to(device))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = adamw(model)
     for step in range(STEPS):
         images, labels = (part.to(device) for part in batch(step, rank, world_size))
         with model.no_sync():
@@ -172,7 +180,8 @@ def _sharded(rank, world_size, device_type, mesh=None, seed=0, **options):
 
 def _fsdp(rank, world_size, device_type, mesh=None, **options):
     model, device = _sharded(rank, world_size, device_type, mesh, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    # On a mesh of two dimensions torch takes a while over what AdamW does, and it is on one.
+    optimizer = adamw(model) if mesh is None else sgd(model)
     return trained(model, optimizer, device, rank, world_size, clip=1.0) + parameters_of(model)
 
 
@@ -189,7 +198,7 @@ def fsdp_with_prefetching(rank, world_size, device_type):
     layers = [layer for layer in model if isinstance(layer, nn.Linear)]
     layers[0].set_modules_to_forward_prefetch(layers[1:])
     layers[-1].set_modules_to_backward_prefetch(layers[:-1])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = adamw(model)
     return trained(model, optimizer, device, rank, world_size) + parameters_of(model)
 
 
@@ -352,7 +361,7 @@ def fsdp_and_tensor_parallel(rank, world_size, device_type):
     model = network(0).to(device)
     plan = {"3": ColwiseParallel(), "5": RowwiseParallel()}
     model = fully_shard(parallelize_module(model, mesh["tp"], plan), mesh=mesh["dp"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = sgd(model)
     group = mesh["dp"].get_local_rank()
     return trained(model, optimizer, device, group, world_size // 2) + parameters_of(model)
 
@@ -454,9 +463,7 @@ def beside_one_process(way):
     """What one process gets on the whole batch, for ways that train ``network(0)`` by the batch."""
     world_size = 4
     model = network(0)
-    make = torch.optim.SGD if way.startswith("ddp") else torch.optim.AdamW
-    options = {"lr": 0.1, "momentum": 0.9} if way.startswith("ddp") else {"lr": 0.01}
-    optimizer = make(model.parameters(), **options)
+    optimizer = sgd(model) if way in ("ddp", "hybrid_sharding") else adamw(model)
     for step in range(STEPS):
         images, labels = (
             torch.cat(parts)
