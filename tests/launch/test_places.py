@@ -4,8 +4,8 @@ import sys
 import threading
 import weakref
 
-import forked
 import pytest
+import warm
 
 from helpers.launch import places
 
@@ -75,7 +75,7 @@ def test_a_look_survives_threads_that_c_starts_meanwhile(tmp_path):
     """faulthandler, asked for all threads, reads what such a thread has not filled in yet."""
     script = tmp_path / "script.py"
     script.write_text(THREADS_OF_C)
-    ran = forked.run(script)
+    ran = warm.run_forked(script)
     assert ran.returncode == 0, ran.stderr
 
 

@@ -1,8 +1,13 @@
-"""``python -m MODULE`` from a process that has done its imports: there in a tenth of a second.
+"""Programs from a process that has done its imports: there in a tenth of a second.
 
-Python itself starts once for each module. It imports what takes seconds, and for each call a fork of
-it goes on with Python's own way of running a module, with the call's arguments, folder, variables
-and streams. For tests of what a module does; that it starts without help is for another test to try.
+``run``, for tests of ``python -m MODULE`` itself: Python starts once for each module. It imports what
+takes seconds, and for each call a fork of it goes on with Python's own way of running a module, with
+the call's arguments, folder, variables and streams.
+
+``run_forked``, for tests of what a module or a script does: a fork, like a rank, of what has imported
+torch for ``launch.run``.
+
+That a program starts without help is for another test to try.
 """
 
 import atexit
@@ -10,8 +15,10 @@ import ctypes
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import random
+import runpy
 import socket
 import subprocess
 import sys
@@ -22,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
+from helpers import forkserver
 from teaching.lessons import ROOT
 
 _SOCKET, _IMPORTS = "WARM_TEST_SOCKET", "WARM_TEST_IMPORTS"
@@ -122,6 +130,10 @@ def _become(request, streams):
     os.environ.update(request["environment"])
     sys.path[:] = [folder for folder in sys.path if folder not in _own_folders()]
     sys.argv[1:] = request["arguments"]
+    _renew()
+
+
+def _renew():
     if torch := sys.modules.get("torch"):
         torch.ones((), requires_grad=True).sin()  # see helpers.launch.rank.renew_autograd
     # A forked process repeats the random numbers of the one it comes from.
@@ -131,3 +143,44 @@ def _become(request, streams):
 
 def _own_folders():
     return str(Path(__file__).parent), os.path.dirname(sys.modules["sitecustomize"].__file__)
+
+
+def run_forked(program, *arguments, cwd=None):
+    """``subprocess.run`` of a script, or of the module of a name, with its output and errors."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        process = start_forked(program, *arguments, output=output, errors=errors, cwd=cwd)
+        process.join()
+        return subprocess.CompletedProcess(
+            [program, *arguments], process.exitcode, output.read_text(), errors.read_text()
+        )
+
+
+def start_forked(program, *arguments, output, errors, cwd=None):
+    """The same, begun: a process of multiprocessing's, which writes into files or to a terminal."""
+    job = (program, list(map(str, arguments)), (output, errors), cwd or os.getcwd(), {**os.environ})
+    process = forkserver.context().Process(target=_become_program, args=job)
+    with forkserver.main_module_hidden():
+        process.start()
+    return process
+
+
+def _become_program(program, arguments, streams, cwd, environment):
+    for number, path in enumerate(streams, start=1):
+        stream = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOCTTY", 0))
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    # What it starts itself is started in the usual way, not as this process was, and a forkserver of
+    # its own, which removes multiprocessing's folder when it ends, has one of its own.
+    multiprocessing.set_start_method(None, force=True)
+    multiprocessing.current_process()._config.pop("tempdir", None)
+    _renew()
+    sys.argv = [str(program), *arguments]
+    if isinstance(program, Path):
+        sys.path.insert(0, str(program.parent))
+        runpy.run_path(str(program), run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -11,11 +11,11 @@ import sys
 import uuid
 from contextlib import contextmanager
 
-import forked
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import warm
 
 from helpers import forkserver, launch
 from helpers.train import CheckpointError, Settings, Training, checkpoints, folders
@@ -138,16 +138,16 @@ def test_the_command_says_which_checkpoint_is_damaged_and_which_is_used(tmp_path
     run = tmp_path / "run"
     options = ["--cpu", "--threads=1", "--width=4"]
     options += ["--batch-size=240", "--epochs=2", f"--checkpoints={run}"]
-    forked.run("helpers.train", *options).check_returncode()
+    warm.run_forked("helpers.train", *options).check_returncode()
     assert names(run) == ["step-00000005", "step-00000010"]
     flip(run / "step-00000010" / "__0_0.distcp")
-    said = forked.run("helpers.train", *options).stdout.splitlines()
+    said = warm.run_forked("helpers.train", *options).stdout.splitlines()
     assert said[1].startswith(f"{run / 'step-00000010'} is damaged: __0_0.distcp has other bytes")
     assert said[1].endswith("The one before it is used")
     assert said[2] == f"resumed from {run / 'step-00000005'}"
     shutil.copy(run / "step-00000005" / "__0_0.distcp", run / "step-00000010")
     flip(run / "step-00000005" / "run.json")
-    done = forked.run("helpers.train", *options)
+    done = warm.run_forked("helpers.train", *options)
     assert done.returncode == 2 and "delete these to begin anew" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -208,7 +208,7 @@ def unwritable(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_named_before_the_first_step(tmp_path):
     for folder, why in unwritable(tmp_path):
-        done = forked.run("helpers.train", "--cpu", f"--checkpoints={folder}")
+        done = warm.run_forked("helpers.train", "--cpu", f"--checkpoints={folder}")
         assert done.returncode == 2 and done.stdout == ""
         assert f"cannot use {folder}: {why}" in done.stderr
         assert "name another folder with --checkpoints" in done.stderr

@@ -11,11 +11,11 @@ import uuid
 from dataclasses import fields
 from multiprocessing.connection import wait
 
-import forked
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 from sampling import WHOLE
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -149,7 +149,7 @@ def parameters(folder, to):
 @pytest.mark.skipif(os.name != "posix", reason="a signal is an exit status on POSIX systems")
 def test_the_rank_that_is_to_be_lost_is_killed():
     options = ["--cpu", "--threads=1", "--epochs=1", "--width=4", "--batch-size=96", "--lose=0:3"]
-    assert forked.run("helpers.train", *options).returncode == -signal.SIGKILL
+    assert warm.run_forked("helpers.train", *options).returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("started", STARTED)
@@ -185,7 +185,9 @@ def test_one_process_draws_a_progress_bar_where_somebody_looks(tmp_path):
     termios.tcsetwinsize(theirs, (24, 100))
     name, options = os.ttyname(theirs), ["--cpu", "--threads=1", "--epochs=1", "--batch-size=240"]
     with open(ours, "rb", buffering=0) as terminal:
-        process = forked.start("helpers.train", *options, output=name, errors=name, cwd=tmp_path)
+        process = warm.start_forked(
+            "helpers.train", *options, output=name, errors=name, cwd=tmp_path
+        )
         shown = b""
         while wait([terminal, process.sentinel]) != [process.sentinel]:
             shown += terminal.read(4096)

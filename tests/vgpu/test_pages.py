@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-import forked
 import pages
 import pytest
+import warm
 
 from teaching.lessons import ROOT
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/vgpu.md"])
 def test_the_examples_run_and_print_what_the_page_says(name):
-    done = forked.run(Path(pages.__file__), ROOT / name, "helpers")
+    done = warm.run_forked(Path(pages.__file__), ROOT / name, "helpers")
     assert done.returncode == 0, done.stdout + done.stderr
