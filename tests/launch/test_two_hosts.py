@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from hosts import (
-    TIME_S,
     free_port,
+    status_of,
     stop,
     two_agents,
     two_namespaces,
@@ -109,7 +109,7 @@ def train_on(hosts, script, folder, environment_of_host_1=None):
             arguments += [f"--master-addr={address}", f"--master-port={port}"]
             arguments += [f"--log-dir={folder / 'logs'}", "-m", "helpers.vgpu", script, folder]
             agents.append(hosts[number].start(arguments, folder / "said.txt", **environment))
-        return [agent.wait(TIME_S) for agent in agents]
+        return [status_of(agent) for agent in agents]
     finally:
         for agent in agents:
             stop(agent)

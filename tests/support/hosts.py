@@ -6,9 +6,10 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
+import warm
 
 TIME_S = 800  # for what takes seconds; a busy machine is slow to import torch
 
@@ -19,23 +20,34 @@ class Host:
 
     address: str
     interface: str
-    prefix: list[str] = field(default_factory=list)
+    network: str | None = None
+    """The name of the namespace that is its network."""
+
+    @property
+    def prefix(self):
+        """What runs a command on it."""
+        return ["ip", "netns", "exec", self.network] if self.network else []
 
     def start(self, arguments, said, **environment):
         """An agent of torchrun on this host; what it and its ranks say is added to a file."""
         environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.interface, **environment}
         environment["CUDA_VISIBLE_DEVICES"] = ""  # both hosts would take GPU 0
-        command = [
-            *self.prefix,
-            sys.executable,
-            "-m",
+        # The agent is forked, for what it does at its start is import torch; so do its ranks.
+        environment |= warm.hurried(said.parent / "start")
+        return warm.start_forked(
             "torch.distributed.run",
-            *map(str, arguments),
-        ]
-        with open(said, "a", encoding="utf-8") as file:
-            return subprocess.Popen(
-                command, env={**os.environ, **environment}, stdout=file, stderr=subprocess.STDOUT
-            )
+            *arguments,
+            output=said,
+            errors=said,
+            network=self.network,
+            **environment,
+        )
+
+
+def status_of(agent):
+    """Its exit status, once it has ended; None if it takes too long."""
+    agent.join(TIME_S)
+    return agent.exitcode
 
 
 def free_port():
@@ -74,7 +86,7 @@ def two_namespaces():
             ip("-n", name, "address", "add", f"{address}/24", "dev", end)
             ip("-n", name, "link", "set", end, "up")
             ip("-n", name, "link", "set", "lo", "up")
-            hosts.append(Host(address, end, ["ip", "netns", "exec", name]))
+            hosts.append(Host(address, end, name))
         yield hosts
     finally:
         # The cable goes with them.
@@ -101,10 +113,8 @@ def ip(*arguments):
 
 def stop(agent):
     """End an agent, which ends its ranks; nothing happens to one that has ended."""
-    if agent.poll() is None:
+    if agent.exitcode is None:
         agent.terminate()
-        try:
-            agent.wait(60)
-        except subprocess.TimeoutExpired:
-            agent.kill()
-            agent.wait()
+        agent.join(60)
+        agent.kill()
+        agent.join()

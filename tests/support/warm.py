@@ -32,6 +32,13 @@ import numpy as np
 from helpers import forkserver
 from teaching.lessons import ROOT
 
+HURRIED = """
+import ctypes, gc
+gc.disable()
+libc = ctypes.CDLL(None)
+if hasattr(libc, "on_exit"):
+    libc.on_exit(libc._exit, None)
+"""
 _SOCKET, _IMPORTS = "WARM_TEST_SOCKET", "WARM_TEST_IMPORTS"
 
 
@@ -156,20 +163,35 @@ def run_forked(program, *arguments, cwd=None):
         )
 
 
-def start_forked(program, *arguments, output, errors, cwd=None):
-    """The same, begun: a process of multiprocessing's, which writes into files or to a terminal."""
-    job = (program, list(map(str, arguments)), (output, errors), cwd or os.getcwd(), {**os.environ})
+def start_forked(program, *arguments, output, errors, cwd=None, network=None, **environment):
+    """The same, begun: a process of multiprocessing's, which writes into files or to a terminal.
+
+    ``network`` names a namespace of ``ip netns`` for it to be in; the environment is this process's
+    and what is given.
+    """
+    environment = {**os.environ, **environment}
+    job = (
+        program,
+        [*map(str, arguments)],
+        (output, errors),
+        cwd or os.getcwd(),
+        network,
+        environment,
+    )
     process = forkserver.context().Process(target=_become_program, args=job)
     with forkserver.main_module_hidden():
         process.start()
     return process
 
 
-def _become_program(program, arguments, streams, cwd, environment):
+def _become_program(program, arguments, streams, cwd, network, environment):
     for number, path in enumerate(streams, start=1):
-        stream = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOCTTY", 0))
+        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOCTTY", 0)
+        stream = os.open(path, how)
         os.dup2(stream, number)
         os.close(stream)
+    if network is not None:
+        _enter(network)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
@@ -184,3 +206,23 @@ def _become_program(program, arguments, streams, cwd, environment):
         runpy.run_path(str(program), run_name="__main__")
     else:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+def _enter(network):
+    """As ``ip netns exec``; Python itself can do it from 3.12 on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{network}") as namespace:
+        if libc.setns(namespace.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {network}")
+
+
+def hurried(folder):
+    """A variable for processes that import torch, do little and end: a quarter less time for each.
+
+    They look for no garbage, and end with Python, before C++ would take torch down. ``folder`` is
+    made for what they read at their start.
+    """
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(HURRIED)
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path}

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from hosts import TIME_S, free_port, stop, two_agents, two_namespaces
+import warm
+from hosts import TIME_S, free_port, status_of, stop, two_agents, two_namespaces
 from sampling import WHOLE
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -46,10 +47,10 @@ def test_the_host_that_is_left_goes_on_by_itself(tmp_path, make_hosts):
                 said = tmp_path / f"said-{number}.txt"
                 agents.append(host.start([*arguments, f"--checkpoints={run}"], said))
             lost, left = agents
-            wait_until(lambda: any(run.glob("step-*")) or left.poll() is not None)
+            wait_until(lambda: any(run.glob("step-*")) or left.exitcode is not None)
             for process in [*psutil.Process(lost.pid).children(recursive=True), lost]:
                 process.kill()
-            status = left.wait(TIME_S)
+            status = status_of(left)
         finally:
             for agent in agents:
                 stop(agent)
@@ -105,9 +106,10 @@ def test_the_commands_for_your_own_hosts_run(tmp_path, cell_id):
         (tmp_path / name).chmod(0o755)
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
     slurm = {"SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    start = warm.hurried(tmp_path / "start")
     done = subprocess.run(
         ["bash", "-eu", "-c", text],
-        env={**os.environ, **slurm, "SLURM_CPUS_PER_TASK": "1", "PATH": path},
+        env={**os.environ, **slurm, **start, "SLURM_CPUS_PER_TASK": "1", "PATH": path},
         capture_output=True,
         text=True,
         timeout=TIME_S,
