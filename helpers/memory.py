@@ -1,5 +1,6 @@
 """Where the bytes of each GPU are, by cause: at one moment, or after every operation of a step."""
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -77,6 +78,15 @@ def peaks_during(step: Callable[[], object], gpus: Sequence[torch.device]) -> li
     return [peak - start for peak, start in zip(peaks, before, strict=True)]
 
 
+@functools.cache
+def has_frozen() -> bool:
+    """Whether the program had left what it began with out of collections, when this was first asked.
+
+    Asked once: Python counts what is frozen one by one, a tenth of a second if torch is among it.
+    """
+    return gc.get_freeze_count() > 0
+
+
 @contextmanager
 def only_new_garbage() -> Iterator[None]:
     """Leave what lives now out of the collections inside, as those of ``peaks_during``.
@@ -86,7 +96,7 @@ def only_new_garbage() -> Iterator[None]:
     as it is: it has only new objects to go through.
     """
     gc.collect()
-    ours = gc.get_freeze_count() == 0
+    ours = not has_frozen()
     if ours:
         gc.freeze()
     try:

@@ -149,11 +149,27 @@ def test_collections_leave_out_what_lives_already(frozen):
     gc.unfreeze()
     if frozen:
         gc.freeze()
+    memory.has_frozen.cache_clear()
     try:
-        with memory.only_new_garbage():
-            assert gc.get_freeze_count() > 0
-        assert (gc.get_freeze_count() > 0) == frozen
+        for _ in range(2):
+            with memory.only_new_garbage():
+                assert gc.get_freeze_count() > 0
+            assert (gc.get_freeze_count() > 0) == frozen
     finally:
+        memory.has_frozen.cache_clear()
         gc.unfreeze()
         if before:
             gc.freeze()
+
+
+def test_what_is_frozen_is_counted_once(monkeypatch):
+    counts = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.append(1) or 1)
+    memory.has_frozen.cache_clear()
+    try:
+        for _ in range(3):
+            with memory.only_new_garbage():
+                pass
+    finally:
+        memory.has_frozen.cache_clear()
+    assert len(counts) == 1

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 
+from helpers.memory import has_frozen
 from helpers.plan.model import without_garbage
 
 
@@ -27,7 +28,9 @@ def frozen(request):
     gc.unfreeze()
     if request.param:
         gc.freeze()
+    has_frozen.cache_clear()
     yield request.param
+    has_frozen.cache_clear()
     gc.unfreeze()
     if before:
         gc.freeze()

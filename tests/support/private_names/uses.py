@@ -23,7 +23,7 @@ def uses() -> dict[str, set[str]]:
     A name ends one part behind its last private one: ``torch._C._autograd.DeviceType``.
     """
     found: dict[str, set[str]] = {}
-    for path, tree in _sources():
+    for path, tree in sources():
         for name in _names(tree):
             if (cut := _cut(name)) is not None:
                 found.setdefault(cut, set()).add(path.relative_to(ROOT).as_posix())
@@ -37,13 +37,13 @@ def _only_on_the_way(name: str, others: Iterable[str]) -> bool:
 
 def text() -> str:
     """All that is read here, one source behind the other."""
-    return "\n".join(ast.unparse(tree) for _, tree in _sources())
+    return "\n".join(ast.unparse(tree) for _, tree in sources())
 
 
 def foreign_attributes() -> dict[str, str]:
     """Private attribute, of any object, that the package reads and nowhere defines → a place."""
     defined, read = set(), {}
-    for path, tree in _sources():
+    for path, tree in sources():
         if path.relative_to(ROOT).parts[0] != "helpers":
             continue
         for node in ast.walk(tree):
@@ -59,7 +59,8 @@ def foreign_attributes() -> dict[str, str]:
 
 
 @cache
-def _sources() -> list[tuple[Path, ast.Module]]:
+def sources() -> list[tuple[Path, ast.Module]]:
+    """All files and cells, parsed: half a million objects, to be cleared when they are not needed."""
     return [*_read()]
 
 
