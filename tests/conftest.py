@@ -104,8 +104,19 @@ def pytest_collection():
 
 def pytest_collection_finish():
     gc.enable()
-    # What lives now, torch and the tests themselves, lives to the end. Going through it would take
-    # a quarter of a second in each collection of garbage, of which there are hundreds.
+    _leave_out_what_lives()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    # What a file leaves, such as modules imported late, is gone through once and no more.
+    if nextitem is None or nextitem.path != item.path:
+        _leave_out_what_lives()
+
+
+def _leave_out_what_lives():
+    # Torch and the tests themselves live to the end. Going through them would take a quarter of a
+    # second in each collection of garbage, of which there are hundreds.
     gc.collect()
     gc.freeze()
 

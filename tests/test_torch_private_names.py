@@ -19,7 +19,8 @@ LISTED = {name: each for each in listed.RELIANCES for name in each.names}
 
 # In a process of its own: torch's test suites change settings of the process that imports them.
 LOOK = """
-import json, pkgutil, sys
+import helpers.forkserver.unswept
+import json, os, pkgutil, sys
 import torch, torch.distributed.fsdp, torch.distributed.tensor, torch.utils.backend_registration
 missing = {}
 for name in sys.argv[1:]:
@@ -27,7 +28,8 @@ for name in sys.argv[1:]:
         pkgutil.resolve_name(name)
     except (AttributeError, ImportError) as error:
         missing[name] = str(error)
-print(json.dumps(missing))
+print(json.dumps(missing), flush=True)
+os._exit(0)  # taking down all that was imported would take a second
 """
 
 # Changed when they are imported, which other tests of this process may have done, or not.
