@@ -7,9 +7,8 @@ import gc
 import os
 import sys
 import tempfile
-from pathlib import Path
 
-import end_at_once  # noqa: F401 - ahead of torch
+import ending
 import pytest
 import yaml
 from broken_claims import all_broken
@@ -21,7 +20,7 @@ from teaching import lessons
 # Set before any kernel or worker starts: they inherit it.
 _progress = tempfile.TemporaryDirectory(prefix="course-progress-")
 os.environ["COURSE_PROGRESS_DIR"] = _progress.name
-os.environ["JUPYTER_PATH"] = str(Path(__file__).parent / "support" / "jupyter")
+os.environ["JUPYTER_PATH"] = str(ending.JUPYTER)
 
 
 @pytest.fixture(autouse=True)

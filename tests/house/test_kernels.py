@@ -6,7 +6,7 @@ from nbclient import NotebookClient
 CELL = """
 import atexit, pathlib, sys
 atexit.register(pathlib.Path("done at the end").touch)
-print(sys.orig_argv[1].endswith("tests/support/jupyter/kernels/python3/kernel.py"))
+print(sys.orig_argv[1].endswith("support/ending/kernels/python3/kernel.py"))
 """
 
 

@@ -1,7 +1,4 @@
-"""IPython's kernel; at its end it does all that is to be done then, and is gone.
-
-Python would then take itself down, object by object: a second of computing once torch is imported.
-"""
+"""IPython's kernel, which at its end does all that is to be done then, and is gone."""
 
 import atexit
 import os
