@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 def main(rank, world, sharded):
     device = torch.device("vgpu", rank)
     torch.manual_seed(rank)
-    blocks = [torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh()) for _ in range(16)]
+    blocks = [torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh()) for _ in range(8)]
     model = torch.nn.Sequential(*blocks).to(device)
     for parameter in model.parameters():
         dist.broadcast(parameter.detach(), 0)
@@ -32,12 +32,12 @@ def main(rank, world, sharded):
         losses.append(loss.item())
     return losses, torch.vgpu.max_memory_allocated()
 """
-LIMIT_BYTES = 12 * 2**20
+LIMIT_BYTES = 6 * 2**20
 
 
 def test_a_model_that_runs_out_of_memory_under_ddp_trains_under_fully_shard():
-    # Parameters, gradients and Adam's two states: 16 bytes a parameter, 16 MiB on each GPU.
-    with pytest.raises(launch.RankRaised, match=r"total capacity of 12\.00 MiB") as raised:
+    # Parameters, gradients and Adam's two states: 16 bytes a parameter, 8 MiB on each GPU.
+    with pytest.raises(launch.RankRaised, match=r"total capacity of 6\.00 MiB") as raised:
         launch.run(cell(TRAIN)["main"], 2, False, gpu="V100", memory_bytes=LIMIT_BYTES)
     assert "OutOfMemoryError" in str(raised.value)
     limited = launch.run(cell(TRAIN)["main"], 2, True, gpu="V100", memory_bytes=LIMIT_BYTES)
