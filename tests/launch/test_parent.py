@@ -120,7 +120,7 @@ def test_a_killed_parent_leaves_no_process_no_file_no_shared_memory(short_folder
 
 def test_ranks_print_into_the_cell_under_nbmake(tmp_path):
     cells = [
-        "from helpers import launch",
+        FEW_IMPORTS + "from helpers import launch",
         "def greet(rank, world_size):\n    print('hello from', rank)\n    return rank",
         "assert launch.run(greet, 2, output='by rank') == [0, 1]",
         "def fails(rank, world_size):\n    if rank == 1:\n        return missing\n"
