@@ -44,8 +44,8 @@ if SOCKETS_FOLDER in os.environ:
     atexit.register(_end_forkserver, os.environ[SOCKETS_FOLDER], os.getpid())
     backend.prepare()
     # A rank never frees what it was forked with. Each of its collections of garbage would go
-    # through all of torch, and by touching every object make a copy of its page.
-    gc.collect()
+    # through all of torch, and by touching every object make a copy of its page. What is garbage by
+    # now stays as well: a megabyte, and to find it would take a quarter of a second.
     gc.freeze()
     gc.enable()  # PRELOAD begins with helpers.forkserver.unswept
 

@@ -178,8 +178,7 @@ def _serve() -> None:
     # Others see a process's environment as the memory that it started with.
     mark_shown = libc.getenv(MARK.encode())
     *_, judge = (importlib.import_module(name) for name in _PRELOAD)
-    # A judge's collections of garbage leave out what it was forked with.
-    gc.collect()
+    # A judge's collections of garbage leave out what it was forked with, garbage too.
     gc.freeze()
     gc.enable()
     for line in sys.stdin:

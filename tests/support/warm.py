@@ -96,8 +96,7 @@ def serve():
     atexit.register(_say_no_more)
     for name in os.environ[_IMPORTS].split():
         importlib.import_module(name)
-    # A fork leaves out of its collections what it was forked with.
-    gc.collect()
+    # A fork leaves out of its collections what it was forked with, garbage too.
     gc.freeze()
     gc.enable()  # helpers.forkserver.unswept may have been among them
     server = socket.socket(fileno=int(os.environ[_SOCKET]))
