@@ -33,9 +33,9 @@ from helpers import forkserver
 from teaching.lessons import ROOT
 
 HURRIED = """
-import ctypes, gc
+import ctypes, gc, os
 gc.disable()
-libc = ctypes.CDLL(None)
+libc = ctypes.CDLL(None) if os.name == "posix" else None
 if hasattr(libc, "on_exit"):
     libc.on_exit(libc._exit, None)
 """
