@@ -35,7 +35,9 @@ def dies(rank, world_size):
     os._exit(3)
 
 def hangs(rank, world_size):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    # Without this program's output, which would stay open as long as the child lives.
+    command = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     Path("child").write_text(str(child.pid))
     time.sleep(1000)
 
