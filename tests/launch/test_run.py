@@ -57,6 +57,21 @@ def test_what_warms_up_needs_no_torch_itself():
     assert found.stdout == "False\n"
 
 
+@pytest.mark.skipif(os.name != "posix", reason="process groups are POSIX's")
+def test_a_kernel_that_ends_has_no_process_to_wait_for():
+    """Jupyter's kernel waits for all of its process group, ended or not, for 2.5 s."""
+    source = """
+import os, psutil
+from helpers.forkserver import warm_up
+warm_up()
+print([os.getpgid(child.pid) == os.getpgrp() for child in psutil.Process().children()])
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "[False, False]\n"
+
+
 @pytest.mark.skipif(
     "forkserver" not in multiprocessing.get_all_start_methods(), reason="nothing to fork from"
 )
