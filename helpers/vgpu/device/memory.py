@@ -11,7 +11,7 @@ Left out: the room that CUDA's own context takes.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,17 @@ def streams_from(current_stream: Callable[[int], int]) -> None:
     """Let ``current_stream`` say which stream is current, by a GPU's index, in this thread."""
     global _current_stream
     _current_stream = current_stream
+
+
+_lent: Sequence[Any] = ()
+_take_back: Callable[[], object] = list  # nothing to do while nothing is lent
+
+
+def lent_to(lent: Sequence[Any], take_back: Callable[[], object]) -> None:
+    """Call ``take_back`` before bytes are counted while anything is ``lent``: others may hold blocks
+    that are free (distributed/lent.py)."""
+    global _lent, _take_back
+    _lent, _take_back = lent, take_back
 
 
 # A finalizer may run between any two instructions, also in a thread that holds the lock.
@@ -101,6 +112,12 @@ class DeviceMemory:
         self.reserve = Reserve(device, capacity_bytes)
         _memories.append(self)
 
+    def settled(self) -> "DeviceMemory":
+        """This, when nothing that is free is counted any more."""
+        if _lent:
+            _take_back()
+        return self
+
     @property
     def live_block_count(self) -> int:
         return self.allocation_count - self.freed_count
@@ -115,6 +132,8 @@ class DeviceMemory:
 
     def allocate(self, request_bytes: int, operation: str) -> "Block":
         """Count a new block of at least ``request_bytes``."""
+        if _lent:
+            _take_back()
         _acquire()
         try:
             size_bytes = request_bytes + 511 & ~511  # rounded, in less time

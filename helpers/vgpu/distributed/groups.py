@@ -11,7 +11,7 @@ Left out: what only NCCL offers (nccl_only.py).
 import collections
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,13 +24,18 @@ from helpers.vgpu.dispatch import rules
 from helpers.vgpu.dispatch.operations import compute
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator, named_arguments
 from helpers.vgpu.dispatch.tensor import VirtualTensor
+from helpers.vgpu.distributed.ddp import process_groups
+from helpers.vgpu.distributed.lent import Lent, take_back
 from helpers.vgpu.distributed.nccl_only import BACKEND
+from helpers.vgpu.timing.lanes import in_backward
+from helpers.vgpu.timing.traits import tensors_in
 
 _CPU = torch.device("cpu")
 
 # Operators of process groups, whose calls and bytes are counted.
 _NAMESPACES = ("c10d::", "_c10d_functional::")
-_NOT_COUNTED = ("wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "check_for_nan")
+WAITS = ("wait_tensor", "wait_tensors")
+_NOT_COUNTED = (*WAITS, "_wrap_tensor_autograd", "check_for_nan")
 
 
 def install(changes: Changes) -> None:
@@ -119,24 +124,27 @@ def _counted(func: Operator, args: Args, kwargs: Kwargs) -> Any:
             "block"
         )
     tally.add(name, _bytes_put_in(func, args, kwargs))
-    given = {id(tensor._inner): tensor for tensor in _virtual_tensors(args)}
-    return _given_back(compute(func, args, kwargs), given)
+    lent = Lent(name)
+    result = lent.own(compute(func, lent.lend(args), kwargs))
+    if not func._schema.name.startswith("c10d::"):
+        lent.with_tensors(result)
+        return result
+    named = named_arguments(func, args, kwargs)
+    result = list(result) if isinstance(result, list | tuple) else [result]
+    if named.get("async_op") is False:
+        lent.waited_for(result)
+    elif not (in_backward() and dist.ProcessGroup.unbox(named["process_group"]) in process_groups):
+        lent.until_dropped(dist.Work.unbox(result[-1]))
+    return tuple(result) if len(result) > 1 else result[0]
 
 
-def _given_back(result: Any, given: dict[int, VirtualTensor]) -> Any:
-    """A collective hands back what it has written to, and autograd warns there if that needs a
-    gradient; c10d's schemas do not say which argument it is."""
-    if isinstance(result, list | tuple):
-        return type(result)(_given_back(part, given) for part in result)
-    return given.get(id(result._inner), result) if type(result) is VirtualTensor else result
-
-
-def _virtual_tensors(values: Iterable[Any]) -> Iterator[VirtualTensor]:
-    for value in values:
-        if type(value) is VirtualTensor:
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _virtual_tensors(value)
+def _waited(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """``wait_tensor`` and ``wait_tensors``."""
+    result = compute(func, args, kwargs)
+    for tensor in tensors_in(args):
+        if type(tensor) is VirtualTensor:
+            take_back(tensor)
+    return result
 
 
 def _counted_flat(func: Operator, args: Args, kwargs: Kwargs) -> Any:
@@ -198,6 +206,7 @@ def operators() -> list[str]:
 
 
 rules.use_handlers(dict.fromkeys(operators(), _counted))
+rules.use_handlers({f"_c10d_functional::{name}": _waited for name in WAITS})
 rules.use_handlers(
     dict.fromkeys(("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"), _counted_flat)
 )

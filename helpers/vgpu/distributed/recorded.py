@@ -268,7 +268,6 @@ def install(changes: Changes) -> None:
         changes.set(distributed_c10d, "barrier", barrier)
 
 
-WAITS = ("wait_tensor", "wait_tensors")
 OF_FSDP = ("fsdp::all_gather_copy_in", "fsdp::chunk_cat", "fsdp::split_with_sizes_copy")
 
 
@@ -277,7 +276,7 @@ def handlers(
 ) -> Mapping[str, Callable[..., Any]]:
     """By operator, what runs it."""
     found = {"_c10d_functional::_wrap_tensor_autograd": wrap_async}
-    found |= {f"_c10d_functional::{name}": wait_tensor for name in WAITS}
+    found |= {f"_c10d_functional::{name}": wait_tensor for name in groups.WAITS}
     found |= dict.fromkeys(OF_FSDP, of_fsdp)
     for name in groups.operators():
         found[name] = of_c10d if name.startswith("c10d::") else functional

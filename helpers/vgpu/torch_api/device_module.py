@@ -176,26 +176,26 @@ def get_device_properties(device: Any = None) -> DeviceProperties:
 
 def memory_allocated(device: Any = None) -> int:
     """Bytes in live blocks, each rounded up to 512."""
-    return _gpu(device).memory.allocated_bytes
+    return _gpu(device).memory.settled().allocated_bytes
 
 
 def max_memory_allocated(device: Any = None) -> int:
     """The most bytes since the start or the last ``reset_peak_memory_stats``."""
-    return _gpu(device).memory.peak_bytes
+    return _gpu(device).memory.settled().peak_bytes
 
 
 def memory_reserved(device: Any = None) -> int:
     """Bytes of the segments that CUDA's caching allocator would hold for what was allocated."""
-    return _gpu(device).memory.reserved()[0]
+    return _gpu(device).memory.settled().reserved()[0]
 
 
 def max_memory_reserved(device: Any = None) -> int:
     """The most of them since the start or the last ``reset_peak_memory_stats``."""
-    return _gpu(device).memory.reserved()[1]
+    return _gpu(device).memory.settled().reserved()[1]
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    _gpu(device).memory.reset_peak()
+    _gpu(device).memory.settled().reset_peak()
 
 
 def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
@@ -204,13 +204,13 @@ def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None
         raise TypeError("Invalid type for fraction argument, must be `float`")
     if not 0 <= fraction <= 1:
         raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-    memory = _gpu(device).memory
+    memory = _gpu(device).memory.settled()
     memory.allowed_bytes = int(fraction * memory.capacity_bytes) if fraction < 1 else None
 
 
 def get_per_process_memory_fraction(device: Any = None) -> float:
     """The share that this process may allocate; 1 where nothing was set."""
-    memory = _gpu(device).memory
+    memory = _gpu(device).memory.settled()
     if memory.allowed_bytes is None:
         return 1.0
     return memory.allowed_bytes / memory.capacity_bytes
@@ -218,13 +218,13 @@ def get_per_process_memory_fraction(device: Any = None) -> float:
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     """Bytes that are not reserved, and total bytes."""
-    memory = _gpu(device).memory
+    memory = _gpu(device).memory.settled()
     return memory.free_bytes, memory.capacity_bytes
 
 
 def nested_memory_stats(device: Any = None) -> dict[str, Any]:
     """Bytes now and at the peak, in the form that ``torch.accelerator.memory_stats`` flattens."""
-    memory = _gpu(device).memory
+    memory = _gpu(device).memory.settled()
     kinds = {
         "allocated_bytes": (memory.allocated_bytes, memory.peak_bytes),
         "reserved_bytes": memory.reserved(),
@@ -256,7 +256,7 @@ def ipc_collect() -> None:
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
     """A small table of a device's bytes and blocks."""
-    return _gpu(device).memory.summary()
+    return _gpu(device).memory.settled().summary()
 
 
 def manual_seed(seed: int) -> None:
