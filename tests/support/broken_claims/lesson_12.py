@@ -4,8 +4,8 @@ from broken_claims import Broken
 
 # What is trained does not matter to what a checkpoint holds.
 _THREE_STEPS = [
-    ('launch.run(train, 4, "fsdp", 72, folder', 'launch.run(train, 4, "fsdp", 3, folder'),
-    ("for step in (0, 20, 40, 63):", "for step in (0, 2):"),
+    ('launch.run(train, 4, "fsdp", 56, folder', 'launch.run(train, 4, "fsdp", 3, folder'),
+    ("for step in (0, 15, 35, 55):", "for step in (0, 2):"),
 ]
 # The cell of four ways also has the function that compares.
 _ONE_WAY = [("for way in (Replicas, Zero1, Zero2, Zero3)}", "for way in (Replicas,)}")]
