@@ -109,6 +109,16 @@ class TransformerBlock(nn.Module):
         return hidden + self.feed_forward(self.feed_forward_norm(hidden))
 
 
+def _keep_size(*layers: nn.Linear) -> None:
+    """Begin so that what comes out is about as large as what goes in.
+
+    As nn.Linear begins, it is smaller by the root of three. After two or three layers in a row a
+    block would add little to its input, and learn late.
+    """
+    for layer in layers:
+        nn.init.kaiming_uniform_(layer.weight, nonlinearity="linear")
+
+
 class CausalAttention(nn.Module):
     """Each position sees itself and those before it. (B, S, width) in and out."""
 
@@ -120,6 +130,7 @@ class CausalAttention(nn.Module):
         self.key = nn.Linear(sizes.width, narrow, bias=False)
         self.value = nn.Linear(sizes.width, narrow, bias=False)
         self.output = nn.Linear(sizes.width, sizes.width, bias=False)
+        _keep_size(self.value, self.output)
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         # Heads are counted from the widths, so that a rank may hold only some of them.
@@ -141,10 +152,7 @@ class FeedForward(nn.Module):
         self.gate = nn.Linear(sizes.width, sizes.feed_forward, bias=False)
         self.up = nn.Linear(sizes.width, sizes.feed_forward, bias=False)
         self.down = nn.Linear(sizes.feed_forward, sizes.width, bias=False)
-        for layer in (self.gate, self.up, self.down):
-            # What comes out is about as large as what goes in. As nn.Linear begins, each makes it
-            # smaller by the root of three, and two of them are multiplied: it would learn late.
-            nn.init.kaiming_uniform_(layer.weight, nonlinearity="linear")
+        _keep_size(self.gate, self.up, self.down)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down(F.silu(self.gate(hidden)) * self.up(hidden))
