@@ -1,17 +1,20 @@
 """Explorers on the site's pages: every answer is there, and those compared are what the function gives."""
 
 import html.parser
+from itertools import product
 
 import nbformat
 import pytest
+from sampling import WHOLE
 
 from helpers.widgets.live import ANSWERS
 from teaching import lessons, rendered
 from teaching.pages import explorers
 
 SETUP = "%matplotlib inline\nfrom helpers.widgets.ring import ring_explorer, show_ring"
-# The first and the last of each, and a step past the end.
-COMPARED = [(2, 0), (2, 3), (3, 1), (4, 0), (4, 6)]
+# Of a sample, the first and the last of each, and a step past the end.
+SAMPLE = [(2, 0), (2, 3), (3, 1), (4, 0), (4, 6)]
+COMPARED = list(product((2, 3, 4), range(7))) if WHOLE else SAMPLE
 
 
 @pytest.fixture(scope="module")

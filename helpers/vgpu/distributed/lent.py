@@ -25,7 +25,6 @@ _SOON_S = 1.0
 _MAYBE_NEVER_S = 0.02
 _POLL_S = 20e-6
 
-
 _use_count = torch._C._storage_Use_Count
 
 
@@ -147,7 +146,8 @@ def take_back(tensor: VirtualTensor) -> None:
         lent.has_returned(_MAYBE_NEVER_S)
 
 
-_lock = threading.Lock()
+# A finalizer that counts bytes may run in the thread that holds the lock.
+_lock = threading.RLock()
 _under_way: list[Lent] = []
 
 

@@ -204,13 +204,13 @@ def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None
         raise TypeError("Invalid type for fraction argument, must be `float`")
     if not 0 <= fraction <= 1:
         raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-    memory = _gpu(device).memory.settled()
+    memory = _gpu(device).memory
     memory.allowed_bytes = int(fraction * memory.capacity_bytes) if fraction < 1 else None
 
 
 def get_per_process_memory_fraction(device: Any = None) -> float:
     """The share that this process may allocate; 1 where nothing was set."""
-    memory = _gpu(device).memory.settled()
+    memory = _gpu(device).memory
     if memory.allowed_bytes is None:
         return 1.0
     return memory.allowed_bytes / memory.capacity_bytes
