@@ -13,6 +13,9 @@ from helpers.tables import Table
 from helpers.units import format_bytes
 
 _CHOICES = ("auto", "cuda", "vgpu")
+# Lessons count the bytes of tensors. The workspaces that cuBLAS takes from PyTorch's allocator, 8 or
+# 32 MiB for each GPU and thread, would hide them. Read at the first matrix product; ranks inherit it.
+_WITHOUT_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 
 
 def lab(count: int) -> list[torch.device]:
@@ -20,8 +23,10 @@ def lab(count: int) -> list[torch.device]:
 
     ``[cuda:0, cuda:1, ...]`` where that many exist, else ``[vgpu:0, vgpu:1, ...]``; exactly
     ``count`` virtual GPUs exist afterwards unless a lesson has already enabled more. A lesson
-    asks once for the most it needs and takes slices of the list. Raises ValueError for a count below 1, for an unknown COURSE_DEVICES, and where COURSE_DEVICES=cuda
-    asks for more GPUs than there are.
+    asks once for the most it needs and takes slices of the list. On real GPUs cuBLAS is told to do
+    without workspaces, by environment variables, unless those are set. Raises ValueError for a count
+    below 1, for an unknown COURSE_DEVICES, and where COURSE_DEVICES=cuda asks for more GPUs than
+    there are.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"devices.lab(count) takes a whole number of GPUs from 1, got {count!r}")
@@ -47,6 +52,7 @@ def describe(count: int = 8) -> Table:
             ("real GPUs", _real_gpus()),
             ("this course uses", f"{used} ({named})"),
             ("because", why),
+            *([("cuBLAS's workspaces", _workspaces())] if kind == "cuda" else []),
         ),
     )
 
@@ -59,6 +65,9 @@ def _choose(count: int) -> tuple[str, str]:
     if asked == "vgpu":
         return "vgpu", "COURSE_DEVICES=vgpu asks for virtual GPUs."
     real = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if real:
+        for name, value in _WITHOUT_WORKSPACES.items():
+            os.environ.setdefault(name, value)
     # One process keeps to one kind: DataParallel asks which kind there is, once for all.
     if real >= count and (asked == "cuda" or not vgpu.is_enabled()):
         return "cuda", f"This machine has {real}, and the lesson needs {count}."
@@ -70,6 +79,14 @@ def _choose(count: int) -> tuple[str, str]:
     if real >= count:
         return "vgpu", "Virtual GPUs are already in use in this notebook."
     return "vgpu", f"The lesson needs {count}, and this machine has {real}. Virtual GPUs fill in."
+
+
+def _workspaces() -> str:
+    name, without = next(iter(_WITHOUT_WORKSPACES.items()))
+    found = os.environ[name]
+    if found == without:
+        return f"none, so that the bytes counted are those of tensors ({name}={found})"
+    return f"counted with the tensors, as {name}={found} asks for them"
 
 
 def _real_gpus() -> str:

@@ -1,5 +1,7 @@
 """A lesson gets real GPUs where there are enough, virtual ones where not."""
 
+import os
+
 import pytest
 import torch
 
@@ -8,7 +10,9 @@ from helpers import devices, vgpu
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
-    monkeypatch.delenv("COURSE_DEVICES", raising=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    for name in ("COURSE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"):
+        os.environ.pop(name, None)
     yield
     vgpu.disable()
 
@@ -38,6 +42,29 @@ def test_real_ones_where_there_are_enough(real_gpus):
     assert devices.lab(2) == [torch.device("cuda:0"), torch.device("cuda:1")]
     assert "cuda:0 to cuda:1" in str(devices.describe(2))
     assert "Real GPU 1 (16 GiB)" in str(devices.describe(2))
+
+
+def test_real_ones_count_bytes_without_workspaces(real_gpus, monkeypatch):
+    real_gpus(2)
+    devices.lab(1)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":0:0"
+    assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "0"
+    assert "bytes counted are those of tensors" in str(devices.describe(2))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert "as CUBLAS_WORKSPACE_CONFIG=:4096:8 asks" in str(devices.describe(2))
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_ranks_on_the_few_real_gpus_have_no_workspaces_either(real_gpus):
+    real_gpus(2)
+    devices.describe(4)  # the lesson's own GPUs are virtual; two ranks would have real ones
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":0:0"
+
+
+def test_a_machine_without_gpus_is_told_nothing(real_gpus):
+    real_gpus(0)
+    assert "workspaces" not in str(devices.describe(2))
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
 def test_virtual_ones_where_real_ones_are_too_few(real_gpus):

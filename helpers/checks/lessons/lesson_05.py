@@ -58,8 +58,11 @@ def from_four_parts(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
             "parallel_apply takes as many replicas as chunks, and a small batch has fewer chunks "
         )
         hint += "than there are GPUs."
+        results: list[Any] = []
         with for_input(given, hint), patch.object(nn.DataParallel, "__init__", _refuse):
-            yours = answer(module, x.to(gpus[0]), gpus)
+            batch = x.to(gpus[0])
+            peaks = peaks_during(lambda: results.append(answer(module, batch, gpus)), gpus)  # noqa: B023
+        yours = results.pop()
         if not isinstance(yours, torch.Tensor):
             raise Wrong(
                 yours=yours, expected="a tensor", given=given, hint="Return what gather gives you."
@@ -93,6 +96,15 @@ def from_four_parts(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
                 expected="each replica in a thread of its own",
                 given=given,
                 hint="parallel_apply starts the threads: give it the replicas and the chunks.",
+            )
+        if extra := [
+            str(gpu) for gpu, peak in list(zip(gpus, peaks, strict=True))[len(chunks) :] if peak
+        ]:
+            raise Wrong(
+                yours=f"something on {', '.join(extra)} too",
+                expected="no more replicas than chunks",
+                given=given,
+                hint="replicate makes one replica for each device in its list: cut the list first.",
             )
         hint = "The output is not that of one GPU on the whole batch."
         expect_close(yours.cpu(), expected, given=given, hint=hint)

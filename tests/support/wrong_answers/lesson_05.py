@@ -59,6 +59,13 @@ WRONG = {
         ),
         (
             _PARTS.format(
+                body="replicas = replicate(module, gpus)[: len(chunks)]\n"
+                "    return gather(parallel_apply(replicas, chunks), gpus[0])"
+            ),
+            "cut the list first",
+        ),
+        (
+            _PARTS.format(
                 body="return parallel_apply(replicate(module, gpus[: len(chunks)]), chunks)"
             ),
             "Return what gather gives",
