@@ -35,7 +35,7 @@ def peak_of_a_step(answer: Callable[[list[int], int, str], float]) -> dict[str, 
                 raise Wrong(yours=repr(yours), expected="a number of bytes")
         peak = _peak(sizes, batch_size, name)
         off = yours / peak.total_bytes - 1
-        if abs(off) > 0.05:
+        if not abs(off) <= 0.05:
             raise Wrong(
                 yours=f"{format_bytes(yours)} ({off:+.0%})",
                 expected=f"{format_bytes(peak.total_bytes)}, counted, to within 5 %",

@@ -260,7 +260,7 @@ def which_batch(answer: Callable[[int, float, float], float]) -> dict[str, str]:
         # Two bytes to gather and two operations a token, for each parameter: they cancel.
         wanted = (gpus - 1) / gpus * flop_per_s / bytes_per_s
         # A whole number of tokens, rounded up, is an answer too.
-        if abs(yours - wanted) > max(0.01 * wanted, 1):
+        if not abs(yours - wanted) <= max(0.01 * wanted, 1):
             raise Wrong(
                 yours=f"{yours:,.1f} tokens",
                 expected=f"{wanted:,.1f} tokens",

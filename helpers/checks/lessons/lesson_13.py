@@ -166,7 +166,7 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
     for rank, (off, off_gradient, calls, shares) in enumerate(results):
         where = f"{given}; on rank {rank}"
         whole = sorted(name for name, share in shares.items() if share > 0.5)
-        if off > 1e-4 or off_gradient > 1e-3:
+        if not (off <= 1e-4 and off_gradient <= 1e-3):
             paired = {"attention.key.weight", "attention.value.weight"} & set(whole)
             raise Wrong(
                 yours=f"output off by {off:.2g}, gradients by {off_gradient:.2g}",
@@ -299,7 +299,8 @@ def _hint_for_loss(yours: Any, expected: float, tokens: int) -> str:
     )
 
 
-_FAR = ((2048, 4096), (1024, 512))  # width, tokens: GPUs set the pace, then the host
+_FAR = ((2048, 16384), (1024, 256))  # width, tokens: GPUs set the pace, then the host
+_FAR_WITHIN = 0.07  # the right answer is at most 5.4 % off, one with an all-reduce too few 9.7 %
 
 
 @exercise("13.4", "How far to split")
@@ -323,10 +324,10 @@ def how_far_to_split(answer: Callable[..., Any]) -> dict[str, Any]:
         of_degrees = {1: alone} | {n: layer_on(width, tokens, n) for n in (2, 4, 8)}
         for degree, timeline in of_degrees.items():
             wanted = timeline.makespan_s
-            if not abs(yours[degree] - wanted) <= 0.15 * wanted:
+            if not abs(yours[degree] - wanted) <= _FAR_WITHIN * wanted:
                 raise Wrong(
                     yours=f"{format_seconds(yours[degree])} on {degree} GPUs",
-                    expected=f"{format_seconds(wanted)}, within 15 %",
+                    expected=f"{format_seconds(wanted)}, within {_FAR_WITHIN:.0%}",
                     given=given,
                     hint=_hint_for_time(yours, degree, figures, wanted),
                 )
@@ -341,7 +342,7 @@ def how_far_to_split(answer: Callable[..., Any]) -> dict[str, Any]:
 def _hint_for_time(
     yours: dict[int, float], degree: int, figures: Mapping[str, float], wanted: float
 ) -> str:
-    if yours[degree] < 0.85 * figures["host_s"]:
+    if yours[degree] < (1 - _FAR_WITHIN) * figures["host_s"]:
         return "The host is not done by then: it launches as many kernels as ever."
     if degree == 1:
         return "One GPU computes all and sends nothing."

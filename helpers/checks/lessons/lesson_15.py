@@ -46,7 +46,7 @@ def on_a_napkin(answer: Callable[..., Any]) -> dict[str, Any]:
         for what, mine, right, hint in zip(
             ("days", "bytes of each GPU"), yours, expected, _napkin_hints(yours, given), strict=True
         ):
-            if abs(mine / right - 1) > 0.01:
+            if not abs(mine / right - 1) <= 0.01:
                 raise Wrong(
                     yours=f"{mine:,.4g} {what}",
                     expected=f"{right:,.4g} {what}",
@@ -261,7 +261,7 @@ def defend(answer: Callable[..., Any]) -> dict[str, Any]:
                 _speed_hint(tokens_per_s, found),
             ),
         ):
-            if abs(mine / right - 1) > within:
+            if not abs(mine / right - 1) <= within:
                 raise Wrong(
                     yours=f"{mine:,.4g} {what}",
                     expected=f"{right:,.4g} {what}, give or take {within:.0%}",

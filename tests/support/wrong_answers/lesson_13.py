@@ -205,6 +205,18 @@ def split_loss(logits, targets):
         ),
         (
             _FAR.format(
+                time="max(host_s, split_s / n + whole_s + 3 * sent_s * (n > 1))", result="times_s"
+            ),
+            "there are four",
+        ),
+        (
+            _FAR.format(
+                time="max(host_s, split_s / n + whole_s + 2 * sent_s * (n > 1))", result="times_s"
+            ),
+            "there are four",
+        ),
+        (
+            _FAR.format(
                 time="host_s + split_s / n + whole_s + 4 * sent_s * (n > 1)", result="times_s"
             ),
             "Too long",
