@@ -6,7 +6,7 @@ if [ -n "$1" ]; then
   echo "setup: there is no $1 here; name another Python, as in: make lab PYTHON=python3.13" >&2
   exit 1
 fi
-for python in python3 python3.14 python3.13 python3.12 python3.11 python; do
+for python in python3 python3.14 python3.13 python3.12 python3.11 python3.15 python; do
   if "$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
     command -v "$python"
     exit

@@ -231,6 +231,11 @@ def problem(venv, stamp, version=None):
         return "broken"
     major, minor, place = done.stdout.decode().split()
     if place != "here":
+        if os.path.islink(venv):
+            raise SetupError(
+                "%s is a link to the environment of another folder (%s), which stays as it is; "
+                "remove the link, then run the same again" % (venv, os.path.realpath(venv))
+            )
         return "that of another folder"
     if version and (int(major), int(minor)) != tuple(version):
         return "one of Python %s.%s" % (major, minor)
@@ -277,7 +282,10 @@ def make(found, builds, wheels=None):
         write(os.path.join(VENV, "ready.txt"), UNFINISHED)
         # Started from the environment that was just emptied, only the Python below is left.
         below = getattr(sys, "_base_executable", sys.executable)
-        run([below, "-I", "-m", "venv", VENV], "the environment could not be made, see above")
+        run(
+            [below, "-I", "-m", "venv", os.path.realpath(VENV)],
+            "the environment could not be made, see above",
+        )
     if builds.why:
         print("setup: PyTorch comes %s." % builds.why)
     if wheels:

@@ -94,6 +94,30 @@ def test_an_empty_folder_or_a_link_to_one_will_do(tmp_path):
     assert [path.name for path in (tmp_path / "large").iterdir()] == ["ready.txt"]
 
 
+def test_an_environment_is_made_behind_a_link(tmp_path, monkeypatch):
+    (tmp_path / "large").mkdir()
+    link = tmp_path / ".venv"
+    link.symlink_to(tmp_path / "large")
+    monkeypatch.setattr(setup_venv, "VENV", str(link))
+    monkeypatch.setattr(setup_venv, "install", lambda *_: None)
+    monkeypatch.setattr(  # pip would take three seconds
+        setup_venv,
+        "run",
+        lambda command, sentence: subprocess.run([*command, "--without-pip"], check=True),
+    )
+    setup_venv.make("missing", setup_venv.Builds(None, *setup_venv.SMALL, why=""))
+    assert link.is_symlink() and (tmp_path / "large" / "pyvenv.cfg").exists()
+    assert os.path.exists(setup_venv.python_of(str(link)))
+
+
+def test_a_link_to_the_environment_of_another_folder_stays(venv, only_the_course, tmp_path):
+    record(venv, tmp_path)
+    (tmp_path / "link").symlink_to(venv)
+    with pytest.raises(setup_venv.SetupError, match="environment of another folder"):
+        setup_venv.problem(str(tmp_path / "link"), "stamp")
+    assert (venv / "pyvenv.cfg").exists()
+
+
 def test_a_lost_package_is_noticed(venv):
     assert setup_venv.problem(str(venv), "stamp") == "broken"
 
