@@ -30,6 +30,26 @@ def test_commands_name_what_is_there(path):
             assert (ROOT / name).exists(), f"no {name}: {command}"
 
 
+def test_what_make_test_samples_runs_whole():
+    job = TESTS["jobs"]["whole"]
+    assert job["env"] == {"TESTS": "whole"}
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^`|]*(`tests/[^|]*) \|", text, re.M)
+    suites = [name for row in rows for name in re.findall(r"`(tests/[\w./]+)`", row)]
+    run = [name for step in job["steps"] for name in step.get("run", "").split()]
+    missing = [
+        suite for suite in suites if not any(suite == n or suite.startswith(f"{n}/") for n in run)
+    ]
+    assert len(rows) == 12 and not missing
+    samplers = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"^from sampling import .*WHOLE", path.read_text(encoding="utf-8"), re.M)
+    }
+    listed = {name for name in samplers if any(name.startswith(suite) for suite in suites)}
+    assert samplers == listed
+
+
 @pytest.mark.parametrize("job", ["linux", "lessons"])
 def test_the_oldest_versions_that_are_promised_are_tried(job):
     (oldest,) = (
