@@ -25,7 +25,7 @@ endif
   slides book lesson clean
 help:
 	@echo "make lab      set up and open JupyterLab at lesson 00 (ARGS=\"--no-browser --port 9999\")"
-	@echo "make test     set up and run every test and every lesson (ARGS=\"tests/launch -k hang\")"
+	@echo "make test     set up, then run the tests and every lesson (ARGS=\"tests/launch -k hang\")"
 	@echo "make test-browser   open and run every lesson in JupyterLab, in Chromium"
 	@echo "make test-gpu       compare virtual with real GPUs, and run ranks and lessons on real ones"
 	@echo "make check    the quick checks: style, types, structure"
@@ -64,7 +64,7 @@ test: export OMP_NUM_THREADS := 1
 test: export PYTHONDONTWRITEBYTECODE :=
 test: venv
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --nbmake \
-	  --nbmake-timeout=$(CELL_SECONDS) $(or $(ARGS),tests notebooks)
+	  --nbmake-timeout=$(CELL_SECONDS) $(or $(ARGS),$(wildcard tests) notebooks)
 
 test-browser: EXTRA := --extra browser
 test-browser: venv

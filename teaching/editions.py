@@ -10,6 +10,7 @@ without solutions keeps honest people honest.
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -29,9 +30,11 @@ KEPT_BACK = (
     "<details>\n<summary>Solution</summary>\n\nNot in this edition: your teacher has it.\n\n"
     "</details>"
 )
+# A link in Markdown, around text or around a picture; not the picture's own.
+_LINK = re.compile(r"(?<!!)\[(?P<text>!\[[^\]]*\]\([^)]*\)|[^\[\]]*)\]\((?P<target>[^)\s]*)\)")
 START = """# {title}
 
-Python 3.11 or newer is all that is needed. In this folder:
+You need Python 3.11 or newer, and on Linux and macOS make. In this folder:
 
 - Linux and macOS: `make lab`
 - Windows: `py setup_venv.py`, then `.venv\\Scripts\\python open_lab.py`
@@ -72,6 +75,19 @@ def _solution(notebook: dict[str, Any], exercise_id: str) -> str:
     raise ValueError(f"exercise {exercise_id} has a stub and no solution")
 
 
+def _unlink(folder: Path) -> None:
+    """Leave the text of links to what stays behind; a badge of it goes."""
+    for page in [*folder.glob("*.md"), *folder.glob("docs/*.md")]:
+
+        def kept(link: re.Match[str], page: Path = page) -> str:
+            text, target = link["text"], link["target"]
+            if ":" in target or (page.parent / target.partition("#")[0]).exists():
+                return link[0]
+            return "" if text.startswith("!") else text
+
+        page.write_text(_LINK.sub(kept, page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
 def write(kind: str, target: Path) -> int:
     """Write an edition into a new folder, or into a zip file where ``target`` ends in .zip.
 
@@ -96,6 +112,7 @@ def write(kind: str, target: Path) -> int:
             text = json.dumps(notebook, indent=1, ensure_ascii=False)
             path.write_text(text + "\n", encoding="utf-8")
             count += len(lessons.exercise_ids(path))
+        _unlink(folder)
         title = "Multi-GPU PyTorch, hands on" + (", solved" if kind == "solved" else "")
         start = START.format(title=title, note=NOTES[kind])
         (folder / "START.md").write_text(start, encoding="utf-8")

@@ -1,6 +1,7 @@
 """Editions to hand out: one without solutions, one solved, each a whole course."""
 
 import json
+import re
 
 import pytest
 
@@ -49,5 +50,11 @@ def test_an_edition_is_a_whole_course_and_overwrites_nothing(tmp_path, target):
     ):
         assert wanted in names
     assert not [name for name in names if "wrong_answers" in name or "__pycache__" in name]
+    if not target.endswith(".zip"):
+        readme = (root / "README.md").read_text("utf-8")
+        assert "](notebooks/07_ddp.ipynb)" in readme and "badge.svg" not in readme
+        for page in [*root.glob("*.md"), *root.glob("docs/*.md")]:
+            for link in re.findall(r"\]\(([^)\s#]+)[^)]*\)", page.read_text("utf-8")):
+                assert ":" in link or (page.parent / link).exists(), f"{page.name}: {link}"
     with pytest.raises(FileExistsError, match="exists already"):
         editions.write("student", tmp_path / target)
