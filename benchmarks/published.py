@@ -1,4 +1,4 @@
-"""Trainings that others measured, predicted: PyTorch's own parallel code as one rank of a cluster.
+"""Training runs that others measured, predicted: PyTorch's own parallel code as one rank of a cluster.
 
 Source: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md and asyncTP_llama3_h100_2025-
 06_torchtitan.md. Hosts of 8 H100 with 96 GB HBM2e (2.4 TB/s), NVLink inside, 400 Gb/s a GPU between
@@ -149,7 +149,7 @@ def fitted_share() -> float:
 def main() -> str:
     share = fitted_share()
     lines = [
-        "## Published trainings, predicted",
+        "## Published training runs, predicted",
         "",
         "Llama 3.1 with PyTorch's own FSDP2 and tensor parallelism on H100s (torchtitan, December "
         "2024 and June 2025); how stands at the head of `benchmarks/published.py`. Fitted to the "

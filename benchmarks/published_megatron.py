@@ -1,4 +1,4 @@
-"""Megatron-LM's trainings on A100s, predicted: one layer timed on a rank, and a schedule played.
+"""Megatron-LM's training runs on A100s, predicted: one layer timed on a rank, and a schedule played.
 
 Sources: Narayanan et al., 2021, Efficient large-scale language model training on GPU clusters
 (table 1: full recomputation, tensor and pipeline parallelism, interleaved where chunks are given);
@@ -88,7 +88,7 @@ def fitted_to_first() -> Shares:
 def main() -> str:
     shares, first = fitted_to_both(), fitted_to_first()
     lines = [
-        "## Megatron-LM's trainings, predicted",
+        "## Megatron-LM's training runs, predicted",
         "",
         "TFLOP/s a GPU on A100s (Narayanan et al., 2021), with what is computed again; how stands at "
         "the head of `benchmarks/published_megatron.py`. Fitted to the first and the last row: "

@@ -1,4 +1,4 @@
-"""Layouts of a training over many ranks, and a transformer divided by one."""
+"""Layouts of a training run over many ranks, and a transformer divided by one."""
 
 from helpers.parallel.division import loss_context, shard, share_tensors
 from helpers.parallel.layout import KINDS, Layout, check_tensors, named_layout

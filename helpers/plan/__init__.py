@@ -1,4 +1,4 @@
-"""A training on a cluster that does not exist, planned: ``python -m helpers.plan``."""
+"""A training run on a cluster that does not exist, planned: ``python -m helpers.plan``."""
 
 from helpers.plan.layouts import Candidate, Found, search
 from helpers.plan.rank import predict

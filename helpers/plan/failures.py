@@ -1,6 +1,6 @@
-"""Time that failures and checkpoints take from a training: simulated, and by the usual formulas.
+"""Time that failures and checkpoints take from a training run: simulated, and by the usual formulas.
 
-A failure of any GPU stops all of them. The training then restarts and computes once more what it had
+A failure of any GPU stops all of them. The run then restarts and computes once more what it had
 done since its last checkpoint. Failures come at a constant rate, whatever happened before, also
 while a checkpoint is written or a restart is under way (an exponential distribution).
 
@@ -21,7 +21,7 @@ LLAMA_3_FAILURES_PER_GPU_S = 419 / (54 * 86_400 * 16_384)
 def mean_time_between_failures_s(
     gpus: int, failures_per_gpu_s: float = LLAMA_3_FAILURES_PER_GPU_S
 ) -> float:
-    """Seconds from one failure to the next, on average, of a training on so many GPUs."""
+    """Seconds from one failure to the next, on average, of a training run on so many GPUs."""
     if gpus < 1 or failures_per_gpu_s <= 0:
         raise ValueError(
             f"{gpus} GPUs that fail {failures_per_gpu_s} times a second: both must be positive"
@@ -55,7 +55,7 @@ def expected_goodput(
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the time of a training went; the parts add up to ``total_s``."""
+    """Where the time of a training run went; the parts add up to ``total_s``."""
 
     training_s: float  # what lasts
     lost_s: float  # training and checkpoints that a failure undid

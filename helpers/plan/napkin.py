@@ -1,4 +1,4 @@
-"""What can be said of a training with a pencil: parameters, FLOPs, bytes."""
+"""What can be said of a training run with a pencil: parameters, FLOPs, bytes."""
 
 from helpers.models import TransformerSizes
 

@@ -1,4 +1,4 @@
-"""A plan of a training on a cluster, and what one step of it takes: time, bytes, tokens."""
+"""A plan of a training run on a cluster, and what one step of it takes: time, bytes, tokens."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""One training as one of its ranks sees it: data, model and progress.
+"""One training run as one of its ranks sees it: data, model and progress.
 
 However many ranks share it, and whatever they share, every step sees the same samples, so the
 parameters equal those of one process up to rounding. Resumed on as many ranks in the same layout,
@@ -48,7 +48,7 @@ class ResumableSampler(DistributedSampler):
 
 
 class Training:
-    """One training as one rank sees it; the default process group exists already.
+    """One training run as one rank sees it; the default process group exists already.
 
     ``layout`` says what the ranks share; by default each holds a copy of the model (DDP).
 
@@ -186,7 +186,7 @@ class Training:
         return model
 
     def _place(self) -> dict[str, Any]:
-        """Where the ranks are and what they share, which may differ when a training resumes."""
+        """Where the ranks are and what they share, which may differ when a training run resumes."""
         return {"ranks": self.ranks, "device": self.device.type, "layout": str(self.layout)}
 
     def _state(self) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def lesson():
 
 @pytest.fixture(scope="module")
 def expected(lesson, tmp_path_factory):
-    """The parameters after one process has done the whole training by itself."""
+    """The parameters after one process has done the whole training run by itself."""
     folder = with_digits(tmp_path_factory.mktemp("single"))
     threads = torch.get_num_threads()
     dist.init_process_group("gloo", init_method=(folder / "store").as_uri(), rank=0, world_size=1)

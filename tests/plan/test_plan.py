@@ -1,4 +1,4 @@
-"""Plans of trainings on clusters: what is counted, what is refused, and what the command prints."""
+"""Plans of training runs on clusters: what is counted, what is refused, and what the command prints."""
 
 import dataclasses
 import json

@@ -214,7 +214,7 @@ def stop_together(repaired: Callable[..., list[float]]) -> dict[str, Any]:
                     yours=f"{len(calls)} collectives for {len(expected)} averages",
                     expected="one for each average",
                     given=f"rank {rank}, {given}",
-                    hint="A rank of a real training does not know the losses of the others.",
+                    hint="A rank of a real training run does not know the losses of the others.",
                 )
             if len(calls) > len(expected) + 1:
                 raise Wrong(

@@ -1,4 +1,4 @@
-"""Checks of lesson 15: a training on paper, a layout for 64 GPUs, a checkpoint interval, a defence."""
+"""Checks of lesson 15: a training run on paper, a layout for 64 GPUs, a checkpoint interval, a defence."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ ROOM = 0.85
 """Of a GPU's memory, what tensors may take: the allocator needs some of the rest."""
 
 
-@exercise("15.1", "A training on paper")
+@exercise("15.1", "A training run on paper")
 def on_a_napkin(answer: Callable[..., Any]) -> dict[str, Any]:
     for name in (*LLAMA, *LLAMA):
         sizes, given = LLAMA[name], {}

@@ -1,4 +1,4 @@
-"""Megatron-LM's trainings of 2021 on a virtual cluster: its layers, its ten rows, its seconds."""
+"""Megatron-LM's training runs of 2021 on a virtual cluster: its layers, its ten rows, its seconds."""
 
 from helpers.plan.megatron.layers import SEQUENCE, VOCABULARY, Layers, Recipe, Sizes
 from helpers.plan.megatron.training import (

@@ -1,4 +1,4 @@
-"""Megatron-LM's trainings as one layer timed on a rank, and a schedule played.
+"""Megatron-LM's training runs as one layer timed on a rank, and a schedule played.
 
 Narayanan et al., 2021, Efficient large-scale language model training on GPU clusters: hosts of 8 A100
 with 80 GB, NVLink 3, and eight 200 Gb/s InfiniBand adapters; float16, sequence 2048.
