@@ -17,7 +17,7 @@ from helpers.vgpu.device.gpus import VirtualGPU
 from helpers.vgpu.dispatch import tensor
 from helpers.vgpu.dispatch.operators import Args, Handler, Kwargs, Operator, argument
 from helpers.vgpu.dispatch.refusals import refuse_tangents
-from helpers.vgpu.dispatch.rules import Rule, rule_for
+from helpers.vgpu.dispatch.rules import Rule, on_several_devices, one_by_one, rule_for
 from helpers.vgpu.dispatch.tensor import (
     VirtualTensor,
     count_bytes,
@@ -37,7 +37,7 @@ _IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
 def set_interceptor(interceptor: Handler | None) -> None:
     """Let ``interceptor`` run each operation in place of ``run``; None for ``run`` itself.
 
-    It sees a composite operator as the operators that it consists of.
+    It sees an operator that runs in parts as the operators that it consists of.
     """
     if interceptor is None:
         tensor.run_with(run)
@@ -45,7 +45,9 @@ def set_interceptor(interceptor: Handler | None) -> None:
     intercepted = interceptor
 
     def intercept(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-        return (run if rule_for(func).composite else intercepted)(func, args, kwargs)
+        rule = rule_for(func)
+        in_parts = rule.composite or (rule.foreach and on_several_devices(args))
+        return (run if in_parts else intercepted)(func, args, kwargs)
 
     tensor.run_with(intercept)
 
@@ -75,6 +77,8 @@ def _compute(rule: Rule, func: Operator, args: Args, kwargs: Kwargs) -> Any:
         values, gpu, mixed = unwrap(kwargs.values(), gpu, mixed)
         inner_kwargs = dict(zip(kwargs, values, strict=True))
     if mixed:
+        if rule.foreach and on_several_devices(args):
+            return one_by_one(func, args, kwargs)
         refuse_tangents((args, *kwargs.values()))
         rule.check(func, args, kwargs)
     if rule.makes_on_device:
@@ -117,8 +121,8 @@ def unwrap(
 ) -> tuple[list[Any], VirtualGPU | None, bool]:
     """The values with CPU tensors in place of virtual ones, the GPU, and whether others mix in.
 
-    ``gpu`` and ``mixed`` are what earlier values gave. ``mixed`` becomes True where tensors of
-    another device, virtual or not, are among the values.
+    The GPU is the first one. ``gpu`` and ``mixed`` are what earlier values gave. ``mixed`` becomes
+    True where tensors of another device, virtual or not, are among the values.
     """
     inner = []
     for value in values:
@@ -126,7 +130,7 @@ def unwrap(
         if kind is VirtualTensor:
             if value._gpu is not gpu:
                 mixed = mixed or gpu is not None
-                gpu = value._gpu
+                gpu = gpu or value._gpu
             value = value._inner
         elif kind is list or kind is tuple:
             value, gpu, mixed = unwrap(value, gpu, mixed)

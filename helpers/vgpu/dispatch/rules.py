@@ -22,6 +22,7 @@ class Rule:
         "conjugates",
         "convolves",
         "draws",
+        "foreach",
         "func",
         "makes_on_device",
         "name",
@@ -47,6 +48,8 @@ class Rule:
         writes_out = any(argument.is_out for argument in schema.arguments)
         resizes = self.name in _RESIZING or torch.Tag.inplace_view in func.tags
         self.reshapes = writes_out or resizes
+        # One kernel for lists of tensors, which may lie on several devices.
+        self.foreach = special is None and self.name.startswith("_foreach_")
         # The lists of tensors that it changes, whose versions the CPU's kernels would count.
         self.writes_lists = tuple(
             position
@@ -91,8 +94,22 @@ def decompose(func: Operator, args: Args, kwargs: Kwargs) -> Any:
         return func._op_dk(_COMPOSITE, *args, **kwargs)
 
 
+def on_several_devices(args: Args) -> bool:
+    """Whether the tensors in the lists of a foreach operator lie on more than one device."""
+    lists = [value for value in args if isinstance(value, list | tuple)]
+    tensors = (item for items in lists for item in items if isinstance(item, torch.Tensor))
+    return len({tensor.device for tensor in tensors}) > 1
+
+
+def one_by_one(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """Run a foreach operator tensor by tensor, as CUDA does where its lists span devices."""
+    with _excluding(_IN_PLACE_OR_VIEW, False):  # each changed tensor counts its version
+        return func._op_dk(_EXPLICIT, *args, **kwargs)
+
+
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _CPU = torch._C.DispatchKey.CPU
 _excluding = torch._C._SetExcludeDispatchKeyGuard
 _IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView

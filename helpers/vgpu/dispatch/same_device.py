@@ -1,7 +1,8 @@
 """Which operands may lie on different devices, and CUDA's words for those that may not.
 
 Only calls that mix GPUs, or a GPU and the CPU, are checked. On CUDA, three kinds of code do it: TensorIterator for
-elementwise operators, generated code in front of most others, and indexing itself.
+elementwise operators, generated code in front of most others, and indexing itself. Operators that torch's table marks
+``device_check: NoCheck`` check by themselves, or take what lies elsewhere; they are named below.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,21 +29,52 @@ def check_for(func: Operator) -> Check:
 def _on_devices(func: Operator) -> Check:
     if func._schema.name in _INDEXING:
         return _check_indexing
-    if torch.Tag.pointwise in func.tags or func._schema.name in _ELEMENTWISE:
+    if _is_elementwise(func):
         return _check_elementwise
     if func._schema.name == "aten::convolution":
         return _check_convolution
+    if func._schema.name in _WITH_SCALAR and func._schema.overload_name == "Tensor":
+        return _check_scalar
     return _check_generated
+
+
+def _is_elementwise(func: Operator) -> bool:
+    """Whether TensorIterator runs it; torch's tag is missing at some that work in place."""
+    if torch.Tag.pointwise in func.tags or func._schema.name in _ELEMENTWISE:
+        return True
+    name, overload = func._schema.name.partition("::")[2], func._schema.overload_name
+    plain = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    sibling = getattr(plain, overload or "default", None)
+    return sibling is not None and torch.Tag.pointwise in sibling.tags
 
 
 _INDEXING = {
     f"aten::{name}"
     for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
 }
-# Run by TensorIterator, but without torch's tag for it.
+# Run by TensorIterator, or made of what is, but without torch's tag for it.
 _ELEMENTWISE = {
-    f"aten::{name}" for name in ("where", "lerp", "lerp_", "fill", "fill_", "masked_fill", "isin")
-} | {"aten::masked_fill_"}
+    f"aten::{name}"
+    for name in (
+        "__ilshift__",
+        "__irshift__",
+        "binary_cross_entropy_with_logits",
+        "dist",
+        "fill",
+        "fill_",
+        "floor_divide",
+        "floor_divide_",
+        "isin",
+        "lerp",
+        "lerp_",
+        "masked_fill",
+        "masked_fill_",
+        "rsub",
+        "where",
+    )
+}
+# Their kernels read a scalar that lies on the CPU (ATen/native/cuda/ForeachBinaryOpScalarTensor.cu).
+_WITH_SCALAR = {f"aten::_foreach_{name}" for name in ("div", "div_", "mul", "mul_")}
 
 
 def _check_hosts(func: Operator, args: Args, kwargs: Kwargs) -> None:
@@ -78,7 +110,9 @@ def _check_elementwise(func: Operator, args: Args, kwargs: Kwargs) -> None:
 def _check_generated(func: Operator, args: Args, kwargs: Kwargs) -> None:
     common = None
     for name, tensor in _named_tensors(func, args, kwargs):
-        if name in _ALWAYS_ON_CPU and tensor.device.type == "cpu":
+        if name in _MAY_BE_ON_CPU and tensor.device.type == "cpu":
+            continue
+        if common and common.type != "cpu" and name == _ANYWHERE.get(func._schema.name):
             continue
         common = common or tensor.device
         if tensor.device != common:
@@ -121,8 +155,30 @@ def _check_indexing(func: Operator, args: Args, kwargs: Kwargs) -> None:
             )
 
 
-# Lengths of packed sequences, which the host reads.
-_ALWAYS_ON_CPU = {"lengths", "batch_sizes"}
+def _check_scalar(func: Operator, args: Args, kwargs: Kwargs) -> None:
+    """A list of tensors on one GPU (rules.py takes others apart) and one scalar for all of them."""
+    tensor, scalar = args[0][0], args[1]
+    if not _is_cpu_scalar(scalar):
+        verb = "is expected" if func._schema.name.endswith("_") else "expected"
+        raise RuntimeError(
+            f"scalar tensor {verb} to be on {tensor.device} but is on {scalar.device}"
+        )
+
+
+# The host reads them: lengths of packed sequences, the fused optimizers' learning rate, and the
+# factors of _foreach_addcmul.
+_MAY_BE_ON_CPU = {"lengths", "batch_sizes", "lr", "scalars"}
+
+# The argument that the kernel copies to its GPU, or reads on the host, wherever it lies.
+_ANYWHERE = {
+    "aten::as_strided_scatter": "src",
+    "aten::bernoulli_": "p",
+    "aten::diagonal_scatter": "src",
+    "aten::index_fill": "value",
+    "aten::index_fill_": "value",
+    "aten::select_scatter": "src",
+    "aten::slice_scatter": "src",
+}
 
 # Composite operators: the argument and the operator below them that CUDA's check names.
 _BELOW = {

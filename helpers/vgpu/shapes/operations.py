@@ -8,7 +8,7 @@ import torch
 
 from helpers.vgpu.device import gpus
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator, argument
-from helpers.vgpu.dispatch.rules import decompose, rule_for
+from helpers.vgpu.dispatch.rules import decompose, on_several_devices, one_by_one, rule_for
 from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.shapes import shape
 from helpers.vgpu.shapes.results import Result, learn
@@ -33,6 +33,7 @@ class _Facts:
         "check",
         "composite",
         "copies",
+        "foreach",
         "func",
         "makes",
         "only_computes",
@@ -48,6 +49,7 @@ class _Facts:
         self.aliases = rule.aliases
         self.check = rule.check
         self.composite = rule.composite
+        self.foreach = rule.foreach
         self.makes = rule.makes_on_device
         self.copies = self.traits.copies
         self.special = _handlers.get(func._schema.name)
@@ -117,6 +119,9 @@ def dispatch(
     if facts.composite:
         with mode or nullcontext():
             return decompose(func, args, kwargs)
+    if facts.foreach and on_several_devices(args):
+        with mode or nullcontext():
+            return one_by_one(func, args, kwargs)
     key: list[object] = [number]
     inputs: list[VirtualTensor] = []
     for value in args:
