@@ -1,187 +1,125 @@
 """Autocast for virtual GPUs: which operators run in which type, as for CUDA.
 
-The lists are those of ``aten/src/ATen/autocast_mode.h``. Left out: torch's cache of cast weights,
-which saves time and changes no value.
+The policies and the cache of cast weights are those of ``aten/src/ATen/autocast_mode.cpp``; which
+operator has which policy stands in autocast_lists.py.
 """
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from helpers.vgpu.dispatch.operators import Operator, overloads
+from helpers.vgpu.changes import Changes
+from helpers.vgpu.device import gpus
+from helpers.vgpu.dispatch import autocast_lists
+from helpers.vgpu.dispatch.operators import Operator, named_arguments
 
 _KEY = "AutocastPrivateUse1"
+_KEYSET = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 
-LOWER_PRECISION = [
-    "_convolution",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_tbc",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-    "convolution",
-    "prelu",
-    "addmm",
-    "addmv",
-    "addr",
-    "matmul",
-    "einsum",
-    "mm",
-    "mv",
-    "linalg_vecdot",
-    "linear",
-    "addbmm",
-    "baddbmm",
-    "bmm",
-    "chain_matmul",
-    "linalg_multi_dot",
-    "_thnn_fused_lstm_cell",
-    "_thnn_fused_gru_cell",
-    "lstm_cell",
-    "gru_cell",
-    "rnn_tanh_cell",
-    "rnn_relu_cell",
-    "scaled_dot_product_attention",
-]
+Kernel = Callable[..., Any]
 
-FLOAT32 = [
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
-    "pow",
-    "softplus",
-    "layer_norm",
-    "native_layer_norm",
-    "group_norm",
-    "nuclear_norm",
-    "cosine_similarity",
-    "poisson_nll_loss",
-    "cosine_embedding_loss",
-    "nll_loss",
-    "nll_loss2d",
-    "hinge_embedding_loss",
-    "kl_div",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "mse_loss",
-    "margin_ranking_loss",
-    "multilabel_margin_loss",
-    "soft_margin_loss",
-    "triplet_margin_loss",
-    "multi_margin_loss",
-    "binary_cross_entropy_with_logits",
-    "dist",
-    "pdist",
-    "cdist",
-    "renorm",
-    "logsumexp",
-    "upsample_nearest1d",
-    "upsample_nearest2d",
-    "upsample_nearest3d",
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "upsample_bicubic2d",
-    "upsample_trilinear3d",
-    "norm",
-    "prod",
-    "softmax",
-    "log_softmax",
-    "cumprod",
-    "cumsum",
-    "linalg_vector_norm",
-    "linalg_matrix_norm",
-    "sum",
-]
 
-PROMOTE = [
-    "addcdiv",
-    "addcmul",
-    "atan2",
-    "bilinear",
-    "cross",
-    "dot",
-    "vdot",
-    "grid_sampler",
-    "index_put",
-    "tensordot",
-    "scatter_add",
-]
+def install(changes: Changes) -> None:
+    """torch calls it by this name where the outermost autocast block ends."""
+    changes.wrap(torch, "clear_autocast_cache", _clearing)
 
 
 def register(library: torch.library.Library) -> None:
     """Add the kernels to ``library``, an implementation library for ``aten``."""
-    for names, choose in (
-        (LOWER_PRECISION, _autocast_dtype),
-        (FLOAT32, lambda values: torch.float32),
-        (PROMOTE, _widest_dtype),
-    ):
-        for func in _writing_nothing(names):
-            library.impl(func, _casting(func, choose), _KEY)
+    kernels = {
+        **dict.fromkeys(autocast_lists.LOWER_PRECISION_FP, _in_lower_precision),
+        **dict.fromkeys(autocast_lists.FP32, _in_float32),
+        **dict.fromkeys(autocast_lists.FP32_SET_OPT_DTYPE, _giving_float32),
+        **dict.fromkeys(autocast_lists.FP32_APPEND_DTYPE, _giving_float32_by_another),
+        **dict.fromkeys(autocast_lists.PROMOTE, _in_widest),
+    }
+    for name, policy in kernels.items():
+        func = _operator(name)
+        library.impl(func, policy(func), _KEY)
     library.impl(torch.ops.aten.binary_cross_entropy.default, _refuse, _KEY)
 
 
-def _writing_nothing(names: list[str]) -> list[Operator]:
-    """Each overload of each operator but those that write to ``out=``."""
-    return [
-        func
-        for name in names
-        for func in overloads(getattr(torch.ops.aten, name))
-        if not any(argument.is_out for argument in func._schema.arguments)
-    ]
+def _operator(name: str) -> Operator:
+    packet, _, overload = name.partition(".")
+    func: Operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return func
 
 
-def _casting(
-    func: Operator, choose: Callable[[Sequence[object]], torch.dtype]
-) -> Callable[..., Any]:
+# The policies
+
+
+def _casting(func: Operator, choose: Callable[[list[Any]], torch.dtype]) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEYSET):
-            values = [*args, *kwargs.values()]
-            if not any(isinstance(value, torch.dtype) for value in values):
-                dtype = choose(values)
-                args = tuple(_cast(value, dtype) for value in args)
-                kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
-            return func(*args, **kwargs)
+            dtype = choose([*args, *kwargs.values()])
+            kwargs = {name: cast(value, dtype) for name, value in kwargs.items()}
+            return func(*(cast(value, dtype) for value in args), **kwargs)
 
     return kernel
 
 
-_KEYSET = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+def _in_lower_precision(func: Operator) -> Kernel:
+    return _casting(func, lambda values: _lower_precision())
 
 
-def _autocast_dtype(values: Sequence[object]) -> torch.dtype:
-    return torch.get_autocast_dtype("vgpu")
+def _in_float32(func: Operator) -> Kernel:
+    return _casting(func, lambda values: torch.float32)
 
 
-def _widest_dtype(values: Sequence[object]) -> torch.dtype:
+def _in_widest(func: Operator) -> Kernel:
+    return _casting(func, _widest)
+
+
+def _giving_float32(func: Operator) -> Kernel:
+    place = [argument.name for argument in func._schema.arguments].index("dtype")
+    copies = func.name() in ("aten::cumsum", "aten::cumprod")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEYSET):
+            given = args[place] if place < len(args) else kwargs.get("dtype")
+            if given is not None or not _is_eligible(args[0]):
+                return func(*args, **kwargs)
+            first, *rest = args[:place]
+            if copies:  # as their kernels for CUDA do; those of sums and norms read half precision
+                first = first.to(torch.float32)
+            return func(first, *rest, *args[place + 1 :], **kwargs | {"dtype": torch.float32})
+
+    return kernel
+
+
+def _giving_float32_by_another(func: Operator) -> Kernel:
+    schema = func._schema.arguments
+    defaults = {one.name: one.default_value for one in schema if one.has_default_value()}
+    packet, _, overload = func.name().removeprefix("aten::").partition(".")
+    other = _operator(autocast_lists.FP32_APPEND_DTYPE[f"{packet}.{overload}"])
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEYSET):
+            named = defaults | named_arguments(func, args, kwargs)
+            dtype = torch.float32 if _is_eligible(args[0]) else args[0].dtype
+            return other(*(named[argument.name] for argument in schema), dtype=dtype)
+
+    return kernel
+
+
+def _lower_precision() -> torch.dtype:
+    return torch.get_autocast_dtype(gpus.DEVICE_TYPE)
+
+
+def _widest(values: list[Any]) -> torch.dtype:
     """float32 where any operand has it, else the autocast type."""
-    if any(isinstance(v, torch.Tensor) and v.dtype == torch.float32 for v in values):
-        return torch.float32
-    return torch.get_autocast_dtype("vgpu")
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors of a virtual GPU, but for float64, in ``dtype``; anything else as it is."""
-    if isinstance(value, torch.Tensor):
-        eligible = value.is_floating_point() and value.dtype is not torch.float64
-        return value.to(dtype) if eligible and value.device.type == "vgpu" else value
-    if isinstance(value, list | tuple):
-        return type(value)(_cast(item, dtype) for item in value)
-    return value
+    widest = _lower_precision()
+    tensors = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    for one in tensors:
+        if not _is_eligible(one):
+            continue
+        if torch.float32 in (widest, one.dtype):
+            widest = torch.float32
+        elif one.dtype is not widest:
+            raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+    return widest
 
 
 def _refuse(*args: object, **kwargs: object) -> None:
@@ -189,3 +127,64 @@ def _refuse(*args: object, **kwargs: object) -> None:
         "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
         "Use binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss instead."
     )
+
+
+# Casts, and those of weights that are kept
+
+
+def cast_down(value: Any) -> Any:
+    """A value as an operator of lower precision gets it, in an autocast block or outside."""
+    if not torch.is_autocast_enabled(gpus.DEVICE_TYPE):
+        return value
+    return cast(value, _lower_precision())
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors of a virtual GPU, but for float64, in ``dtype``; anything else as it is."""
+    if isinstance(value, list | tuple):
+        return type(value)(cast(item, dtype) for item in value)
+    if not _is_eligible(value) or value.dtype is dtype:
+        return value
+    return _cached(value, dtype) if _is_weight(value, dtype) else value.to(dtype)
+
+
+def _is_eligible(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.dtype is not torch.float64
+        and value.device.type == gpus.DEVICE_TYPE
+    )
+
+
+def _is_weight(value: torch.Tensor, dtype: torch.dtype) -> bool:
+    return (
+        dtype is _lower_precision()
+        and value.dtype is torch.float32
+        and value.requires_grad
+        and value.is_leaf
+        and not value._is_view()
+        and torch.is_autocast_cache_enabled()
+        and not torch.is_inference_mode_enabled()
+    )
+
+
+# By the weight's id, as C++ has it: of all threads, and whatever the type that was asked for.
+_casts: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+
+
+def _cached(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    of, copy = _casts.get(id(weight), (None, None))
+    if copy is None or of is None or of() is not weight:
+        with torch.enable_grad():  # a later use, outside of no_grad, may need its history
+            copy = weight.to(dtype)
+        _casts[id(weight)] = weakref.ref(weight), copy
+    return copy
+
+
+def _clearing(plain: Callable[[], None]) -> Callable[[], None]:
+    def clear_autocast_cache() -> None:
+        _casts.clear()
+        plain()
+
+    return clear_autocast_cache

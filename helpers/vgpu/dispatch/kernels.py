@@ -27,6 +27,7 @@ def install(changes: Changes) -> None:
     kernels = changes.library("aten")
     kernels.impl("_pin_memory", handlers.pin_cpu_memory, "CPU")
     kernels.impl("is_pinned", handlers.is_cpu_pinned, "CPU")
+    autocast.install(changes)
 
 
 @functools.cache

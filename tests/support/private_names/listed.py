@@ -68,6 +68,7 @@ RELIANCES = (
         (
             "torch.Tensor._version",
             "torch.Tensor._base",
+            "torch.Tensor._is_view",
             "torch.Tensor._backward_hooks",
             "torch.Tensor._post_accumulate_grad_hooks",
             "torch.Tensor._use_count",
