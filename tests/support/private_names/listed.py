@@ -97,6 +97,12 @@ RELIANCES = (
         ),
     ),
     Reliance(
+        "the order in which kernels for attention are tried",
+        "Take flash, efficient, plain in torch_api/attention.py, and say in docs/vgpu.md that "
+        "sdpa_kernel(..., set_priority=True) is not heeded.",
+        ("torch._C._get_sdp_priority_order",),
+    ),
+    Reliance(
         "making the word vgpu a device type, with a device module and guards",
         "Read torch.utils.backend_registration and the example backend torch_openreg for the way "
         "of today, then backend.py and device/gpus.py.",

@@ -3,8 +3,11 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-pytestmark = pytest.mark.virtual_gpus(2)
+from helpers import vgpu
+
+pytestmark = pytest.mark.virtual_gpus(2, gpu="A100")
 
 HEADS, LENGTH, WIDTH = 4, 64, 16
 
@@ -75,7 +78,7 @@ def test_as_many_heads_of_keys_as_of_queries_are_not_copied():
 
 
 def test_the_unfused_way_keeps_the_scores():
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH):
         _, kept = attended("vgpu:1", torch.float32)
     assert kept >= 2 * HEADS * LENGTH * LENGTH * 4
 
@@ -90,10 +93,100 @@ def test_dropout_is_computed_unfused_and_the_operator_refuses_it():
         torch.ops.aten._scaled_dot_product_flash_attention(*parts, 0.5)
 
 
-def test_autocast_lowers_the_type():
-    parts = [torch.randn(2, 4, 8, 16, device="vgpu:0") for _ in range(3)]
+SCORES_BYTES = 2 * HEADS * LENGTH * LENGTH  # at least one byte each
+MATH, FLASH = SDPBackend.MATH, SDPBackend.FLASH_ATTENTION
+EFFICIENT, CUDNN = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
+
+
+def test_float64_has_no_fused_kernel():
+    found, kept = attended("vgpu:1", torch.float64)
+    assert kept >= 8 * SCORES_BYTES
+    expected, _ = attended("cpu", torch.float64)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "mask", "able"),
+    [
+        ("A100", torch.float16, False, {MATH, FLASH, EFFICIENT, CUDNN}),
+        ("A100", torch.bfloat16, True, {MATH, EFFICIENT, CUDNN}),
+        ("A100", torch.float32, False, {MATH, EFFICIENT}),
+        ("A100", torch.float32, True, {MATH, EFFICIENT}),
+        ("A100", torch.float64, False, {MATH}),
+        ("V100", torch.float16, False, {MATH, EFFICIENT}),
+        ("V100", torch.bfloat16, False, {MATH}),
+        ("K80", torch.float32, False, {MATH}),
+    ],
+)
+def test_what_no_enabled_kernel_can_do_is_refused(gpu, dtype, mask, able):
+    with vgpu.enable(2, gpu=gpu):
+        for backend in (MATH, FLASH, EFFICIENT, CUDNN):
+            with sdpa_kernel(backend):
+                if backend in able:
+                    _, kept = attended(
+                        "vgpu:1", dtype, some_mask(dtype).to(dtype) if mask else None
+                    )
+                    assert (kept < SCORES_BYTES * dtype.itemsize) is (backend != MATH)
+                else:
+                    with pytest.raises(
+                        RuntimeError, match=r"No available kernel\. Aborting execution\."
+                    ):
+                        attended("vgpu:1", dtype, some_mask(dtype).to(dtype) if mask else None)
+
+
+def test_what_a_kernel_cannot_do_goes_to_the_next():
+    q, k = (torch.randn(1, 2, n, 16, device="vgpu:0").half() for n in (8, 6))
+    thin = torch.randn(1, 2, 8, 5, device="vgpu:0")
+    for call in (
+        lambda: F.scaled_dot_product_attention(q, k, k, is_causal=True),
+        lambda: F.scaled_dot_product_attention(*[q.mT.contiguous().mT] * 3),
+    ):
+        with sdpa_kernel(FLASH), pytest.raises(RuntimeError, match="queries"):
+            call()
+        call()
+    with sdpa_kernel(EFFICIENT), pytest.raises(RuntimeError, match=r"torch\.float32"):
+        F.scaled_dot_product_attention(thin, thin, thin)
+
+
+def test_an_order_that_is_asked_for_is_kept():
+    with sdpa_kernel([MATH, EFFICIENT], set_priority=True):
+        _, first = attended("vgpu:1", torch.float32)
+    with sdpa_kernel([EFFICIENT, MATH], set_priority=True):
+        _, second = attended("vgpu:1", torch.float32)
+    assert second < SCORES_BYTES * 4 <= first
+
+
+def test_invalid_inputs_get_torchs_error_whatever_is_enabled():
+    q = torch.randn(1, 2, 8, 16, device="vgpu:0")
+    with sdpa_kernel(FLASH):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            F.scaled_dot_product_attention(q, q.half(), q)
+        with pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal"):
+            F.scaled_dot_product_attention(
+                q, q, q, torch.ones(8, 8, device="vgpu:0"), is_causal=True
+            )
+
+
+def test_autocast_lowers_the_type_of_all_but_float64():
+    torch.manual_seed(0)
+    parts = [torch.randn(2, 4, 8, 16) for _ in range(3)]
+    mask = torch.randn(8, 8)
+
+    def found(device):
+        on_it = [part.to(device) for part in parts]
+        with torch.autocast(device, torch.bfloat16):
+            return [
+                F.scaled_dot_product_attention(*on_it),
+                F.scaled_dot_product_attention(*on_it, attn_mask=mask.to(device)),
+                F.scaled_dot_product_attention(*on_it, attn_mask=mask.to(device) > 0),
+            ]
+
+    for mine, expected in zip(found("vgpu"), found("cpu"), strict=True):
+        assert mine.dtype is torch.bfloat16
+        assert torch.equal(mine.cpu(), expected)
     with torch.autocast("vgpu", torch.bfloat16):
-        assert F.scaled_dot_product_attention(*parts).dtype is torch.bfloat16
+        wide = [part.to("vgpu").double() for part in parts]
+        assert F.scaled_dot_product_attention(*wide).dtype is torch.float64
 
 
 def test_operands_on_two_devices_are_refused():
