@@ -22,7 +22,7 @@ from helpers.vgpu.device import gpus
 from helpers.vgpu.device.links import Link, get_link
 from helpers.vgpu.device.specs import GPUSpec, get_spec
 from helpers.vgpu.dispatch import device_names, kernels, refusals
-from helpers.vgpu.dispatch.gpu_only import sync_batch_norm
+from helpers.vgpu.dispatch.gpu_only import rms_norm, sync_batch_norm
 from helpers.vgpu.distributed import (
     ddp,
     futures,
@@ -62,6 +62,7 @@ _CHANGING = (
     processes,
     recorded,
     refusals,
+    rms_norm,
     serialization,
     shapes,
     stand_ins,

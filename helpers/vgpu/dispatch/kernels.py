@@ -12,11 +12,13 @@ import torch
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.dispatch import autocast, handlers, refusals, rules
-from helpers.vgpu.dispatch.gpu_only import attention
+from helpers.vgpu.dispatch.gpu_only import attention, rms_norm
 from helpers.vgpu.dispatch.operations import dispatch
 from helpers.vgpu.dispatch.operators import Operator, overloads
 
-rules.use_handlers({**attention.HANDLERS, **handlers.HANDLERS, **refusals.HANDLERS})
+rules.use_handlers(
+    {**attention.HANDLERS, **rms_norm.HANDLERS, **handlers.HANDLERS, **refusals.HANDLERS}
+)
 
 # The keys of calls that have no tensor yet: of "vgpu:k", and of "vgpu", the current device (gpus.py).
 _FACTORY_KEYS = ("PrivateUse1", gpus.CURRENT_DEVICE_TYPE.upper())
@@ -56,6 +58,7 @@ def register_once() -> tuple[torch.library.Library, ...]:
         for key in _FACTORY_KEYS:
             kernels.impl(func, functools.partial(_call, func), key)
     autocast.register(kernels)
+    rms_norm.register(kernels)
     return fallbacks, kernels
 
 

@@ -34,7 +34,10 @@ _FREE = _ALLOCATES | {
 _SILENT_VIEWS = {"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
 
 # What TorchInductor fuses besides what torch tags as elementwise or as a reduction.
-_FUSED = {"_to_copy", "copy_", "cat", "fill_", "native_dropout", "native_dropout_backward", "zero_"}
+_FUSED = {
+    *("_fused_rms_norm", "_fused_rms_norm_backward", "native_dropout", "native_dropout_backward"),
+    *("_to_copy", "cat", "copy_", "fill_", "zero_"),
+}
 _FUSED_TAGS = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", torch.Tag.pointwise)}
 
 # Operators whose second argument is a list of indices, integers or masks.
