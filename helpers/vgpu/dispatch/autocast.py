@@ -13,7 +13,7 @@ import torch
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.dispatch import autocast_lists
-from helpers.vgpu.dispatch.operators import Operator, named_arguments
+from helpers.vgpu.dispatch.operators import Operator, named_arguments, operator_of_aten
 
 _KEY = "AutocastPrivateUse1"
 _KEYSET = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
@@ -36,15 +36,9 @@ def register(library: torch.library.Library) -> None:
         **dict.fromkeys(autocast_lists.PROMOTE, _in_widest),
     }
     for name, policy in kernels.items():
-        func = _operator(name)
+        func = operator_of_aten(name)
         library.impl(func, policy(func), _KEY)
     library.impl(torch.ops.aten.binary_cross_entropy.default, _refuse, _KEY)
-
-
-def _operator(name: str) -> Operator:
-    packet, _, overload = name.partition(".")
-    func: Operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    return func
 
 
 # The policies
@@ -92,8 +86,7 @@ def _giving_float32(func: Operator) -> Kernel:
 def _giving_float32_by_another(func: Operator) -> Kernel:
     schema = func._schema.arguments
     defaults = {one.name: one.default_value for one in schema if one.has_default_value()}
-    packet, _, overload = func.name().removeprefix("aten::").partition(".")
-    other = _operator(autocast_lists.FP32_APPEND_DTYPE[f"{packet}.{overload}"])
+    other = operator_of_aten(autocast_lists.FP32_APPEND_DTYPE[func.name().removeprefix("aten::")])
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEYSET):

@@ -12,13 +12,14 @@ import torch
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.dispatch import autocast, handlers, refusals, rules
-from helpers.vgpu.dispatch.gpu_only import attention, rms_norm
+from helpers.vgpu.dispatch.gpu_only import attention, half_to_float, log_sigmoid, rms_norm
 from helpers.vgpu.dispatch.operations import dispatch
-from helpers.vgpu.dispatch.operators import Operator, overloads
+from helpers.vgpu.dispatch.operators import Operator, operator_of_aten, overloads
 
-rules.use_handlers(
-    {**attention.HANDLERS, **rms_norm.HANDLERS, **handlers.HANDLERS, **refusals.HANDLERS}
-)
+for file in (attention, half_to_float, log_sigmoid, rms_norm):
+    rules.use_handlers(file.HANDLERS)
+rules.use_handlers({**handlers.HANDLERS, **refusals.HANDLERS})
+rules.use_parts(half_to_float.PARTS)
 
 # The keys of calls that have no tensor yet: of "vgpu:k", and of "vgpu", the current device (gpus.py).
 _FACTORY_KEYS = ("PrivateUse1", gpus.CURRENT_DEVICE_TYPE.upper())
@@ -57,6 +58,9 @@ def register_once() -> tuple[torch.library.Library, ...]:
     for func in (aten.copy_.default, aten.empty.memory_format, aten.empty_strided.default):
         for key in _FACTORY_KEYS:
             kernels.impl(func, functools.partial(_call, func), key)
+    for name in half_to_float.PARTS:
+        func = operator_of_aten(name.removeprefix("aten::"))
+        kernels.impl(func, functools.partial(_decompose, func), "AutogradLazy")
     autocast.register(kernels)
     rms_norm.register(kernels)
     return fallbacks, kernels
@@ -84,3 +88,7 @@ def _computing_operators() -> list[Operator]:
 
 def _call(func: Operator, *args: Any, **kwargs: Any) -> Any:
     return dispatch(func, args, kwargs)
+
+
+def _decompose(func: Operator, *args: Any, **kwargs: Any) -> Any:
+    return rules.decompose(func, args, kwargs)

@@ -48,3 +48,10 @@ def argument(place: tuple[int, str], args: Args, kwargs: Kwargs) -> Any:
 def overloads(packet: Any) -> list[Operator]:
     """The overloads of an operator, which ``torch.ops`` hands out as one packet."""
     return [getattr(packet, name) for name in packet.overloads()]
+
+
+def operator_of_aten(name: str) -> Operator:
+    """One of aten's operators, by "name" or "name.overload"."""
+    packet, _, overload = name.partition(".")
+    func: Operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return func

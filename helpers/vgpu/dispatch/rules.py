@@ -80,7 +80,12 @@ def is_composite(func: Operator) -> bool:
 
 
 def decompose(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Run a composite operator as the operators that it consists of.
+    """Run a composite operator as the operators that it consists of on CUDA."""
+    return _parts.get(func.name(), decompose_as_ever)(func, args, kwargs)
+
+
+def decompose_as_ever(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """Run a composite operator as C++ does for every device but CUDA.
 
     In inference mode, a view of a tensor from outside shares its version counter; outside, a tensor
     made in inference mode must not be changed. C++ enforces both, for the operator or its parts.
@@ -137,6 +142,12 @@ def _with_generator(func: Operator) -> Operator | None:
 # By id: hashing an operator is slow. A rule keeps its operator, and so the id, alive.
 _rules: dict[int, Rule] = {}
 _handlers: dict[str, Handler] = {}
+_parts: dict[str, Handler] = {}
+
+
+def use_parts(parts: dict[str, Handler]) -> None:
+    """Let each of ``parts`` run the composite overload whose name is its key, as CUDA's parts."""
+    _parts.update(parts)
 
 
 def use_handlers(handlers: dict[str, Handler]) -> None:

@@ -83,18 +83,21 @@ RELIANCES = (
         ),
     ),
     Reliance(
-        "operators without a public name: fused attention and RMSNorm, functional collectives",
-        "Call F.scaled_dot_product_attention or torch.distributed under a TorchDispatchMode and "
-        "see which operator comes now; dispatch/gpu_only/, torch_api/attention.py, "
-        "distributed/wrappers.py.",
+        "operators without a public name: fused attention and RMSNorm, softmax, functional "
+        "collectives",
+        "Call F.scaled_dot_product_attention, F.softmax or torch.distributed under a "
+        "TorchDispatchMode and see which operator comes now; dispatch/gpu_only/, "
+        "torch_api/attention.py, distributed/wrappers.py.",
         (
             "torch.ops._c10d_functional._wrap_tensor_autograd",
             "torch.ops._c10d_functional.reduce_scatter_tensor",
             "torch.ops.aten._fused_rms_norm.default",
+            "torch.ops.aten._log_softmax.default",
             "torch.ops.aten._scaled_dot_product_efficient_attention",
             "torch.ops.aten._scaled_dot_product_flash_attention.default",
             "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
             "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+            "torch.ops.aten._softmax.default",
         ),
     ),
     Reliance(
