@@ -233,12 +233,12 @@ def test_a_step_played_again_is_the_step_predicted_anew():
     step = predict(whole, fuses=True, **NO_LAUNCHES)
     assert step.replayed().timeline == step.timeline
     costs = {"arithmetic_share": 0.2, "speed_spread": 0.1, "async_tp": True}
-    again = step.replayed(**costs, gpu="V100", network="Ethernet 100")
+    again = step.replayed(**costs, gpu="A100", network="Ethernet 100")
     anew = predict(again.plan, fuses=True, **NO_LAUNCHES, **costs)
     assert again.seconds == pytest.approx(anew.seconds, rel=1e-9)
     assert again.seconds != step.seconds and again.idle_s == pytest.approx(anew.idle_s)
     assert again.reserved_bytes == step.reserved_bytes
-    assert again.plan == dataclasses.replace(whole, gpu="V100", network="Ethernet 100")
+    assert again.plan == dataclasses.replace(whole, gpu="A100", network="Ethernet 100")
 
 
 def test_what_takes_long_shows_how_far_it_is(capsys, monkeypatch):

@@ -72,7 +72,10 @@ def test_a_faster_gpu_is_faster_and_a_larger_one_fits_more():
     times = [each.played.makespan for each in found]
     assert times == sorted(times, reverse=True)
     rows = [answer_table(each).rows[2] for each in found]
-    assert len({row[1] for row in rows}) == 1  # the same bytes, in rooms of 12 to 80 GiB
+    # Rooms of 12 to 80 GiB. A K80 has no fused attention and keeps the scores; a V100's fused one
+    # hands its output back in an order of its own, which is copied.
+    k80, v100, a100, h100 = (found_on.peak_bytes()[0] for found_on in found)
+    assert k80 > v100 > a100 == h100
     assert "of 12 GiB; fits on 0 of 4" in rows[0][2]
     assert "of 80 GiB; fits on 4 of 4" in rows[3][2]
 

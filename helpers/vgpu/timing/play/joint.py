@@ -36,8 +36,9 @@ def replay(timeline: Timeline, **changes: Any) -> Timeline:
     link unless one was given. Without changes the timeline comes out as it was, to the last bit.
 
     What the program itself decided by the time (``stream.query()``) stays as it was recorded, and
-    so do races and which operations were fused; ``async_tp`` may change where they were. ValueError
-    for a timeline that no ``record()`` made.
+    so do races, the kernel that attention took on the GPU of the recording (an older one may have
+    only a slower one), and which operations were fused; ``async_tp`` may change where they were.
+    ValueError for a timeline that no ``record()`` made.
     """
     if "fuses" in changes:
         raise ValueError(
