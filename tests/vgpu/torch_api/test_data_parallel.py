@@ -220,3 +220,13 @@ def test_complex_inputs_parameters_and_outputs():
     found[0].append(plain.weight.grad)
     found[1].append(parallel.module.weight.grad.cpu())
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_gather_keeps_channels_last_only_if_all_tensors_have_it():
+    last, first = torch.channels_last, torch.contiguous_format
+    with vgpu.enable(2):
+        one, other = (torch.ones(2, 4, 8, 8, device=f"vgpu:{i}") for i in range(2))
+        one = one.to(memory_format=last)
+        both = [one, other.to(memory_format=last)]
+        assert gather(both, 0).stride() == (256, 1, 32, 4)
+        assert gather([one, other.to(memory_format=first)], 0).stride() == (256, 64, 8, 1)
