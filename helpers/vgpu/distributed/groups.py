@@ -123,6 +123,8 @@ def _counted(func: Operator, args: Args, kwargs: Kwargs) -> Any:
             "exist and have none: make the tensor, or move it to its GPU, in a vgpu.shapes_only() "
             "block"
         )
+    if func._schema.name in _OF_CONTIGUOUS:
+        _check_contiguous(args[0])
     tally.add(name, _bytes_put_in(func, args, kwargs))
     lent = Lent(name)
     result = lent.own(compute(func, lent.lend(args), kwargs))
@@ -136,6 +138,23 @@ def _counted(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     elif not (in_backward() and dist.ProcessGroup.unbox(named["process_group"]) in process_groups):
         lent.until_dropped(dist.Work.unbox(result[-1]))
     return tuple(result) if len(result) > 1 else result[0]
+
+
+# Where NCCL's group looks at it first (check_gpu_single_tensor in ProcessGroupNCCL.cpp).
+_OF_CONTIGUOUS = {"c10d::allreduce_", "c10d::broadcast_", "c10d::reduce_"}
+
+
+def _check_contiguous(tensors: Iterable[torch.Tensor]) -> None:
+    """ValueError of NCCL's, which reads a tensor as a row of numbers; channels-last is one, too."""
+    for tensor in tensors:
+        if type(tensor) is not VirtualTensor or tensor.layout is not torch.strided:
+            continue
+        channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+        if not (
+            tensor.is_contiguous()
+            or (channels_last and tensor.is_contiguous(memory_format=channels_last))
+        ):
+            raise ValueError("Tensors must be contiguous")
 
 
 def _waited(func: Operator, args: Args, kwargs: Kwargs) -> Any:
