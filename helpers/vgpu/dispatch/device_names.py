@@ -47,6 +47,9 @@ def _named_for_users(text: str) -> str:
 def install(changes: Changes) -> None:
     enter = functools.partial(_entering, changes=changes, seen=set())
     changes.wrap(TorchDispatchMode, "__enter__", enter)
+    changes.wrap(torch.Tensor, "device", _device)
+    changes.wrap(torch.Tensor, "get_device", _get_device)
+    changes.wrap(torch.Tensor, "new_tensor", _new_tensor)
 
 
 def _entering(
@@ -83,3 +86,45 @@ def _handed_names(plain: Callable[..., Any]) -> Callable[..., Any]:
         return plain(mode, func, types, args, kwargs or {})
 
     return __torch_dispatch__
+
+
+# Inside torch.func.grad and vmap C++ wraps each tensor once more. The wrapper is no virtual tensor,
+# and knows its device as C++ does.
+
+
+def _device(plain: Any) -> property:
+    """The property ``Tensor.device``, of wrappers too."""
+    get_plain = plain.__get__
+
+    def get(tensor: torch.Tensor) -> torch.device:
+        device: torch.device = get_plain(tensor)
+        if device.type == gpus.CPP_DEVICE_TYPE:
+            gpu = gpus.resolve(device)
+            if gpu is not None:
+                return gpu.device
+        return device
+
+    return property(get, doc=plain.__doc__)
+
+
+def _get_device(plain: Callable[[torch.Tensor], int]) -> Callable[[torch.Tensor], int]:
+    @functools.wraps(plain)
+    def get_device(self: torch.Tensor) -> int:
+        return self.device.index if _is_wrapper(self) else plain(self)
+
+    return get_device
+
+
+def _new_tensor(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(plain)
+    def new_tensor(self: torch.Tensor, data: Any, **options: Any) -> torch.Tensor:
+        if not _is_wrapper(self):
+            return plain(self, data, **options)
+        return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **options})
+
+    return new_tensor
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether C++ has wrapped a virtual tensor, which is of a class of its own."""
+    return type(tensor) is torch.Tensor and tensor.device.type == gpus.DEVICE_TYPE
