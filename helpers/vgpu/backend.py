@@ -21,7 +21,7 @@ from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.device.links import Link, get_link
 from helpers.vgpu.device.specs import GPUSpec, get_spec
-from helpers.vgpu.dispatch import device_names, kernels, refusals
+from helpers.vgpu.dispatch import custom, device_names, kernels, refusals
 from helpers.vgpu.dispatch.gpu_only import rms_norm, sync_batch_norm
 from helpers.vgpu.distributed import (
     ddp,
@@ -49,6 +49,7 @@ from helpers.vgpu.torch_api import (
 _CHANGING = (
     accelerator,
     attention,
+    custom,
     data_assignment,
     data_parallel,
     ddp,

@@ -11,7 +11,8 @@ import torch
 
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
-from helpers.vgpu.dispatch import autocast, handlers, refusals, rules
+from helpers.vgpu.dispatch import custom, handlers, refusals, rules
+from helpers.vgpu.dispatch.autocast import casting
 from helpers.vgpu.dispatch.gpu_only import attention, half_to_float, log_sigmoid, rms_norm
 from helpers.vgpu.dispatch.operations import dispatch
 from helpers.vgpu.dispatch.operators import Operator, operator_of_aten, overloads
@@ -20,6 +21,7 @@ for file in (attention, half_to_float, log_sigmoid, rms_norm):
     rules.use_handlers(file.HANDLERS)
 rules.use_handlers({**handlers.HANDLERS, **refusals.HANDLERS})
 rules.use_parts(half_to_float.PARTS)
+rules.use_for_foreign(custom.run)
 
 # The keys of calls that have no tensor yet: of "vgpu:k", and of "vgpu", the current device (gpus.py).
 _FACTORY_KEYS = ("PrivateUse1", gpus.CURRENT_DEVICE_TYPE.upper())
@@ -30,7 +32,7 @@ def install(changes: Changes) -> None:
     kernels = changes.library("aten")
     kernels.impl("_pin_memory", handlers.pin_cpu_memory, "CPU")
     kernels.impl("is_pinned", handlers.is_cpu_pinned, "CPU")
-    autocast.install(changes)
+    casting.install(changes)
 
 
 @functools.cache
@@ -61,7 +63,7 @@ def register_once() -> tuple[torch.library.Library, ...]:
     for name in half_to_float.PARTS:
         func = operator_of_aten(name.removeprefix("aten::"))
         kernels.impl(func, functools.partial(_decompose, func), "AutogradLazy")
-    autocast.register(kernels)
+    casting.register(kernels)
     rms_norm.register(kernels)
     return fallbacks, kernels
 

@@ -17,7 +17,13 @@ from helpers.vgpu.device.gpus import VirtualGPU
 from helpers.vgpu.dispatch import tensor
 from helpers.vgpu.dispatch.operators import Args, Handler, Kwargs, Operator, argument
 from helpers.vgpu.dispatch.refusals import refuse_tangents
-from helpers.vgpu.dispatch.rules import Rule, on_several_devices, one_by_one, rule_for
+from helpers.vgpu.dispatch.rules import (
+    Rule,
+    on_several_devices,
+    one_by_one,
+    rule_for,
+    runs_in_parts,
+)
 from helpers.vgpu.dispatch.tensor import (
     VirtualTensor,
     count_bytes,
@@ -46,7 +52,7 @@ def set_interceptor(interceptor: Handler | None) -> None:
 
     def intercept(func: Operator, args: Args, kwargs: Kwargs) -> Any:
         rule = rule_for(func)
-        in_parts = rule.composite or (rule.foreach and on_several_devices(args))
+        in_parts = runs_in_parts(rule) or (rule.foreach and on_several_devices(args))
         return (run if in_parts else intercepted)(func, args, kwargs)
 
     tensor.run_with(intercept)

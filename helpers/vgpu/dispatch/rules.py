@@ -23,6 +23,7 @@ class Rule:
         "convolves",
         "draws",
         "foreach",
+        "foreign",
         "func",
         "makes_on_device",
         "name",
@@ -36,10 +37,14 @@ class Rule:
     def __init__(self, func: Operator, special: Handler | None) -> None:
         schema = func._schema
         self.func = func
-        self.name = schema.name.partition("::")[2]
+        namespace, _, self.name = schema.name.partition("::")
         # In inference mode autograd is skipped, and a composite operator arrives whole.
         self.composite = special is None and is_composite(func)
         self.special = decompose if self.composite else special
+        # Not torch's own: its kernel for a GPU may be a user's Python (custom.py).
+        self.foreign = special is None and namespace not in TORCHS_OWN
+        if self.foreign:
+            self.special = _run_foreign
         self.check = check_for(func)
         # For each result, the argument that it is (position, name), or None for a new tensor.
         aliases = tuple(_written_argument(schema, result) for result in schema.returns)
@@ -69,6 +74,18 @@ class Rule:
         self.makes_on_device = any(argument.name == "device" for argument in schema.arguments)
 
 
+# The namespaces of operators that torch and its packages define; each is one kernel of a GPU.
+TORCHS_OWN = {
+    *("aten", "c10d", "c10d_functional", "coor", "debug_mode_ops", "debugprims"),
+    *("export", "flex_gemm", "flex_lib", "fsdp", "image", "inductor", "inductor_prims"),
+    *("mempool", "mkl", "mkldnn", "mkldnn_prepacked", "onednn", "onnx"),
+    *("onnx_symbolic", "pippy", "prim", "prims", "profiler", "quantization"),
+    *("quantized", "rngprims", "sparse", "static_runtime", "streams", "symm_mem"),
+    *("torchvision", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"),
+    *("_inductor_test", "_native", "_native_aot", "_quantized", "_test"),
+}
+
+
 def is_composite(func: Operator) -> bool:
     """Whether C++ makes the operator of others, for every device alike.
 
@@ -77,6 +94,51 @@ def is_composite(func: Operator) -> bool:
     """
     composite = _has_kernel(func.name(), _COMPOSITE) and not _has_kernel(func.name(), _CPU)
     return composite and not func._schema.name.startswith(("aten::_sparse_", "aten::sparse_"))
+
+
+def runs_in_parts(rule: "Rule") -> bool:
+    """Whether what arrives next are the operators that a call consists of."""
+    return rule.composite or (rule.foreign and gpu_kernel(rule.func) is not None)
+
+
+def gpu_kernel(func: Operator) -> str | None:
+    """The key of the Python kernel that a GPU runs for an operator that torch does not have itself.
+
+    None where the kernels are in C++. NotImplementedError, as on CUDA, where Python has one for
+    other devices only. Asked at each call: kernels may be registered at any time.
+    """
+    namespace, _, name = func.name().partition("::")
+    prefix = f"{namespace}/{name}/"
+    registered: set[str] = torch.library._impls
+    for key in _FOR_GPUS:
+        if prefix + key in registered:
+            return key or "CompositeImplicitAutograd"
+    defined_here = func.name() in torch.library._defs
+    in_cpp = any(
+        _has_kernel(func.name(), key) and prefix + key not in registered
+        for key in ("CPU", *_FOR_GPUS[:-1])
+    )
+    if in_cpp or not defined_here:
+        return None
+    found = sorted(key.removeprefix(prefix) for key in registered if key.startswith(prefix))
+    raise NotImplementedError(
+        f"Could not run '{func.name()}' with arguments from the 'VGPU' backend. This could be "
+        "because the operator doesn't exist for this backend. "
+        f"'{func.name()}' is only available for these backends: [{', '.join(found)}].\n"
+        f"Register its kernel for virtual GPUs, such as @torch.library.register_kernel("
+        f"'{func.name()}', 'vgpu'), or one for all devices (custom_op without device_types; "
+        "CompositeExplicitAutograd in a Library)"
+    )
+
+
+# In the order in which C++ looks; the last is what a Library registers without a key.
+_FOR_GPUS = (
+    "PrivateUse1",
+    "CompositeExplicitAutogradNonFunctional",
+    "CompositeExplicitAutograd",
+    "CompositeImplicitAutograd",
+    "",
+)
 
 
 def decompose(func: Operator, args: Args, kwargs: Kwargs) -> Any:
@@ -143,6 +205,7 @@ def _with_generator(func: Operator) -> Operator | None:
 _rules: dict[int, Rule] = {}
 _handlers: dict[str, Handler] = {}
 _parts: dict[str, Handler] = {}
+_run_foreign: Handler | None = None
 
 
 def use_parts(parts: dict[str, Handler]) -> None:
@@ -153,6 +216,13 @@ def use_parts(parts: dict[str, Handler]) -> None:
 def use_handlers(handlers: dict[str, Handler]) -> None:
     """Let each of ``handlers`` run the operator whose name is its key, with all overloads."""
     _handlers.update(handlers)
+    _rules.clear()
+
+
+def use_for_foreign(handler: Handler) -> None:
+    """Let ``handler`` run the operators that torch does not have itself."""
+    global _run_foreign
+    _run_foreign = handler
     _rules.clear()
 
 

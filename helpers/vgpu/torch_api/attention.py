@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
-from helpers.vgpu.dispatch import autocast
+from helpers.vgpu.dispatch.autocast import casting
 
 _HALF = (torch.float16, torch.bfloat16)
 _IS_ENABLED = {
@@ -60,7 +60,7 @@ def _fused(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         if not all(part.device.type == gpus.DEVICE_TYPE for part in (query, key, value)):
             return unfused()
         query, key, value, attn_mask = (
-            autocast.cast_down(part) for part in (query, key, value, attn_mask)
+            casting.cast_down(part) for part in (query, key, value, attn_mask)
         )
         if not query.dtype == key.dtype == value.dtype or (attn_mask is not None and is_causal):
             return unfused()  # which raises torch's error

@@ -42,10 +42,25 @@ RELIANCES = (
             "torch._C.DisableTorchFunctionSubclass",
             "torch._C.DispatchKey",
             "torch._C.DispatchKeySet",
+            "torch._C._AutoDispatchBelowAutograd",
             "torch._C._ExcludeDispatchKeyGuard",
+            "torch._C._ForceDispatchKeyGuard",
+            "torch._C._RestorePythonTLSSnapshot",
             "torch._C._SetExcludeDispatchKeyGuard",
             "torch._C._TorchDispatchModeKey.FAKE",
+            "torch._C._dispatch_tls_local_exclude_set",
+            "torch._C._dispatch_tls_local_include_set",
             "torch._C._get_dispatch_mode",
+        ),
+    ),
+    Reliance(
+        "kernels of custom operators, on virtual tensors",
+        "In dispatch/rules.py and dispatch/custom.py ask the registry another way for kernels that "
+        "Python has registered. tests/vgpu/dispatch/test_custom_operators.py is the judge.",
+        (
+            "torch._library.utils._c_check_aliasing_constraint",
+            "torch.library._defs",
+            "torch.library._impls",
         ),
     ),
     Reliance(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.vgpu.dispatch import autocast_lists
+from helpers.vgpu.dispatch.autocast import lists
 
 pytestmark = pytest.mark.virtual_gpus(1)
 
@@ -31,11 +31,11 @@ def listed_in_the_header(macro):
 @pytest.mark.parametrize(
     ("macro", "mine"),
     [
-        ("LOWER_PRECISION_FP", autocast_lists.LOWER_PRECISION_FP),
-        ("FP32", autocast_lists.FP32),
-        ("FP32_SET_OPT_DTYPE", autocast_lists.FP32_SET_OPT_DTYPE),
-        ("DIFFERENT_REDISPATCH_SIGNATURE", autocast_lists.FP32_APPEND_DTYPE),
-        ("PROMOTE", autocast_lists.PROMOTE),
+        ("LOWER_PRECISION_FP", lists.LOWER_PRECISION_FP),
+        ("FP32", lists.FP32),
+        ("FP32_SET_OPT_DTYPE", lists.FP32_SET_OPT_DTYPE),
+        ("DIFFERENT_REDISPATCH_SIGNATURE", lists.FP32_APPEND_DTYPE),
+        ("PROMOTE", lists.PROMOTE),
     ],
 )
 def test_the_lists_are_those_of_the_torch_that_is_installed(macro, mine):

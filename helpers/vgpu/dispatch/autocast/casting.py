@@ -1,7 +1,7 @@
 """Autocast for virtual GPUs: which operators run in which type, as for CUDA.
 
 The policies and the cache of cast weights are those of ``aten/src/ATen/autocast_mode.cpp``; which
-operator has which policy stands in autocast_lists.py.
+operator has which policy stands in lists.py.
 """
 
 import weakref
@@ -12,7 +12,7 @@ import torch
 
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
-from helpers.vgpu.dispatch import autocast_lists
+from helpers.vgpu.dispatch.autocast import lists
 from helpers.vgpu.dispatch.operators import Operator, named_arguments, operator_of_aten
 
 _KEY = "AutocastPrivateUse1"
@@ -29,11 +29,11 @@ def install(changes: Changes) -> None:
 def register(library: torch.library.Library) -> None:
     """Add the kernels to ``library``, an implementation library for ``aten``."""
     kernels = {
-        **dict.fromkeys(autocast_lists.LOWER_PRECISION_FP, _in_lower_precision),
-        **dict.fromkeys(autocast_lists.FP32, _in_float32),
-        **dict.fromkeys(autocast_lists.FP32_SET_OPT_DTYPE, _giving_float32),
-        **dict.fromkeys(autocast_lists.FP32_APPEND_DTYPE, _giving_float32_by_another),
-        **dict.fromkeys(autocast_lists.PROMOTE, _in_widest),
+        **dict.fromkeys(lists.LOWER_PRECISION_FP, _in_lower_precision),
+        **dict.fromkeys(lists.FP32, _in_float32),
+        **dict.fromkeys(lists.FP32_SET_OPT_DTYPE, _giving_float32),
+        **dict.fromkeys(lists.FP32_APPEND_DTYPE, _giving_float32_by_another),
+        **dict.fromkeys(lists.PROMOTE, _in_widest),
     }
     for name, policy in kernels.items():
         func = operator_of_aten(name)
@@ -86,7 +86,7 @@ def _giving_float32(func: Operator) -> Kernel:
 def _giving_float32_by_another(func: Operator) -> Kernel:
     schema = func._schema.arguments
     defaults = {one.name: one.default_value for one in schema if one.has_default_value()}
-    other = operator_of_aten(autocast_lists.FP32_APPEND_DTYPE[func.name().removeprefix("aten::")])
+    other = operator_of_aten(lists.FP32_APPEND_DTYPE[func.name().removeprefix("aten::")])
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEYSET):

@@ -1,0 +1,1 @@
+"""Autocast for virtual GPUs: what runs in which type, as for CUDA."""
