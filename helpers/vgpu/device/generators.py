@@ -5,6 +5,7 @@ one device draws does not depend on the others or on the order in which threads 
 """
 
 import weakref
+from typing import Any
 
 import torch
 
@@ -68,6 +69,12 @@ class DeviceGenerator(_PlainGenerator):
         self._seed, self._offset = seed % 2**64, offset
         return self
 
+    def clone_state(self) -> "DeviceGenerator":
+        return _generator_in(self._gpu, self.get_state())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.device, self.get_state())
+
 
 def offset_in(state: torch.Tensor) -> torch.Tensor:
     """The offset in a generator's state: one int64 that shares the state's memory."""
@@ -105,6 +112,17 @@ def _generator_of(gpu: gpus.VirtualGPU) -> DeviceGenerator:
     generator._gpu = gpu
     _owners[generator._cdata] = generator
     return generator
+
+
+def _generator_in(gpu: gpus.VirtualGPU, state: torch.Tensor) -> DeviceGenerator:
+    return _generator_of(gpu).set_state(state)
+
+
+def _restored(device: torch.device, state: torch.Tensor) -> DeviceGenerator:
+    """What pickle and deepcopy make: a generator of its own, which draws what the first would."""
+    gpu = gpus.resolve(device)
+    assert gpu is not None
+    return _generator_in(gpu, state)
 
 
 def generator_for(gpu: gpus.VirtualGPU, given: torch.Generator | None) -> torch.Generator:

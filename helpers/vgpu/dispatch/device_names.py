@@ -28,7 +28,7 @@ def naming_devices(function: Callable[P, R]) -> Callable[P, R]:
     def renamed(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except (RuntimeError, BufferError, TypeError) as error:
+        except (RuntimeError, BufferError, TypeError, ValueError) as error:
             text = _named_for_users(str(error))
             if text == str(error):
                 raise

@@ -17,7 +17,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device.memory import Block
 from helpers.vgpu.dispatch.device_names import naming_devices
-from helpers.vgpu.dispatch.tensor import VirtualTensor
+from helpers.vgpu.dispatch.tensor import VirtualTensor, cpp_device
 
 # Functions that compare devices in C++ before they reach any kernel.
 _CHECK_IN_CPP = (
@@ -39,6 +39,7 @@ _CHECK_IN_CPP = (
 def install(changes: Changes) -> None:
     _device_constructors()  # torch keeps the list of its first call: it must name torch's own
     changes.wrap(torch, "as_tensor", as_tensor)
+    changes.wrap(torch, "asarray", asarray)
     changes.wrap(torch, "ctc_loss", ctc_loss)
     changes.wrap(torch.UntypedStorage, "resize_", resize_storage)
     for owner, name in _CHECK_IN_CPP:
@@ -55,6 +56,19 @@ def as_tensor(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return plain(data, dtype=dtype, device=device)
 
     return as_tensor
+
+
+def asarray(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``torch.asarray``, for the same reason."""
+    named = naming_devices(plain)
+
+    @functools.wraps(plain)
+    def asarray(obj: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+        if isinstance(obj, VirtualTensor) and cpp_device(device) == obj._gpu.cpp_device:
+            device = obj._gpu.cpp_device
+        return named(obj, device=device, **options)
+
+    return asarray
 
 
 def ctc_loss(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -45,5 +45,6 @@ def standing_for(plain: Any, make: Callable[..., Any]) -> Any:
                 issubclass(other, plain) if cls is stand_in else type.__subclasscheck__(cls, other)
             )
 
-    stand_in = StandIn(plain.__name__, (plain,), {"__module__": plain.__module__})
+    # Where pickle finds it, not where ``plain`` is from.
+    stand_in = StandIn(plain.__name__, (plain,), {"__module__": "torch"})
     return stand_in

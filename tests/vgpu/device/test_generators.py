@@ -1,10 +1,14 @@
 """Random numbers: the CPU's values on every device, and no device disturbs another."""
 
+import copy
+import pickle
 import threading
 
 import pytest
 import torch
 from torch import nn
+
+from helpers import vgpu
 
 pytestmark = pytest.mark.virtual_gpus(3)
 
@@ -124,3 +128,31 @@ def test_a_state_lies_on_the_cpu_whatever_the_default_device_is():
         torch.vgpu.set_rng_state(state, 1)
         assert torch.equal(torch.rand(3), first)
     assert state.device.type == "cpu"
+
+
+@pytest.mark.parametrize("device", ["cpu", "vgpu:1"])
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        lambda generator: pickle.loads(pickle.dumps(generator)),
+        lambda generator: generator.clone_state(),
+    ],
+    ids=["deepcopy", "pickle", "clone_state"],
+)
+def test_a_copy_draws_what_the_generator_draws_and_by_itself(device, copied):
+    generator = torch.Generator(device).manual_seed(3)
+    torch.rand(5, generator=generator, device=device)
+    copy = copied(generator)
+    assert isinstance(copy, torch.Generator) and copy.device == torch.device(device)
+    drawn = [torch.rand(5, generator=each, device=device).cpu() for each in (copy, generator)]
+    assert torch.equal(*drawn)
+
+
+def test_a_process_without_virtual_gpus_reads_a_generator_of_the_cpu():
+    generator = torch.Generator().manual_seed(3)
+    pickled = pickle.dumps(generator)
+    vgpu.disable()
+    assert torch.equal(
+        torch.rand(5, generator=pickle.loads(pickled)), torch.rand(5, generator=generator)
+    )

@@ -52,6 +52,19 @@ def test_a_tensor_for_a_gpu_made_of_one_on_another():
     assert str(made.device) == "vgpu:1"
 
 
+@pytest.mark.parametrize("device", [None, 1, "vgpu:1", "cpu"])
+def test_asarray_shares_memory_on_the_same_device_only(device):
+    x = torch.zeros(2, device="vgpu:1")
+    shared = device != "cpu"
+    torch.asarray(x, device=device).add_(1)
+    assert x.tolist() == ([1, 1] if shared else [0, 0])
+    torch.asarray(x, device=device, copy=True).add_(1)
+    assert x.tolist() == ([1, 1] if shared else [0, 0])
+    if not shared:
+        with pytest.raises(ValueError, match="can't alias tensor from device 'vgpu:1' to 'cpu'"):
+            torch.asarray(x, device=device, copy=False)
+
+
 def test_torch_functions_work_with_python_dispatch_off():
     a, b = torch.tensor(1.5, device="vgpu:1"), torch.tensor(2, device="vgpu:1")
     with torch._C._DisableTorchDispatch():
