@@ -1,8 +1,9 @@
 """Which operands may lie on different devices, and CUDA's words for those that may not.
 
-Only calls that mix GPUs, or a GPU and the CPU, are checked. On CUDA, three kinds of code do it: TensorIterator for
-elementwise operators, generated code in front of most others, and indexing itself. Operators that torch's table marks
-``device_check: NoCheck`` check by themselves, or take what lies elsewhere; they are named below.
+Only calls that mix GPUs, or a GPU and the CPU, are checked. On CUDA, three kinds of code do it:
+TensorIterator for elementwise operators, generated code in front of most others, and indexing
+itself. Operators that torch's table marks ``device_check: NoCheck`` check by themselves, or take
+what lies elsewhere; they are named below.
 """
 
 from collections.abc import Callable, Iterator

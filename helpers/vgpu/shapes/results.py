@@ -47,9 +47,8 @@ def learn(func: Operator, args: Args, kwargs: Kwargs) -> Result:
         kwargs["device"] = torch.device("meta")
     # What hands nothing back only changes values; torch has not all of it for meta tensors.
     result = func(*args, **kwargs) if func._schema.returns else None
-    if (
-        result is not None and func.name() == "aten::log_sigmoid_forward"
-    ):  # as for CUDA: gpu_only/log_sigmoid.py
+    # As for CUDA: gpu_only/log_sigmoid.py.
+    if result is not None and func.name() == "aten::log_sigmoid_forward":
         result = result[0], result[0].new_empty(0)
     work = work_of(func, args, kwargs, result)
     if result is None:
