@@ -58,7 +58,11 @@ def describe(count: int = 8) -> Table:
 
 
 def _choose(count: int) -> tuple[str, str]:
-    """The device type for ``count`` GPUs, and the reason in one sentence."""
+    """The device type for ``count`` GPUs, and the reason in one sentence.
+
+    Where there are real GPUs it leaves them without workspaces: ranks may take them even if the lesson
+    itself has virtual ones.
+    """
     asked = os.environ.get("COURSE_DEVICES", "auto")
     if asked not in _CHOICES:
         raise ValueError(f"COURSE_DEVICES is {asked!r}; it can be {', '.join(_CHOICES)} or unset")
@@ -66,8 +70,7 @@ def _choose(count: int) -> tuple[str, str]:
         return "vgpu", "COURSE_DEVICES=vgpu asks for virtual GPUs."
     real = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if real:
-        for name, value in _WITHOUT_WORKSPACES.items():
-            os.environ.setdefault(name, value)
+        _do_without_workspaces()
     # One process keeps to one kind: DataParallel asks which kind there is, once for all.
     if real >= count and (asked == "cuda" or not vgpu.is_enabled()):
         return "cuda", f"This machine has {real}, and the lesson needs {count}."
@@ -79,6 +82,11 @@ def _choose(count: int) -> tuple[str, str]:
     if real >= count:
         return "vgpu", "Virtual GPUs are already in use in this notebook."
     return "vgpu", f"The lesson needs {count}, and this machine has {real}. Virtual GPUs fill in."
+
+
+def _do_without_workspaces() -> None:
+    for name, value in _WITHOUT_WORKSPACES.items():
+        os.environ.setdefault(name, value)
 
 
 def _workspaces() -> str:

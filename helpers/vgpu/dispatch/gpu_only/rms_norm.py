@@ -25,8 +25,8 @@ def register(kernels: torch.library.Library) -> None:
 def install(changes: Changes) -> None:
     """Give the CPU and shapes the backward pass for as long as there are virtual GPUs."""
     kernels = changes.library("aten")
-    kernels.impl("_fused_rms_norm_backward", _backward, "CPU")
-    kernels.impl("_fused_rms_norm_backward", _backward_of_shapes, "Meta")
+    for key in ("CPU", "Meta"):
+        kernels.impl("_fused_rms_norm_backward", _backward, key)
 
 
 def _backward(
@@ -52,21 +52,6 @@ def _backward(
         of_weight = (grad * normal).sum(rows) if rows else grad * normal
         of_weight = of_weight.to(weight.dtype)
     return of_input, of_weight
-
-
-def _backward_of_shapes(
-    grad_out: torch.Tensor,
-    input: torch.Tensor,
-    normalized_shape: Sequence[int],
-    rstd: torch.Tensor,
-    weight: torch.Tensor | None,
-    output_mask: Sequence[bool],
-) -> tuple[Any, Any]:
-    of_input = (
-        torch.empty(input.shape, dtype=input.dtype, device="meta") if output_mask[0] else None
-    )
-    weighted = output_mask[1] and weight is not None
-    return of_input, torch.empty_like(weight) if weighted and weight is not None else None
 
 
 # Without an entry, the forward pass would be taken for a composite operator, and recorded in parts.
