@@ -1,6 +1,6 @@
 """A claim whose mechanism is broken fails in its proving cell, so the cell is a proof.
 
-Breaks marked ``dear`` are tried with ``TESTS=whole`` in the environment.
+Breaks marked ``expensive`` are tried with ``TESTS=whole`` in the environment.
 
 Unbroken, the cell passes: its lesson shows that, with all cells. Here it has only those that it seems
 to need. That they are enough is tried where cells are shortened or named by hand, and of the others
@@ -13,7 +13,7 @@ from forked_runs import run_of
 from sampling import WHOLE, in_third
 
 ALL = [(*proving(broken), broken) for broken in all_broken()]
-CASES = [case for case in ALL if WHOLE or not case[-1].dear]
+CASES = [case for case in ALL if WHOLE or not case[-1].expensive]
 each_break = pytest.mark.parametrize(
     ("path", "cell_id", "broken"),
     CASES,
@@ -67,4 +67,4 @@ def test_each_run_tries_something_of_every_lesson_and_every_letter():
     def kinds(cases):
         return {(path, broken.claim[0]) for path, _, broken in cases}
 
-    assert kinds(case for case in ALL if not case[-1].dear) == kinds(ALL)
+    assert kinds(case for case in ALL if not case[-1].expensive) == kinds(ALL)

@@ -41,7 +41,7 @@ class Broken:
     # Ids of cells that it needs although it uses no name of theirs: they change an object.
     needs: Sequence[str] = ()
     # Takes a second or more, and other breaks in the lesson do not: TESTS=whole tries this one.
-    dear: bool = False
+    expensive: bool = False
     # Stands in "<kind>: <message>" of the error that the proving cell must raise.
     error: str = "AssertionError"
 

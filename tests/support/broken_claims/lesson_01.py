@@ -95,7 +95,7 @@ BROKEN = [
     Broken(
         "A13",
         "the machine has two cards",
-        dear=True,
+        expensive=True,
         edits=[
             ('_raw_device_count_nvml", lambda: 4):\n', '_raw_device_count_nvml", lambda: 2):\n')
         ],
@@ -114,13 +114,13 @@ BROKEN = [
     Broken(
         "A15",
         "CUDA never starts",
-        dear=True,
+        expensive=True,
         edits=[("for started in (False, True):", "for started in (False, False):")],
     ),
     Broken(
         "A15",
         "CUDA has started from the first",
-        dear=True,
+        expensive=True,
         edits=[("for started in (False, True):", "for started in (True, True):")],
     ),
     Broken(

@@ -22,7 +22,7 @@ BROKEN = [
     Broken(
         "A34",
         "the file comes from a GPU that the other machine has",
-        dear=True,
+        expensive=True,
         edits=[("model.to(gpus[1]).state_dict()", "model.to(gpus[0]).state_dict()")],
         shorter=SHORT,
         cell="other-run",

@@ -73,7 +73,7 @@ BROKEN = [
     Broken(
         "B32",
         "without a GPU it complains",
-        dear=True,
+        expensive=True,
         edits=[
             ("print(parallel.device_ids,", "import warnings; warnings.warn('no GPU'); print([],")
         ],

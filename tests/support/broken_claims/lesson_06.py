@@ -18,7 +18,7 @@ BROKEN = [
     Broken(
         "C02",
         "the ring sends whole tensors",
-        dear=True,
+        expensive=True,
         edits=[("yield outgoing.nbytes", "yield tensor.nbytes")],
         shorter=[("for n in (2, 3, 4, 5, 6)}", "for n in (2, 6)}")],
     ),

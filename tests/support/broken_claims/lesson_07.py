@@ -45,7 +45,7 @@ BROKEN = [
     Broken(
         "C08",
         "DDP sums",
-        dear=True,
+        expensive=True,
         edits=[("    (factor * loss).backward()", "    (world_size * factor * loss).backward()")],
     ),
     Broken(
@@ -83,7 +83,7 @@ BROKEN = [
     Broken(
         "C15",
         "buffers stay on their ranks",
-        dear=True,
+        expensive=True,
         cell="buffers-at-init",
         edits=[
             (
@@ -132,7 +132,7 @@ BROKEN = [
     Broken(
         "C17",
         "the forward stands outside of no_sync, and every backward sends",
-        dear=True,
+        expensive=True,
         edits=[("if use_no_sync and micro < 3:", "if False:")],
     ),
     Broken(
@@ -149,7 +149,7 @@ BROKEN = [
     Broken(
         "C21",
         "the other host's share of the training is lost",
-        dear=True,
+        expensive=True,
         cell="resume-the-run",
         shorter=_TWO_EPOCHS,
         edits=[("launch.run(train, 2, cut_run, ", "launch.run(train, 2, cut_run, 1, ")],

@@ -44,14 +44,14 @@ BROKEN = [
     Broken(
         "D04",
         "the halves are of another network",
-        dear=True,
+        expensive=True,
         cell="resnet-equal",
         edits=[("cut(copy.deepcopy(whole), gpus)", "cut(torchvision.models.resnet50(), gpus)")],
     ),
     Broken(
         "D05",
         "copies cost nothing",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 'enable(2, gpu="K80", link=link)',
@@ -62,7 +62,7 @@ BROKEN = [
     Broken(
         "D06",
         "the batch goes through in two halves",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "        output = model(images.to(gpus[0]))\n        F.mse_loss",

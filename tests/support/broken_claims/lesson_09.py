@@ -18,14 +18,14 @@ BROKEN = [
     Broken(
         "D07",
         "the batch goes through in one piece",
-        dear=True,
+        expensive=True,
         edits=[(_IN_PIECES, "        for hidden in [batch]:\n")],
         shorter=_PUBLISHED_SIZES,
     ),
     Broken(
         "D07",
         "the loop waits for each piece, forward and backward",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 _IN_PIECES,
@@ -42,14 +42,14 @@ BROKEN = [
     Broken(
         "D08",
         "both stages are on one GPU, so nobody idles",
-        dear=True,
+        expensive=True,
         edits=[("pipeline(halves(), gpus, size)", "pipeline(halves(), gpus[:1] * 2, size)")],
         shorter=_FEW_SIZES,
     ),
     Broken(
         "D09",
         "the loop waits for each piece",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "            outputs.append(hidden)\n        return",
@@ -102,7 +102,7 @@ BROKEN = [
     Broken(
         "D08",
         "small pieces cost nothing: no launches, and memory without a limit",
-        dear=True,
+        expensive=True,
         edits=[
             ("vgpu.record(**costs) as timeline:\n            train(", _FREE_LAUNCHES),
             (

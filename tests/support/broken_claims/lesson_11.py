@@ -66,7 +66,7 @@ BROKEN = [
     Broken(
         "E07",
         "a layer saves two tensors",
-        dear=True,
+        expensive=True,
         cell="u-shape",
         edits=[
             (
@@ -78,7 +78,7 @@ BROKEN = [
     Broken(
         "E07",
         "a residual block saves a single tensor",
-        dear=True,
+        expensive=True,
         cell="root-of-saved",
         edits=[
             ("return x + F.relu(self.linear(self.norm(x)))", "return torch.tanh(self.linear(x))")

@@ -41,7 +41,7 @@ BROKEN = [
     Broken(
         "F04",
         "stage 1 sends an all-reduce",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "            shard.grad = averaged_part(p.grad)\n            p.grad = None",
@@ -54,7 +54,7 @@ BROKEN = [
     Broken(
         "F04",
         "stage 3 does not free what it has gathered",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "        p.grad = None\n        p.untyped_storage().resize_(0)\n\n    def step",
@@ -65,7 +65,7 @@ BROKEN = [
     Broken(
         "F04",
         "ranks do not start from the same parameters",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "        dist.broadcast(p.data, src=0)\n    count, trainer",
@@ -76,7 +76,7 @@ BROKEN = [
     Broken(
         "F05",
         "ranks do not start from the same parameters",
-        dear=True,
+        expensive=True,
         shorter=_ONE_WAY,
         edits=[
             (
@@ -88,38 +88,38 @@ BROKEN = [
     Broken(
         "F06",
         "what should be DDP is sharded as well",
-        dear=True,
+        expensive=True,
         cell="out-of-memory",
         edits=[('    if how == "ddp":\n        return DDP(model)\n', "")],
     ),
     Broken(
         "F07",
         "the blocks are not wrapped",
-        dear=True,
+        expensive=True,
         edits=[("    for block in model.blocks:\n        fully_shard(block, **how)\n", "")],
     ),
     Broken(
         "F08",
         "parameters are freed after forward all the same",
-        dear=True,
+        expensive=True,
         edits=[("reshard_after_forward=reshard)", "reshard_after_forward=True)")],
     ),
     Broken(
         "F09",
         "the host always waits",
-        dear=True,
+        expensive=True,
         edits=[("if waits else ()", "")],
     ),
     Broken(
         "F09",
         "the host does not wait",
-        dear=True,
+        expensive=True,
         edits=[("lambda *_: torch.accelerator.synchronize()", "lambda *_: None")],
     ),
     Broken(
         "F10",
         "both sums are in float32",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)",
@@ -130,7 +130,7 @@ BROKEN = [
     Broken(
         "F10",
         "there is no policy",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "model = blocks_and_root(Transformer(LETTERS).to(my_gpu()), mp_policy=BF16)",
@@ -151,26 +151,26 @@ BROKEN = [
     Broken(
         "F12",
         "nothing is loaded",
-        dear=True,
+        expensive=True,
         shorter=_THREE_STEPS,
         edits=[("    dcp.load(state, checkpoint_id=folder)\n    set_state", "    set_state")],
     ),
     Broken(
         "F13",
         "each rank takes the norm of its part",
-        dear=True,
+        expensive=True,
         edits=[("nn.utils.clip_grad_norm_(net.parameters(), 1e-3).full_tensor().item()", "own")],
     ),
     Broken(
         "F14",
         "hybrid sharding is not hybrid",
-        dear=True,
+        expensive=True,
         edits=[('("hosts", "gpus")) if hybrid', '("hosts", "gpus")) if False')],
     ),
     Broken(
         "F15",
         "gradients are reduced after each micro-batch",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "set_requires_gradient_sync(reduce_each or micro_batch == 3)",
@@ -181,7 +181,7 @@ BROKEN = [
     Broken(
         "F16",
         "a sharded rank computes fewer samples",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "    model(tokens).sum().backward()  # the first step",
@@ -193,7 +193,7 @@ BROKEN = [
     Broken(
         "F17",
         "FSDP computes and sends in float32, DDP does not",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "in_bf16, in_fp32 = partial(blocks_and_root, mp_policy=BF16)",

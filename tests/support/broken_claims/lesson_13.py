@@ -6,7 +6,7 @@ BROKEN = [
     Broken(
         "G01",
         "the input's gradient is not summed",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "        total = gradient.clone(memory_format=torch.contiguous_format)\n"
@@ -18,7 +18,7 @@ BROKEN = [
     Broken(
         "G02",
         "the sum comes before the activation function",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "    total = activation(part)\n    dist.all_reduce(total)  # too late?\n",
@@ -29,7 +29,7 @@ BROKEN = [
     Broken(
         "G03",
         "every rank has the first rank's heads",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "cut(self.inner.get_submodule(name), 0, rank, world_size)",
@@ -40,7 +40,7 @@ BROKEN = [
     Broken(
         "G03",
         "there are as many key-value heads as GPUs",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "TransformerSizes(1, 32, 8, key_value_heads, 128, 1)",
@@ -51,7 +51,7 @@ BROKEN = [
     Broken(
         "G04",
         "all changes go by way of a whole tensor",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "after = before.redistribute(mesh, [new])",
@@ -62,7 +62,7 @@ BROKEN = [
     Broken(
         "G05",
         "the parts of the feed-forward sum are never added",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 '    "feed_forward": entering(Replicate()),\n',
@@ -74,7 +74,7 @@ BROKEN = [
     Broken(
         "G06",
         "each product takes the input for itself",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "launch.run(beside_one_gpt, 4, plan, batch",
@@ -85,7 +85,7 @@ BROKEN = [
     Broken(
         "G07",
         "plain tensor parallelism in its place",
-        dear=True,
+        expensive=True,
         cell="sequence-proof",
         edits=[
             (
@@ -114,13 +114,13 @@ BROKEN = [
     Broken(
         "G09",
         "the logits are gathered all the same",
-        dear=True,
+        expensive=True,
         edits=[('layout = {"use_local_output": False} if split else', "layout =")],
     ),
     Broken(
         "G10",
         "hosts are joined by NVLink",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 'with vgpu.cluster(hosts, degree // hosts, "H100", link=link)',
@@ -131,7 +131,7 @@ BROKEN = [
     Broken(
         "G11",
         "split DTensors take their masks from plain tensors",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "found.append(F.dropout(ones, 0.5).to_local().cpu() != 0)",

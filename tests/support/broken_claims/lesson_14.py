@@ -8,7 +8,7 @@ BROKEN = [
     Broken(
         "H01",
         "the mesh counts its first dimension fastest",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)",
@@ -19,7 +19,7 @@ BROKEN = [
     Broken(
         "H02",
         "each rank of a tensor group reads its own sequences",
-        dear=True,
+        expensive=True,
         shorter=_ONE_STEP,
         edits=[
             (
@@ -31,7 +31,7 @@ BROKEN = [
     Broken(
         "H09",
         "what is replicated is added as well",
-        dear=True,
+        expensive=True,
         shorter=_ONE_STEP,
         edits=[
             (
@@ -45,7 +45,7 @@ BROKEN = [
     Broken(
         "H03",
         "the network is as fast as the links inside a host",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "with vgpu.cluster(hosts=8, gpus_per_host=8",
@@ -56,13 +56,13 @@ BROKEN = [
     Broken(
         "H04",
         "the first stage is fed with zeros",
-        dear=True,
+        expensive=True,
         edits=[("schedule.step(batch) if number == 0", "schedule.step(batch * 0) if number == 0")],
     ),
     Broken(
         "H04",
         "nothing is kept",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 '"and kept until the step ends": (True, False)',
@@ -95,7 +95,7 @@ BROKEN = [
     Broken(
         "H06",
         "the balanced layout pairs neighbours",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "def both_ends(rank, ranks):\n    return rank, 2 * ranks - 1 - rank",
@@ -106,7 +106,7 @@ BROKEN = [
     Broken(
         "H07",
         "the router sends as many tokens to each expert",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "weight, chosen = router(tokens).softmax(-1).max(-1)",
@@ -118,7 +118,7 @@ BROKEN = [
     Broken(
         "H07",
         "gradients of tokens stay with the expert",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "return AllToAll.apply(grad, ctx.receives, ctx.sends), None, None",
@@ -129,7 +129,7 @@ BROKEN = [
     Broken(
         "H08",
         "every expert computes with all tokens that are there, and keeps its own",
-        dear=True,
+        expensive=True,
         edits=[
             (
                 "        results = results.index_add(0, rows, expert(tokens[rows]))",

@@ -26,7 +26,7 @@ BROKEN = [
     Broken(
         "I02",
         "nothing is computed again",
-        dear=True,
+        expensive=True,
         shorter=[
             *_FEW_LAYERS,
             ('for how in ("none", "selective", "full")}', 'for how in ("none", "full")}'),
@@ -41,7 +41,7 @@ BROKEN = [
     Broken(
         "I03",
         "the hosts have one slow adapter",
-        dear=True,
+        expensive=True,
         shorter=_TWO_ROWS,
         edits=[
             (
@@ -54,7 +54,7 @@ BROKEN = [
     Broken(
         "I04",
         "nothing is computed again",
-        dear=True,
+        expensive=True,
         shorter=_FEW_LAYERS,
         edits=[('llama("70B", 32, 8, 16, "full")', 'llama("70B", 32, 8, 16, "none")')],
     ),
@@ -71,7 +71,7 @@ BROKEN = [
     Broken(
         "I06",
         "a batch has no more micro-batches than stages",
-        dear=True,
+        expensive=True,
         shorter=[
             ("trainings = megatron.ROWS", "trainings = [megatron.ROWS[0], megatron.ROWS[-1]]")
         ],
@@ -86,7 +86,7 @@ BROKEN = [
     Broken(
         "I07",
         "the batch grows with the GPUs",
-        dear=True,
+        expensive=True,
         edits=[("batch=512 // gpus, sequence=2048)", "batch=16, sequence=2048)")],
     ),
     Broken(
@@ -102,7 +102,7 @@ BROKEN = [
     Broken(
         "I09",
         "the rate never changes",
-        dear=True,
+        expensive=True,
         shorter=[("for seed in range(3)]", "for seed in range(1)]")],
         edits=[
             (
@@ -114,7 +114,7 @@ BROKEN = [
     Broken(
         "I10",
         "each size sends the largest",
-        dear=True,
+        expensive=True,
         edits=[("numbers = torch.zeros(size // 4)", "numbers = torch.zeros(sizes[-1] // 4)")],
     ),
 ]
