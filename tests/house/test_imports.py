@@ -23,7 +23,7 @@ def test_imports_point_one_way():
             assert row(name) <= own, f"{module} imports {name}, which stands below it"
 
 
-def test_the_picture_of_the_rooms_is_today_s():
+def test_the_picture_of_the_parts_is_today_s():
     drawn = PICTURE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     assert drawn == picture(), "draw it anew: python tests/support/house.py"
 

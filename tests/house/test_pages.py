@@ -49,5 +49,5 @@ def test_the_readme_s_tree_is_that_of_the_repository():
         folder = ROOT / name if not indent else folder
         place = folder if not indent else folder / name
         assert "*" in name or place.exists(), f"no {place.relative_to(ROOT)}"
-    for room in (ROOT / "helpers").glob("*/__init__.py"):
-        assert f"  {room.parent.name}/ " in tree, f"the tree lacks helpers/{room.parent.name}"
+    for part in (ROOT / "helpers").glob("*/__init__.py"):
+        assert f"  {part.parent.name}/ " in tree, f"the tree lacks helpers/{part.parent.name}"

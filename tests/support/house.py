@@ -1,4 +1,4 @@
-"""The rooms of the package: the order of imports, the imports that there are, and their picture.
+"""The parts of the package: the order of imports, the imports that there are, and their picture.
 
     python tests/support/house.py
 
@@ -106,10 +106,10 @@ def imported_modules(path: Path) -> Iterator[str]:
         yield from (name for name in names if name.startswith("helpers."))
 
 
-def room(module: str) -> str:
-    """The room of the picture that a module is in: a folder, or a file of the package's root.
+def part(module: str) -> str:
+    """The part of the picture that a module is in: a folder, or a file of the package's root.
 
-    In ``vgpu`` each layer is a room; its other files are one above the layers, or one below.
+    In ``vgpu`` each layer is a part; its other files are one above the layers, or one below.
     """
     parts = module.split(".")[1:]
     if parts[0] != "vgpu":
@@ -121,34 +121,34 @@ def room(module: str) -> str:
     return parts[0] if own > layers else ORDER[own].removeprefix("helpers.")
 
 
-def imports_between_rooms() -> dict[str, set[str]]:
-    """Room → the rooms that it imports from."""
+def imports_between_parts() -> dict[str, set[str]]:
+    """Part → the parts that it imports from."""
     found = defaultdict(set)
     for module, path in modules():
         for name in imported_modules(path):
-            if room(name) != room(module):
-                found[room(module)].add(room(name))
+            if part(name) != part(module):
+                found[part(module)].add(part(name))
     return dict(found)
 
 
 def picture() -> str:
-    """The rooms as a Mermaid flowchart, in which an arrow reads "imports".
+    """The parts as a Mermaid flowchart, in which an arrow reads "imports".
 
-    Rooms that import nothing of ours share a box; an import that other arrows already imply is left
+    Parts that import nothing of ours share a box; an import that other arrows already imply is left
     out.
     """
-    imports = imports_between_rooms()
-    rooms = list(dict.fromkeys(room(name) for name in ORDER))
-    leaves = [name for name in rooms if not imports.get(name) and not name.startswith("vgpu")]
+    imports = imports_between_parts()
+    parts = list(dict.fromkeys(part(name) for name in ORDER))
+    leaves = [name for name in parts if not imports.get(name) and not name.startswith("vgpu")]
     below: dict[str, set[str]] = {}
     arrows = []
-    for name in rooms:  # leaves first
+    for name in parts:  # leaves first
         near = {"leaves" if t in leaves else t for t in imports.get(name, ())}
         below[name] = near.union(*(below.get(target, set()) for target in near))
         near = {t for t in near if not any(t in below.get(other, ()) for other in near)}
-        arrows += [f"{_box(name)} --> {_box(t)}" for t in ("leaves", *rooms) if t in near]
-    layers = [name for name in rooms if name.startswith("vgpu")]
-    others = [name for name in rooms if name not in (*layers, *leaves)]
+        arrows += [f"{_box(name)} --> {_box(t)}" for t in ("leaves", *parts) if t in near]
+    layers = [name for name in parts if name.startswith("vgpu")]
+    others = [name for name in parts if name not in (*layers, *leaves)]
     lines = [
         "flowchart TB",
         *(f'    {_box(name)}["{name}"]' for name in reversed(others)),
