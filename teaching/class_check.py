@@ -4,7 +4,7 @@
 
 ``handed_in`` holds a folder for each learner, with the notebooks anywhere inside it. Each learner's
 lesson is judged in a process of its own, within limits of time and memory, and the processes that
-it starts count with it. These are limits, not a prison: an answer can still read files and use the
+it starts count with it. These are limits, not a sandbox: an answer can still read files and use the
 network as you can. Judge strangers' work as a user without rights, or in a container.
 """
 
