@@ -60,9 +60,9 @@ def cluster(
     """In the block, this process is ``rank`` of ``hosts * gpus_per_host`` ranks.
 
     Its virtual GPUs are those of its host, not those that were enabled before: tensors of both do
-    not meet. Its own one is current, and there is a default process group of all ranks. Only shapes can be sent (``shapes_only()``): other ranks have no values.
-    ``record()`` gives this rank's virtual time, as if all others in its groups did the same at the
-    same time.
+    not meet. Its own one is current, and there is a default process group of all ranks. Only shapes
+    can be sent (``shapes_only()``): other ranks have no values. ``record()`` gives this rank's
+    virtual time, as if all others in its groups did the same at the same time.
 
     gpu, memory_bytes, link: as for ``enable``. network: of networks.py, between hosts.
     ValueError for a rank or a size that cannot be; RuntimeError where a process group exists.
@@ -87,8 +87,7 @@ def cluster(
         made = Cluster(hosts, gpus_per_host, gpus.by_index(0).spec, between, rank)
         stack.enter_context(mock.patch.dict(os.environ, _environment(made)))
         stack.enter_context(mock.patch.object(groups, "ranks_are_absent", True))
-        before = gpus.exchange_index(made.device.index)
-        stack.callback(gpus.exchange_index, before)
+        gpus.exchange_index(made.device.index)
         known = {
             "network": between,
             "gpus_per_host": gpus_per_host,

@@ -48,15 +48,50 @@ class VirtualGPU:
 # must find their bytes when it comes back.
 _known: list[VirtualGPU] = []
 _by_device: dict[torch.device, VirtualGPU] = {}
-_current = threading.local()
+
+
+class _Choices(threading.local):
+    """What a thread has made current: a GPU, and on each of them a stream (timing/streams.py)."""
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.of_node: tuple[tuple[int, int] | None, int] = None, 0
+        self.streams: dict[int, Any] = {}
+        self.of_backward: tuple[int, dict[int, Any]] = -1, {}
+
+
+class Use:
+    """What is done with the GPUs of a host, from the moment when there are some until there are none.
+
+    It begins as a process does: nothing is chosen in any thread.
+    """
+
+    def __init__(self) -> None:
+        self.current = _Choices()
+        self.has_chosen = False
+        self._allocated_before = _allocation_count()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this process has chosen a GPU or put something on one."""
+        return self.has_chosen or _allocation_count() > self._allocated_before
+
+
+def _allocation_count() -> int:
+    return sum(gpu.memory.allocation_count for gpu in _known)
+
+
+_count = 0
+in_use = Use()
 
 
 def set_count(count: int, spec: GPUSpec, capacity_bytes: int) -> None:
     """Make exactly the GPUs 0 to ``count - 1`` available; what lives on them stays there."""
-    if _count == 0:  # a new beginning
+    global in_use
+    if _count == 0:
+        in_use = Use()
         for gpu in _known:
-            gpu.memory.empty_cache()
-            gpu.memory.reset_peak()
+            gpu.memory.begin_anew()
     for index in range(count):
         if index == len(_known):
             _known.append(VirtualGPU(index, spec, capacity_bytes))
@@ -79,23 +114,20 @@ def _name(count: int) -> None:
 def of_another_host() -> Iterator[None]:
     """In the block other GPUs can be made available, those of another host.
 
-    After it those from before are there again, with their bytes, peaks and random numbers as they
-    were: what still lies on the others, such as modules in cycles, counts on them alone.
+    After it those from before are there again, with their bytes, peaks, random numbers and what is
+    current in each thread as they were: what still lies on the others, such as modules in cycles,
+    counts on them alone.
     """
-    global _known, _chosen
-    known, chosen, count = _known, _chosen, _count
+    global _known, in_use
+    known, before, count = _known, in_use, _count
     _known = []
     _name(0)
     try:
         with memory.of_another_host():
             yield
     finally:
-        _known, _chosen = known, chosen
+        _known, in_use = known, before
         _name(count)
-
-
-_count = 0
-_chosen = False
 
 
 def device_count() -> int:
@@ -103,18 +135,19 @@ def device_count() -> int:
 
 
 def current_index() -> int:
-    """The calling thread's current device; each thread starts at 0.
+    """The calling thread's current device; each thread starts at 0, and is there if it lost its own.
 
     In backward it is the device of the node that runs, as autograd sees to it for CUDA.
     """
     node = _current_node()
     if node is not None:
-        set_for, index = getattr(_current, "of_node", (None, 0))
+        set_for, index = in_use.current.of_node
         if set_for == node[0]:
             return index
         if node[1] is not None:
             return node[1]
-    return getattr(_current, "index", 0)
+    index = in_use.current.index
+    return index if index < _count else 0
 
 
 def exchange_index(index: int) -> int:
@@ -122,22 +155,16 @@ def exchange_index(index: int) -> int:
 
     What is set in backward holds as long as the node runs.
     """
-    global _chosen
     before = current_index()
     if index >= 0:
-        _chosen = True
         found = by_index(index).index
+        in_use.has_chosen = True
         node = _current_node()
         if node is None:
-            _current.index = found
+            in_use.current.index = found
         else:
-            _current.of_node = (node[0], found)
+            in_use.current.of_node = (node[0], found)
     return before
-
-
-def are_in_use() -> bool:
-    """Whether this process has chosen a GPU or put something on one, as a CUDA context tells."""
-    return _chosen or any(gpu.memory.allocation_count for gpu in _known)
 
 
 def _current_node() -> tuple[tuple[int, int], int | None] | None:

@@ -182,6 +182,12 @@ class DeviceMemory:
             self.capacity_bytes = capacity_bytes
             self.reserve.set_capacity(capacity_bytes)
 
+    def begin_anew(self) -> None:
+        """What still lives stays; whatever else a program did here is over."""
+        self.allowed_bytes = None
+        self.empty_cache()
+        self.reset_peak()
+
     def reset_peak(self) -> None:
         with _lock:
             self.peak_bytes = self.allocated_bytes

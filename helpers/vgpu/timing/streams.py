@@ -6,7 +6,6 @@ by the host's clock or, in a recording, in virtual time.
 """
 
 import itertools
-import threading
 import time
 from typing import Any
 
@@ -23,29 +22,18 @@ _priorities: dict[int, int] = {}  # of streams by their id, where it is not 0
 _HIGHEST_PRIORITY = -3  # as many as c10/cuda/CUDAStream.h has: max_compile_time_stream_priorities
 
 
-class _Current(threading.local):
-    """The current stream of each GPU on which the thread has set one."""
+def _streams() -> "dict[int, Stream]":
+    """By a GPU's index what the backward pass that runs in this thread has set, or the thread itself.
 
-    def __init__(self) -> None:
-        self._streams: dict[int, Stream] = {}
-        self._backward = -1
-        self._in_backward: dict[int, Stream] = {}
-
-    @property
-    def streams(self) -> "dict[int, Stream]":
-        """Those of the backward pass that runs in this thread, or the thread's own.
-
-        The engine makes a node's stream current; what a hook sets inside comes on top.
-        """
-        backward = torch._C._current_graph_task_id()
-        if backward == -1:
-            return self._streams
-        if self._backward != backward:
-            self._backward, self._in_backward = backward, {}
-        return self._in_backward
-
-
-_current = _Current()
+    The engine makes a node's stream current; what a hook sets inside comes on top.
+    """
+    current = gpus.in_use.current
+    backward = torch._C._current_graph_task_id()
+    if backward == -1:
+        return current.streams
+    if current.of_backward[0] != backward:
+        current.of_backward = backward, {}
+    return current.of_backward[1]
 
 
 class Stream(torch.Stream):
@@ -104,14 +92,14 @@ class Stream(torch.Stream):
         return event
 
     def __enter__(self) -> "Stream":
-        self._entered.append((_current.streams.get(self.device_index), gpus.current_index()))
+        self._entered.append((_streams().get(self.device_index), gpus.current_index()))
         set_stream(self)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         stream, index = self._entered.pop()
         if stream is None:
-            _current.streams.pop(self.device_index, None)
+            _streams().pop(self.device_index, None)
         else:
             set_stream(stream)
         gpus.exchange_index(index)
@@ -196,7 +184,7 @@ def priority_of(number: int) -> int:
 
 def set_stream_number(index: int) -> int | None:
     """The id of the stream that this thread has made current on a GPU; None if it has not."""
-    stream = _current.streams.get(index)
+    stream = _streams().get(index)
     return None if stream is None else stream.stream_id
 
 
@@ -218,7 +206,7 @@ def _time_of(stream: torch.Stream, now: Recording) -> StreamTime:
 
 def current_stream(device: Any = None) -> Stream:
     index = _index(device)
-    return _current.streams.get(index) or Stream(index, stream_id=current_number(index))
+    return _streams().get(index) or Stream(index, stream_id=current_number(index))
 
 
 def set_stream(stream: Stream) -> None:
@@ -226,7 +214,7 @@ def set_stream(stream: Stream) -> None:
     if stream.stream_id:  # until then every block lies on the default stream
         memory.streams_from(current_number)
     gpus.exchange_index(stream.device_index)
-    _current.streams[stream.device_index] = stream
+    _streams()[stream.device_index] = stream
 
 
 def make_stream(*args: Any, **kwargs: Any) -> torch.Stream:

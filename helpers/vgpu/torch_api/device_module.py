@@ -76,7 +76,7 @@ def is_available() -> bool:
 
 def is_initialized() -> bool:
     """False until a device is chosen or used; DeviceMesh then takes the one of LOCAL_RANK."""
-    return is_available() and gpus.are_in_use()
+    return is_available() and gpus.in_use.has_begun
 
 
 def init() -> None:

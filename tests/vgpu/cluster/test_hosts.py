@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from concurrent import futures
 
 import pytest
 import torch
@@ -76,6 +77,21 @@ def test_leaving_a_cluster_gives_back_gpus_random_numbers_and_nothing_chosen():
         assert "A100" in torch.vgpu.get_device_name(0)
         assert torch.vgpu.device_count() == 3
     assert not vgpu.is_enabled()
+
+
+def test_what_was_current_in_each_thread_is_so_again_after_a_cluster():
+    with vgpu.enable(4), futures.ThreadPoolExecutor(1) as other:
+        streams = [torch.vgpu.Stream(1), torch.vgpu.Stream(3)]
+        for stream in streams:
+            torch.vgpu.set_stream(stream)
+            other.submit(torch.vgpu.set_stream, stream).result()
+        with vgpu.cluster(hosts=1, gpus_per_host=2, rank=1):
+            assert torch.vgpu.current_stream().device_index == 1
+            assert torch.vgpu.current_stream().stream_id == 0
+            assert other.submit(torch.vgpu.current_device).result() == 0
+        assert torch.vgpu.current_stream() == streams[1]
+        assert torch.vgpu.current_stream(1) == streams[0]
+        assert other.submit(torch.vgpu.current_stream).result() == streams[1]
 
 
 @pytest.mark.parametrize("shapes", [False, True])

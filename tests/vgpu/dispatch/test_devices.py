@@ -121,6 +121,30 @@ def test_a_device_without_an_index_is_the_current_one(name):
     assert str(make().device) == "vgpu:0"
 
 
+def test_gpus_that_are_enabled_anew_have_nothing_chosen():
+    vgpu.disable()
+    with vgpu.enable(3):
+        torch.vgpu.set_stream(torch.vgpu.Stream(1))
+        torch.vgpu.set_device(2)
+        torch.vgpu.set_per_process_memory_fraction(0.1)
+        kept = torch.ones(1, device="vgpu")
+        assert torch.vgpu.is_initialized()
+    with vgpu.enable(3):
+        assert not torch.vgpu.is_initialized()
+        assert torch.vgpu.get_per_process_memory_fraction(2) == 1
+        assert torch.vgpu.current_stream(1).stream_id == 0
+        assert str(torch.ones(1, device="vgpu").device) == "vgpu:0"
+        assert torch.vgpu.is_initialized()
+    assert str(kept.device) == "vgpu:2"
+
+
+def test_who_loses_the_current_gpu_is_on_the_first():
+    torch.vgpu.set_device(2)
+    with vgpu.enable(2):
+        assert str(torch.ones(1, device="vgpu").device) == "vgpu:0"
+    assert torch.vgpu.current_device() == 2
+
+
 class Named(TorchDispatchMode):
     """Notes the devices that operators are asked for."""
 
