@@ -20,6 +20,11 @@ ifneq ($(shell test -d "$$HOME" && x=$$(mktemp "$$HOME/.XXXXXX" 2>&1) && rm "$$x
 NEW_HOME := $(shell mkdir -p .home 2>/dev/null && test -w .home && cd .home && pwd || mktemp -d)
 export HOME := $(NEW_HOME)
 endif
+# Some shells leave the ~ of OUT=~/folder to the command, where quotes would keep it.
+at_home = $(if $(filter ~/%,$(firstword $(1))),$(patsubst ~/%,$(HOME)/%,$(1)),$(1))
+override OUT := $(call at_home,$(OUT))
+override CLASS := $(call at_home,$(CLASS))
+override WHEELS := $(call at_home,$(WHEELS))
 
 .PHONY: help venv lab wheels test test-browser test-gpu check format bench student solved exam class \
   slides book lesson clean
@@ -93,24 +98,24 @@ bench: venv
 	PYTHONPATH=build/peers $(BIN)/python -m benchmarks $(ARGS)
 
 student: venv
-	$(BIN)/python -m teaching.editions student $(or $(OUT),build/student.zip)
+	$(BIN)/python -m teaching.editions student "$(or $(OUT),build/student.zip)"
 
 solved: venv
-	$(BIN)/python -m teaching.editions solved $(or $(OUT),build/solved.zip)
+	$(BIN)/python -m teaching.editions solved "$(or $(OUT),build/solved.zip)"
 
 exam: venv
-	$(BIN)/python -m teaching.exam $(or $(OUT),build/99_exam.ipynb)
+	$(BIN)/python -m teaching.exam "$(or $(OUT),build/99_exam.ipynb)"
 
 class: venv
-	$(BIN)/python -m teaching.class_check $(CLASS) $(ARGS)
+	$(BIN)/python -m teaching.class_check $(if $(CLASS),"$(CLASS)") $(ARGS)
 
 slides: EXTRA := --extra slides
 slides: venv
-	$(BIN)/python -m teaching.slides $(or $(OUT),build/slides)
+	$(BIN)/python -m teaching.slides "$(or $(OUT),build/slides)"
 
 book: EXTRA := --extra book
 book: venv
-	$(BIN)/python -m teaching.book $(or $(OUT),build/book)
+	$(BIN)/python -m teaching.book "$(or $(OUT),build/book)"
 
 lesson: venv
 	$(BIN)/python -m teaching.new_lesson "$(TITLE)"

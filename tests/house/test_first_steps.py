@@ -4,6 +4,7 @@ Their course is one empty module with a build backend of its own; setup, Makefil
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -105,6 +106,22 @@ def test_odd_places_and_variables_do_not_matter_nor_does_the_network(tmp_path):
     # As Binder and conda do: into an environment that is there, by its own Python.
     here = [folder / ".venv" / "bin" / "python", "setup_venv.py", "--here"]
     subprocess.run(here, cwd=folder, env=PLAIN, check=True, capture_output=True)
+
+
+def test_folders_with_spaces_in_their_names_are_one_argument_each():
+    def asked(*arguments):
+        """The last command that make would give."""
+        done = subprocess.run(["make", "-n", "--no-print-directory", *arguments],
+                              cwd=ROOT, capture_output=True, text=True, check=True)  # fmt: skip
+        return shlex.split(done.stdout.splitlines()[-1])
+
+    for target in ("student", "solved", "exam", "slides", "book"):
+        assert asked(target, "OUT=/x/my class")[-1] == "/x/my class"
+        assert asked(target)[-1].startswith("build/")
+    # Some shells do not replace it in OUT=~/my, and quotes keep the recipe's from it.
+    assert asked("student", "OUT=~/my class")[-1] == os.path.expanduser("~/my class")
+    assert asked("class", "CLASS=handed in", "ARGS=--gib 2")[-3:] == ["handed in", "--gib", "2"]
+    assert asked("class")[-1] == "teaching.class_check"  # which says that a folder is missing
 
 
 @pytest.mark.parametrize("home", ["", "/nonexistent", "/proc"])
