@@ -1,6 +1,8 @@
 """The public CI: it runs commands that there are, on the versions that the project promises."""
 
 import re
+import shutil
+import subprocess
 import tomllib
 
 import pytest
@@ -66,3 +68,15 @@ def test_the_lessons_run_on_three_systems():
     newest = yaml.safe_load((ROOT / ".github" / "workflows" / "newest.yml").read_text("utf-8"))
     # YAML reads the word "on" as true.
     assert newest[True]["schedule"] and newest["jobs"]["test"]["uses"].endswith("/test.yml")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs the command bash")
+@pytest.mark.parametrize(("system", "added"), [("Linux", "bin"), ("Windows", "Scripts, for all")])
+def test_the_environment_s_folder_is_added_as_the_system_names_it(tmp_path, system, added):
+    """Git's bash says /d/a/... to itself, which other programs on Windows do not know."""
+    (command,) = (step["run"] for step in TESTS["jobs"]["lessons"]["steps"]
+                  if "GITHUB_PATH" in step.get("run", ""))  # fmt: skip
+    simulated = 'cygpath() { echo "$2, for all"; }\n' + command
+    subprocess.run(["bash", "-e", "-c", simulated], cwd=tmp_path, check=True,
+                   env={"RUNNER_OS": system, "GITHUB_PATH": "path"})  # fmt: skip
+    assert (tmp_path / "path").read_text() == f"{tmp_path}/.venv/{added}\n"
