@@ -3,8 +3,8 @@
     python -m teaching.editions student build/student.zip
     python -m teaching.editions solved build/solved
 
-Each is a whole course: lessons, package and set-up, so ``make lab`` works in it. Tests and the
-teacher's tools stay behind. The exercises' checks travel along and know the answers: an edition
+Each is a whole course: lessons, package and set-up, so ``make lab`` works in it. Tests, and the
+teacher's tools and guides, stay behind. The exercises' checks travel along and know the answers: an edition
 without solutions keeps honest people honest.
 """
 
@@ -24,7 +24,10 @@ PARTS = (
     *("CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"),  # the README leads there
     *("Makefile", "find_python.sh", "setup_venv.py", "pytorch_builds.py", "open_lab.py"),
     *("pyproject.toml", "hatch_build.py", "environment.yml"),
+    *("Dockerfile", ".dockerignore", ".devcontainer", "binder"),
 )
+# For whoever teaches: timetables, and the answers to what a class is to discuss.
+TEACHERS = ("teaching.md", "discussion.md")
 EDITIONS = ("student", "solved")
 KEPT_BACK = (
     "<details>\n<summary>Solution</summary>\n\nNot in this edition: your teacher has it.\n\n"
@@ -32,6 +35,8 @@ KEPT_BACK = (
 )
 # A link in Markdown, around text or around a picture; not the picture's own.
 _LINK = re.compile(r"(?<!!)\[(?P<text>!\[[^\]]*\]\([^)]*\)|[^\[\]]*)\]\((?P<target>[^)\s]*)\)")
+# What the README says of tools that only a clone has.
+_OF_A_CLONE = re.compile(r"<!-- clone -->.*?<!-- /clone -->", re.DOTALL)
 START = """# {title}
 
 You need Python 3.11 or newer, and on Linux and macOS make. In this folder:
@@ -75,6 +80,22 @@ def _solution(notebook: dict[str, Any], exercise_id: str) -> str:
     raise ValueError(f"exercise {exercise_id} has a stub and no solution")
 
 
+def _trim(readme: Path) -> None:
+    """Leave out what needs a clone, and from the list of folders what is not in this one."""
+    text = re.sub(r"\n{3,}", "\n\n", _OF_A_CLONE.sub("", readme.read_text(encoding="utf-8")))
+    before, fence, tree = text.partition("## What is where\n\n```\n")
+    listed, end, after = tree.partition("```")
+    kept, parent = [], readme.parent
+    for line in listed.splitlines(keepends=True):
+        name = line.split()[0]
+        if not line.startswith(" "):
+            parent = readme.parent / name
+        place = parent / name if line.startswith(" ") else parent
+        if any(place.parent.glob(place.name)):
+            kept.append(line)
+    readme.write_text(before + fence + "".join(kept) + end + after, encoding="utf-8")
+
+
 def _unlink(folder: Path) -> None:
     """Leave the text of links to what stays behind; a badge of it goes."""
     for page in [*folder.glob("*.md"), *folder.glob("docs/*.md")]:
@@ -102,7 +123,7 @@ def write(kind: str, target: Path) -> int:
         for part in PARTS:
             source = lessons.ROOT / part
             if source.is_dir():
-                unwanted = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+                unwanted = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", *TEACHERS)
                 shutil.copytree(source, folder / part, ignore=unwanted)
             else:
                 shutil.copy2(source, folder / part)
@@ -112,6 +133,7 @@ def write(kind: str, target: Path) -> int:
             text = json.dumps(notebook, indent=1, ensure_ascii=False)
             path.write_text(text + "\n", encoding="utf-8")
             count += len(lessons.exercise_ids(path))
+        _trim(folder / "README.md")
         _unlink(folder)
         title = "Multi-GPU PyTorch, hands on" + (", solved" if kind == "solved" else "")
         start = START.format(title=title, note=NOTES[kind])

@@ -49,12 +49,29 @@ def test_an_edition_is_a_whole_course_and_overwrites_nothing(tmp_path, target):
         f"notebooks/{LESSON.name}",
     ):
         assert wanted in names
-    assert not [name for name in names if "wrong_answers" in name or "__pycache__" in name]
+    aside = ("wrong_answers", "__pycache__", "teaching", "discussion")
+    assert not [name for name in names if any(word in name for word in aside)]
     if not target.endswith(".zip"):
         readme = (root / "README.md").read_text("utf-8")
         assert "](notebooks/07_ddp.ipynb)" in readme and "badge.svg" not in readme
+        _leads_nowhere_else(root, readme)
         for page in [*root.glob("*.md"), *root.glob("docs/*.md")]:
             for link in re.findall(r"\]\(([^)\s#]+)[^)]*\)", page.read_text("utf-8")):
                 assert ":" in link or (page.parent / link).exists(), f"{page.name}: {link}"
     with pytest.raises(FileExistsError, match="exists already"):
         editions.write("student", tmp_path / target)
+
+
+def _leads_nowhere_else(root, readme):
+    """What the README names is there, and what it says to type works without tests and teaching."""
+    assert "docker build" in readme and "Binder" in readme and "## Teach with it" not in readme
+    for wanted in ("Dockerfile", ".devcontainer/devcontainer.json", "binder/postBuild"):
+        assert (root / wanted).is_file()
+    tree = readme.partition("## What is where\n\n```\n")[2].partition("```")[0]
+    places = [line.split()[0] for line in tree.splitlines() if not line.startswith(" ")]
+    assert "helpers/" in places and "  vgpu/ " in tree and "  *.py " in tree
+    assert all((root / place).exists() for place in places), places
+    makefile = (root / "Makefile").read_text("utf-8").replace("$(wildcard tests)", "")
+    for target in set(re.findall(r"\bmake ([a-z-]+)", readme.partition("## Contribute")[0])):
+        (recipe,) = re.findall(rf"^{target}: venv\n((?:\t.*\n)*)", makefile, re.MULTILINE) or [""]
+        assert not re.search("teaching|tests|benchmarks", recipe), f"make {target}"
