@@ -7,6 +7,8 @@ in switches between hosts, and the time to add.
 
 Between hosts a ring enters and leaves each host once for every adapter, so that a group with more
 GPUs on a host has more adapters. All GPUs of a host are taken to send at once: each has its part.
+Where hosts have unequally many, the one with the fewest holds up the ring, and its GPUs have the
+most to send to other hosts.
 
 Sizes are those of nccl-tests (doc/PERFORMANCE.md): of the whole tensor, which for ``all_gather`` is
 the gathered one, for ``reduce_scatter`` the one before it is scattered, and for ``all_to_all`` what
@@ -23,17 +25,19 @@ class Way(NamedTuple):
 
     latency_s: float
     bytes_per_s: float
-    hosts: int = 1  # over which the group is spread, evenly
+    hosts: int = 1  # over which the group is spread
+    fewest: int = 1  # of its GPUs, on one of several hosts
+    most: int = 1
     network_latency_s: float = 0.0
     network_bytes_per_s: float = math.inf  # a GPU's part of its host's adapters
 
-    def ring_bytes_per_s(self, count: int) -> float:
-        """What passes through each point of a ring of ``count`` GPUs, over all its channels."""
+    @property
+    def ring_bytes_per_s(self) -> float:
+        """What passes through each point of a ring of the group's GPUs, over all its channels."""
         if self.hosts == 1:
             return self.bytes_per_s
-        each = count / self.hosts
-        between = each * self.network_bytes_per_s
-        return between if each == 1 else min(self.bytes_per_s, between)
+        between = self.fewest * self.network_bytes_per_s
+        return between if self.most == 1 else min(self.bytes_per_s, between)
 
     def steps_s(self, count: int) -> float:
         """The latencies of once around a ring of ``count`` GPUs."""
@@ -58,15 +62,15 @@ def _tree(size_bytes: float, count: int, way: Way) -> float:
 
     Its bytes pass twice, and 0.92 of a ring's bandwidth is NCCL's own estimate (tuning.cc).
     """
-    inside, levels = count // way.hosts - 1, math.ceil(math.log2(way.hosts))
+    inside, levels = way.most - 1, math.ceil(math.log2(way.hosts))
     steps_s = 2 * (inside * way.latency_s + levels * way.network_latency_s)
-    return steps_s + 2 * size_bytes / (0.92 * way.ring_bytes_per_s(count))
+    return steps_s + 2 * size_bytes / (0.92 * way.ring_bytes_per_s)
 
 
 def _all_gather(size_bytes: float, count: int, way: Way) -> float:
     """n - 1 steps around a ring, in each of which every GPU sends 1/n of the bytes."""
     passed_bytes = (count - 1) * size_bytes / count
-    return way.steps_s(count) + passed_bytes / way.ring_bytes_per_s(count)
+    return way.steps_s(count) + passed_bytes / way.ring_bytes_per_s
 
 
 _reduce_scatter = _all_gather  # the same steps, with a sum in each
@@ -77,7 +81,7 @@ def _broadcast(size_bytes: float, count: int, way: Way) -> float:
 
     The bytes take as long as over one link, and each of the n - 1 hops adds its latency.
     """
-    return way.steps_s(count) + size_bytes / way.ring_bytes_per_s(count)
+    return way.steps_s(count) + size_bytes / way.ring_bytes_per_s
 
 
 _reduce = _broadcast  # the same chain in the other direction, with a sum at each hop
@@ -85,11 +89,11 @@ _reduce = _broadcast  # the same chain in the other direction, with a sum at eac
 
 def _all_to_all(size_bytes: float, count: int, way: Way) -> float:
     """Every GPU sends 1/n of its bytes to each other one, to all of them at once."""
-    each = count // way.hosts
-    inside_s = way.latency_s + (each - 1) / count * size_bytes / way.bytes_per_s
+    most = count if way.hosts == 1 else way.most
+    inside_s = way.latency_s + (most - 1) / count * size_bytes / way.bytes_per_s
     if way.hosts == 1:
         return inside_s
-    between_s = (count - each) / count * size_bytes / way.network_bytes_per_s
+    between_s = (count - way.fewest) / count * size_bytes / way.network_bytes_per_s
     return max(inside_s, way.network_latency_s + between_s)
 
 

@@ -223,11 +223,13 @@ class CostModel:
         hosts = self.hosts_of(ranks)
         if self.network is None or len(hosts) == 1:
             return self.collective_time_s(name, size_bytes, len(ranks))
-        each = min(hosts.values())
+        inside = min((each for each in hosts.values() if each > 1), default=2)
         way = Way(
             self.link.latency_s,
-            self.link.among_bytes_per_s(each) * self.link_share,
+            self.link.among_bytes_per_s(inside) * self.link_share,
             len(hosts),
+            min(hosts.values()),
+            max(hosts.values()),
             self.network.latency_s,
             self.network.bytes_per_s_per_gpu(self.gpus_per_host) * self.network_share,
         )

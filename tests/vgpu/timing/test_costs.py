@@ -221,6 +221,34 @@ def test_collectives_by_hand(name):
     assert collectives.COLLECTIVES[name].source
 
 
+@pytest.mark.parametrize(
+    ("name", "megabytes", "here", "there", "milliseconds"),
+    [
+        # All but a fifth goes into and out of the lone GPU, at 0.5 GB/s.
+        ("all_gather", 4, 4, 1, 3 * 0.001 + 0.010 + 6.4),
+        ("reduce_scatter", 4, 4, 1, 3 * 0.001 + 0.010 + 6.4),
+        ("all_reduce", 4, 4, 1, 2 * (3 * 0.001 + 0.010 + 6.4)),
+        ("broadcast", 4, 4, 1, 3 * 0.001 + 0.010 + 8),
+        ("all_to_all", 4, 4, 1, 0.010 + 6.4),
+        # Two have two adapters for a ring, and each sends two thirds to the other host.
+        ("all_gather", 4, 4, 2, 4 * 0.001 + 0.010 + 10 / 3),
+        ("all_to_all", 4, 4, 2, 0.010 + 16 / 3),
+        # A tree, by the chain of the host with four.
+        ("barrier", 2e-6, 4, 2, 2 * (3 * 0.001 + 0.010) + 4e-6 / 0.92),
+        ("all_gather", 4, 1, 1, 0.010 + 4),
+        ("all_to_all", 4, 1, 1, 0.010 + 4),
+    ],
+)
+def test_the_host_with_the_fewest_gpus_holds_a_group_up(name, megabytes, here, there, milliseconds):
+    link = vgpu.Link("test", 1e9, 1e-6, "made for this test", pair_bytes_per_s=1e9)
+    network = vgpu.Network("test", 0.5e9, 10e-6, "made for this test")
+    costs = vgpu.CostModel(
+        vgpu.PRESETS["V100"], link, link_share=1, network=network, gpus_per_host=4, network_share=1
+    )
+    found_s = costs.group_time_s(name, megabytes * 1e6, [*range(here), *range(4, 4 + there)])
+    assert found_s == pytest.approx(milliseconds * 1e-3, rel=1e-9)
+
+
 def test_a_collective_that_is_not_in_the_table_is_refused():
     costs = vgpu.CostModel(vgpu.PRESETS["V100"])
     with pytest.raises(ValueError, match="no collective 'gossip'; there are all_reduce"):
