@@ -94,6 +94,10 @@ class Clock:
             self.several_streams = self.several_streams or number != 0
         return stream
 
+    def streams_of(self, gpu: VirtualGPU) -> list[StreamTime]:
+        """Those that have been given something in this recording."""
+        return [stream for stream in self._streams.values() if stream.device == gpu.device]
+
     def host(self) -> HostTime:
         """The calling thread."""
         if self.hosts.engines and not in_backward():
@@ -186,11 +190,6 @@ class Clock:
             done = mark.done
             self._do(HostWait(self.host().index, done.moment, "synchronize"))
             learn(self._host_known, done.stream, done.position, done.known or {})
-
-    def synchronize(self, gpu: VirtualGPU) -> None:
-        """``torch.vgpu.synchronize``: wait for every stream of the GPU."""
-        of_gpu = [stream for stream in self._streams.values() if stream.device == gpu.device]
-        self.host_waits(of_gpu, "synchronize", self.host())
 
     # Work for GPUs
 

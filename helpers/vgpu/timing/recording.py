@@ -322,8 +322,19 @@ class Recording:
         """Let something live as long as the recording."""
         self._kept.append(work)
 
+    def synchronize(self, streams: Sequence[StreamTime]) -> None:
+        """The host goes on when all work given to the streams has ended."""
+        for stream in streams:
+            self.settle(stream)
+        self.clock.host_waits(streams, "synchronize", self.clock.host())
+
+    def has_ended(self, stream: StreamTime) -> bool:
+        """The host asks whether all work given to the stream has ended."""
+        self.settle(stream)
+        return self.clock.ask_stream(stream)
+
     def settle(self, stream: StreamTime) -> None:
-        """Before someone waits for all that the stream has been given: nothing stays put off."""
+        """Before someone asks for all that the stream has been given: nothing stays put off."""
         if self._fusion is not None:
             hosts = self.clock.hosts
             engine = hosts.engine(stream.device.index) if in_backward() else None

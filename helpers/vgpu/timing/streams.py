@@ -64,14 +64,13 @@ class Stream(torch.Stream):
     def query(self) -> bool:
         """Whether all work given to this stream has ended."""
         now = recording.under_way
-        return now is None or now.clock.ask_stream(_time_of(self, now))
+        return now is None or now.has_ended(_time_of(self, now))
 
     def synchronize(self) -> None:
         """Wait until all work given to this stream has ended."""
         now = recording.under_way
         if now is not None:
-            now.settle(_time_of(self, now))
-            now.clock.host_waits([_time_of(self, now)], "synchronize", now.clock.host())
+            now.synchronize([_time_of(self, now)])
 
     def wait_event(self, event: torch.Event) -> None:
         """Work given later starts after ``event`` has happened."""

@@ -128,9 +128,9 @@ def stream(stream: Stream | None) -> Any:
 
 def synchronize(device: Any = None) -> None:
     """Wait for all work on a device; in a recording of virtual time the host waits."""
-    gpu = _gpu(device)
-    if recording.under_way is not None:
-        recording.under_way.clock.synchronize(gpu)
+    gpu, now = _gpu(device), recording.under_way
+    if now is not None:
+        now.synchronize(now.clock.streams_of(gpu))
 
 
 def get_device_name(device: Any = None) -> str:

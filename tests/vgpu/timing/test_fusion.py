@@ -124,6 +124,35 @@ def test_the_host_waits_for_a_value():
     assert total == pytest.approx(2 * x.sum().item())
 
 
+WAITS = {
+    "GPU": lambda: torch.vgpu.synchronize(),
+    "stream": lambda: torch.vgpu.current_stream().synchronize(),
+    "event": lambda: torch.vgpu.current_stream().record_event().synchronize(),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_who_waits_for_a_gpu_waits_for_what_was_put_off(name):
+    x = matrix()
+    with vgpu.record(FUSED) as timeline:
+        y = x * 2 + 1
+        WAITS[name]()
+    assert sorted(launched(timeline)) == [("fused", 2 * KILO), ("synchronize", 0)]
+    assert timeline.host_s == timeline.makespan_s == near(LAUNCH_S + 2 * KILO * 1e-9)
+    assert y.device == x.device
+
+
+def test_what_was_put_off_has_not_ended():
+    x = matrix()
+    with vgpu.record(FUSED) as timeline:
+        y = x * 2 + 1
+        assert not torch.vgpu.current_stream().query()
+        vgpu.spend(1)
+        assert torch.vgpu.current_stream().query()
+    assert launched(timeline) == [("fused", 2 * KILO)]
+    assert y.device == x.device
+
+
 def test_a_change_in_place_is_part_of_the_chain():
     x, w = matrix(), matrix()
     with vgpu.record(FUSED) as timeline:
