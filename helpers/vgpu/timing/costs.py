@@ -16,18 +16,18 @@ import functools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from helpers.vgpu.device import products
-from helpers.vgpu.device.links import Link
-from helpers.vgpu.device.networks import Network
+from helpers.vgpu.device.links import Link, get_link
+from helpers.vgpu.device.networks import Network, get_network
 from helpers.vgpu.device.products import Product
-from helpers.vgpu.device.specs import GPUSpec
+from helpers.vgpu.device.specs import GPUSpec, get_spec
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator, named_arguments
 from helpers.vgpu.timing import collectives
 from helpers.vgpu.timing.collectives import Way
@@ -87,8 +87,8 @@ _SHARES = ("arithmetic_share", "memory_share", "link_share", "network_share", "l
 class CostModel:
     """How long things take on one model of GPU.
 
-    The three shares say how much of a datasheet's peak is reached. None is measured here. If a
-    lesson fits one to a published time, it says which; the others stay assumed:
+    Four shares say how much of a datasheet's peak is reached. None is measured here. If a lesson
+    fits one to a published time, it says which; the others stay assumed:
 
     - ``arithmetic_share``: of what products.py leaves of it. The best matrix products reach 0.87
       (A100) and 0.80 (H100) of the peak in bfloat16 (stas00/ml-engineering), convolutions of a real
@@ -135,9 +135,8 @@ class CostModel:
     speed_spread: float = 0.0
     slowest_of: int = 1
     fuses: bool = False  # whether elementwise chains go once through memory, as in torch.compile
-    async_tp: bool = (
-        False  # whether products run beside their own collectives (compiled/async_tp.py)
-    )
+    # whether products run beside their own collectives (compiled/async_tp.py)
+    async_tp: bool = False
 
     def __post_init__(self) -> None:
         for name in _SHARES:
@@ -161,6 +160,22 @@ class CostModel:
             )
         if self.link is None:
             object.__setattr__(self, "link", self.spec.link)
+
+    def changed(self, changes: Mapping[str, Any]) -> "CostModel":
+        """This with other fields, by name: what has presets can be given as the name of one.
+
+        ``gpu`` is ``spec``, and brings its own link unless one was given.
+        """
+        new = dict(changes)
+        if "gpu" in new:
+            new["spec"] = get_spec(new.pop("gpu"))
+        if "link" in new:
+            new["link"] = get_link(new["link"])
+        elif "spec" in new and self.link == self.spec.link:
+            new["link"] = new["spec"].link
+        if new.get("network") is not None:
+            new["network"] = get_network(new["network"])
+        return replace(self, **new)
 
     def kernel_time_s(self, work: Work) -> float:
         """Seconds of one operation on the GPU, from its first to its last instruction."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 
 from helpers.vgpu.device import gpus
-from helpers.vgpu.device.links import get_link
 from helpers.vgpu.timing import module_names, recording
 from helpers.vgpu.timing.costs import CostModel
 from helpers.vgpu.timing.play import joint
@@ -28,15 +27,12 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
     """Record the virtual time of what the block computes on virtual GPUs.
 
     costs: times from this model in place of the enabled GPU's. Any of its fields can be given by
-    name, such as ``arithmetic_share=0.3`` or ``link="PCIe 4"``. The timeline is complete when the
+    name, such as ``arithmetic_share=0.3`` or ``link="PCIe 4"``, as in ``replay``. The timeline is complete when the
     block ends; with ``async_tp`` it is timed then, and what the program asks for before that
     (``event.elapsed_time``) is of collectives and products in one piece. RuntimeError inside another
     recording, or without virtual GPUs.
     """
-    costs = replace(costs or CostModel(gpus.by_index(0).spec), **assumed)
-    if "link" in changes:
-        changes["link"] = get_link(changes["link"])
-    costs = replace(costs, **changes)
+    costs = (costs or CostModel(gpus.by_index(0).spec)).changed(assumed).changed(changes)
     devices = [gpus.by_index(index).device for index in range(gpus.device_count())]
     timeline = Timeline(costs.spec.name.removeprefix("Virtual "), devices)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -124,13 +124,13 @@ def test_what_torch_allowed_while_recording_stays():
 
 
 def test_fsdp_on_another_network():
-    def step(network):
-        with vgpu.cluster(2, 4, gpu="A100", network=network), vgpu.shapes_only():
+    def step(built_with, **changes):
+        with vgpu.cluster(2, 4, gpu="A100", network=built_with), vgpu.shapes_only():
             model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to("vgpu")
             for layer in model:
                 fully_shard(layer)
             fully_shard(model)
-            with vgpu.record() as timeline:
+            with vgpu.record(**changes) as timeline:
                 model(torch.empty(64, 256, device="vgpu")).sum().backward()
         return timeline
 
@@ -139,6 +139,9 @@ def test_fsdp_on_another_network():
     again = vgpu.replay(fast, network="Ethernet 25")
     assert again.makespan_s == slow.makespan_s > 2 * fast.makespan_s
     assert [e.end_s for e in again.events] == [e.end_s for e in slow.events]
+    other = {"network": "Ethernet 25", "gpu": "H100", "link": "PCIe 4"}
+    named = step("InfiniBand NDR", **other)
+    assert [e.end_s for e in named.events] == [e.end_s for e in vgpu.replay(slow, **other).events]
 
 
 def test_what_cannot_be_replayed():

@@ -9,11 +9,7 @@ import torch
 from tqdm import tqdm
 
 from helpers.vgpu.device import gpus
-from helpers.vgpu.device.links import get_link
-from helpers.vgpu.device.networks import get_network
-from helpers.vgpu.device.specs import get_spec
 from helpers.vgpu.timing.compiled.async_tp import in_pieces
-from helpers.vgpu.timing.costs import CostModel
 from helpers.vgpu.timing.play.garbage import rarely_collected
 from helpers.vgpu.timing.play.meeting import Meeting, Part
 from helpers.vgpu.timing.play.player import Player
@@ -49,7 +45,7 @@ def replay(timeline: Timeline, **changes: Any) -> Timeline:
         raise ValueError(
             "this timeline has no recorded steps to replay: record() makes one that has"
         )
-    programs = [replace(p, model=_changed(p.model, changes)) for p in timeline.programs]
+    programs = [replace(p, model=p.model.changed(changes)) for p in timeline.programs]
     return _played(programs)
 
 
@@ -94,19 +90,6 @@ def name_with(name_device_type: Callable[[], None]) -> None:
     """Let ``name_device_type`` make ``torch.device("vgpu:0")`` valid in this process."""
     global _name_device_type
     _name_device_type = name_device_type
-
-
-def _changed(model: CostModel, changes: dict[str, Any]) -> CostModel:
-    changes = dict(changes)
-    if "gpu" in changes:
-        changes["spec"] = get_spec(changes.pop("gpu"))
-    if "link" in changes:
-        changes["link"] = get_link(changes["link"])
-    elif "spec" in changes and model.link == model.spec.link:
-        changes["link"] = changes["spec"].link
-    if changes.get("network") is not None:
-        changes["network"] = get_network(changes["network"])
-    return replace(model, **changes)
 
 
 @rarely_collected()
