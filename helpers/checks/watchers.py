@@ -1,7 +1,8 @@
-"""What the checks of lessons 02 and 03 watch: models, a run, and what goes back to the host."""
+"""What checks watch: models, a run, what goes back to the host, and what leaves a device."""
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -133,3 +134,30 @@ class ReadBacks(TorchDispatchMode):
 
     def _is_ours(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.device.type == self.device_type
+
+
+class Leaving(TorchDispatchMode):
+    """Counts the numbers of a recorded graph that are copied from each device to another.
+
+    What needs no gradient, such as labels in whatever form, is not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: Counter[torch.device] = Counter()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True would import the whole compiler at the first call, which takes seconds.
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("_to_copy", "copy_"):
+            source = args[0] if name == "_to_copy" else args[1]
+            if source.requires_grad and source.device != result.device:
+                self.numbers[source.device] += source.numel()
+        return result

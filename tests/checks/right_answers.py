@@ -54,6 +54,23 @@ def load_any(model, state):
     model.load_state_dict(state)
 """,
     ],
+    "8.2": [
+        # Without a tensor of the outputs' size; labels that are as large; a loss for each sample.
+        """
+def two_losses(main, auxiliary, labels):
+    def loss(output):
+        own = labels.to(output.device)
+        return (output.logsumexp(1) - output.gather(1, own[:, None])[:, 0]).mean()
+
+    return loss(main) + 0.3 * loss(auxiliary).to(main.device)
+""",
+        """
+def two_losses(main, auxiliary, labels):
+    wanted = F.one_hot(labels.to(main.device), main.size(1)).float()
+    second = F.cross_entropy(auxiliary, wanted.to(auxiliary.device), reduction="none")
+    return F.cross_entropy(main, wanted) + 0.3 * second.to(main.device).mean()
+""",
+    ],
     "10.1": [
         """
 def order(stage, micro_batches):
@@ -66,6 +83,18 @@ def order(stage, micro_batches):
             row.append(f"B{backward}")
             backward += 1
     return row
+""",
+    ],
+    "14.1": [
+        """
+def groups_of(sizes, dimension):
+    ranks = torch.arange(math.prod(sizes)).view(sizes)
+    return ranks.movedim(dimension, -1).reshape(-1, sizes[dimension])
+""",
+        """
+def groups_of(sizes, dimension):
+    ranks = torch.arange(math.prod(sizes)).view(sizes)
+    return list(ranks.movedim(dimension, -1).reshape(-1, sizes[dimension]))
 """,
     ],
 }

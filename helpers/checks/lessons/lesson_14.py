@@ -42,18 +42,21 @@ def groups_of(answer: Callable[[tuple[int, ...], int], list[list[int]]]) -> dict
 
 
 def _as_groups(yours: Any) -> list[list[int]]:
-    """As lists of numbers; what is no list of lists comes out empty."""
-    if not isinstance(yours, list | tuple):
+    """As lists of numbers, whatever holds them: tensors too. Without groups of ranks, empty."""
+    try:
+        return [[int(rank) for rank in group] for group in yours]
+    except (TypeError, ValueError, RuntimeError):  # not to be gone through, or no numbers in it
         return []
-    return [[int(r) for r in group] for group in yours if isinstance(group, list | tuple)]
 
 
 def _hint_for_groups(
     groups: list[list[int]], expected: list[list[int]], sizes: Sequence[int], dimension: int
 ) -> str:
+    if not groups:
+        return "Return a list of groups, each a list of ranks, as [[0, 1], [2, 3]]."
     if sorted(map(sorted, groups)) == sorted(expected):
         return "The right ranks are together; in each group they come in rising order."
-    if groups and {len(group) for group in groups} != {sizes[dimension]}:
+    if {len(group) for group in groups} != {sizes[dimension]}:
         return f"Each group of this dimension has {sizes[dimension]} ranks, its size."
     turned = len(sizes) - 1 - dimension
     mirrored = torch.arange(math.prod(sizes)).view(tuple(reversed(sizes)))

@@ -74,6 +74,8 @@ def _napkin_hints(yours: Any, given: dict[str, Any]) -> tuple[str, str]:
         "That is attention's forward alone: with backward it is 12, not 4.": _napkin(
             {**given, "width": given["width"] / 3}
         )[0],
+        "That is half of attention: what is behind the causal mask counts as well, by convention, "
+        "so it is 12, not 6.": _napkin({**given, "width": given["width"] / 2})[0],
         "That is forward alone: backward takes twice as much.": days / 3,
         "These are seconds; a day has 86,400.": days * 86_400,
         "These are hours; a day has 24.": days * 24,

@@ -101,13 +101,28 @@ WRONG = {
             "    labels, moved = labels.to(auxiliary.device), main.to(auxiliary.device)\n"
             "    loss = F.cross_entropy(moved, labels) + 0.3 * F.cross_entropy(auxiliary, labels)\n"
             "    return loss.to(main.device)",
-            "the main loss was not computed where",
+            "the main outputs are copied away",
         ),
         (_losses(result="main_loss, 0.3 * auxiliary_loss"), "Return the sum"),
         (_losses(result="main_loss + 0.3 * auxiliary_loss"), "added on one"),
         (
             _losses("main.cpu()", "auxiliary.cpu()", "'cpu'", "'cpu'"),
             "Move the labels",
+        ),
+        (
+            "def two_losses(main, auxiliary, labels):\n"
+            "    def moved(row, label):\n"
+            "        return F.cross_entropy(row.to(main.device), label.to(main.device))\n"
+            "    second = sum(map(moved, auxiliary, labels)) / len(labels)\n"
+            "    return F.cross_entropy(main, labels.to(main.device)) + 0.3 * second",
+            "the auxiliary outputs are copied away",
+        ),
+        (
+            _losses(
+                auxiliary="torch.empty_like(auxiliary, device=main.device).copy_(auxiliary)",
+                auxiliary_labels="main.device",
+            ),
+            "the auxiliary outputs are copied away",
         ),
         (_losses(auxiliary_labels="main.device"), "same device"),
         (_losses(result="main_loss + 0.3 * auxiliary_loss.item()"), "cut the graph"),

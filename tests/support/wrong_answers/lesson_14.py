@@ -54,7 +54,26 @@ WRONG = {
             ),
             "rising order",
         ),
-        ("def groups_of(sizes, dimension):\n    return 3", "differ in their place"),
+        (
+            _GROUPS.format(
+                shape="sizes",
+                result="ranks.movedim(dimension, 0).reshape(-1, sizes[dimension]).tolist()",
+            ),
+            "differ in their place",
+        ),
+        ("def groups_of(sizes, dimension):\n    return 3", "Return a list of groups"),
+        (
+            _GROUPS.format(
+                shape="sizes",
+                result="dict(enumerate(ranks.movedim(dimension, -1)"
+                ".reshape(-1, sizes[dimension]).tolist()))",
+            ),
+            "Return a list of groups",
+        ),
+        (
+            _GROUPS.format(shape="sizes", result="ranks.movedim(dimension, -1)"),
+            "Return a list of groups",
+        ),
     ],
     "14.2": [
         (

@@ -49,6 +49,7 @@ WRONG = {
         (_napkin(flop="6 * parameters"), "Attention is missing"),
         (_napkin(flop="2 * parameters + 4 * layers * width * sequence"), "backward takes twice"),
         (_napkin(flop="6 * parameters + 4 * layers * width * sequence"), "it is 12, not 4"),
+        (_napkin(flop="6 * parameters + 6 * layers * width * sequence"), "it is 12, not 6"),
         (_napkin(days="seconds"), "a day has 86,400"),
         (_napkin(days="seconds / 3600"), "a day has 24"),
         (_napkin(speed="gpus * flop_per_s"), "No GPU reaches its peak"),
