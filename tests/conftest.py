@@ -61,7 +61,15 @@ def _virtual_gpus(request, _as_it_was):
 
 
 # These start ranks, agents and kernels, each with files of its own.
-_MANY_FILES = ("launch", "train", "claims", "teaching", "schedules", "vgpu/distributed")
+_MANY_FILES = (
+    "launch",
+    "forkserver",
+    "train",
+    "claims",
+    "teaching",
+    "schedules",
+    "vgpu/distributed",
+)
 
 
 # Minutes each: a worker begins with these, so that both end at about the same time.

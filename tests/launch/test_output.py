@@ -1,7 +1,9 @@
-"""What ranks print is put together from the bytes of their pipes."""
+"""What ranks print is put together from the bytes of their pipes, and shown in order of time."""
 
 import pytest
+from cells import cell, run
 
+from helpers import launch
 from helpers.launch.output import MAX_OUTPUT_CHARACTERS, Output
 
 
@@ -70,3 +72,101 @@ def test_a_rank_alone_is_cut(capsys):
     shown = capsys.readouterr()
     assert "lost" not in shown.out and "[rank 1] shown\n" in shown.out
     assert "5 more characters of this rank are not shown" in shown.err
+
+
+def test_prints_come_in_the_order_of_time_marked_by_rank(capsys):
+    run(
+        """
+        def main(rank, world_size):
+            for turn in (2, 0, 1, 1, 0, 2):
+                if turn == rank:
+                    print("turn of", rank)
+                dist.barrier()
+        """,
+        3,
+    )
+    order = (2, 0, 1, 1, 0, 2)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == [f"[rank {rank}] turn of {rank}" for rank in order]
+
+
+def test_by_rank_shows_one_rank_after_the_other(capsys):
+    run(
+        """
+        def main(rank, world_size):
+            for step in range(2):
+                print(step)
+                dist.barrier()
+        """,
+        2,
+        output="by rank",
+    )
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == ["[rank 0] 0", "[rank 0] 1", "[rank 1] 0", "[rank 1] 1"]
+
+
+def test_errors_warnings_and_what_programs_print_is_shown(capsys):
+    run(
+        """
+        def main(rank, world_size):
+            warnings.warn("careful")
+            print("to stderr", file=sys.stderr)
+            sys.stdout.flush()
+            os.system("echo from a program")
+            print("no newline", end="")
+        """,
+        1,
+    )
+    shown = capsys.readouterr()
+    assert "UserWarning: careful\n[rank 0]   warnings.warn" in shown.err
+    assert "[rank 0] to stderr\n" in shown.err
+    assert "[rank 0] from a program\n" in shown.out + shown.err
+    assert "[rank 0] no newline\n" in shown.out
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["sys.stdout.close()", "sys.stderr.close()", "sys.stdout = None", "sys.stdout = object()"],
+)
+def test_a_function_may_close_or_replace_its_streams_and_its_result_arrives(line):
+    assert run(f"def main(rank, world_size):\n    {line}\n    return rank", 2) == [0, 1]
+
+
+def test_reports_reach_the_parent_in_turn_with_the_prints(capsys):
+    def show(rank, content):
+        print("report", rank, content["step"])
+
+    run(
+        """
+        def main(rank, world_size):
+            for step in range(2):
+                print("before", step)
+                launch.report({"step": step})
+        """,
+        1,
+        on_report=show,
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "[rank 0] before 0",
+        "report 0 0",
+        "[rank 0] before 1",
+        "report 0 1",
+    ]
+
+
+def test_report_outside_a_rank_does_nothing():
+    assert launch.report("nobody listens") is None
+
+
+def test_a_flood_of_output_is_cut_and_counted(capsys):
+    function = cell(
+        """
+        def main(rank, world_size):
+            for _ in range(3000):
+                print("x" * 999)
+        """
+    )["main"]
+    launch.run(function, 1)
+    shown = capsys.readouterr()
+    assert "more characters of this rank are not shown" in shown.err
+    assert 900_000 < len(shown.out) < 1_100_000

@@ -1,26 +1,16 @@
 """launch.run hands a cell's function to processes and brings its results back."""
 
-import multiprocessing
-import multiprocessing.forkserver
 import os
-import subprocess
-import sys
 import threading
 
 import matplotlib.pyplot as plt
 import pytest
 import torch
 import torch.distributed as dist
-from cells import cell
+from cells import cell, run
 from rights import needs_shared_memory
 
-from helpers import launch, vgpu
-from helpers.launch import launcher, machine
-from helpers.train import training
-
-
-def run(source, nprocs, *args, **options):
-    return launch.run(cell(source)["main"], nprocs, *args, **options)
+from helpers import launch
 
 
 def test_results_come_in_rank_order_and_the_group_is_ready():
@@ -38,55 +28,6 @@ def test_results_come_in_rank_order_and_the_group_is_ready():
     assert all(torch.equal(r["total"], torch.tensor([30.0])) for r in results)
     if torch.cuda.device_count() < 3:
         assert {r["backend"] for r in results} == {"gloo"}
-
-
-def test_warming_up_starts_the_process_that_ranks_come_from():
-    source = "def main(rank, world_size): return rank"
-    server = multiprocessing.forkserver._forkserver
-    launch.warm_up()
-    started = server._forkserver_pid
-    launch.warm_up()
-    run(source, 1)
-    assert started is not None and server._forkserver_pid == started
-
-
-def test_what_warms_up_needs_no_torch_itself():
-    """So a lesson's own imports and those for its ranks run at once."""
-    line = "import sys; from helpers.forkserver import warm_up; print('torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True)
-    assert found.stdout == "False\n"
-
-
-@pytest.mark.skipif(os.name != "posix", reason="process groups are POSIX's")
-def test_a_kernel_that_ends_has_no_process_to_wait_for():
-    """Jupyter's kernel waits for all of its process group, ended or not, for 2.5 s."""
-    source = """
-import os, psutil
-from helpers.forkserver import warm_up
-warm_up()
-print([os.getpgid(child.pid) == os.getpgrp() for child in psutil.Process().children()])
-"""
-    found = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=True
-    )
-    assert found.stdout == "[False, False]\n"
-
-
-@pytest.mark.skipif(
-    "forkserver" not in multiprocessing.get_all_start_methods(), reason="nothing to fork from"
-)
-def test_a_rank_looks_for_garbage_among_its_own_objects_only():
-    """Going through all of torch takes longer than most ranks compute, and copies its pages."""
-    source = """
-    def main(rank, world_size):
-        import gc
-        first = [name for name in sys.modules if name in ("torch", "helpers.forkserver.unswept")]
-        return len(gc.get_objects()), gc.get_freeze_count(), gc.isenabled(), first
-    """
-    [(own, of_the_forkserver, looks, first)] = run(source, 1)
-    assert of_the_forkserver > 100_000 > 10 * own
-    # While those modules came nobody looked, and the rank does.
-    assert first == ["helpers.forkserver.unswept", "torch"] and looks
 
 
 def test_no_function_begins_before_every_rank_has_joined():
@@ -172,90 +113,6 @@ def test_a_rank_may_make_its_own_group_from_the_environment():
         2,
     )
     assert results == [2, 2]
-
-
-def test_prints_come_in_the_order_of_time_marked_by_rank(capsys):
-    run(
-        """
-        def main(rank, world_size):
-            for turn in (2, 0, 1, 1, 0, 2):
-                if turn == rank:
-                    print("turn of", rank)
-                dist.barrier()
-        """,
-        3,
-    )
-    order = (2, 0, 1, 1, 0, 2)
-    shown = capsys.readouterr().out.splitlines()
-    assert shown == [f"[rank {rank}] turn of {rank}" for rank in order]
-
-
-def test_by_rank_shows_one_rank_after_the_other(capsys):
-    run(
-        """
-        def main(rank, world_size):
-            for step in range(2):
-                print(step)
-                dist.barrier()
-        """,
-        2,
-        output="by rank",
-    )
-    shown = capsys.readouterr().out.splitlines()
-    assert shown == ["[rank 0] 0", "[rank 0] 1", "[rank 1] 0", "[rank 1] 1"]
-
-
-def test_errors_warnings_and_what_programs_print_is_shown(capsys):
-    run(
-        """
-        def main(rank, world_size):
-            warnings.warn("careful")
-            print("to stderr", file=sys.stderr)
-            sys.stdout.flush()
-            os.system("echo from a program")
-            print("no newline", end="")
-        """,
-        1,
-    )
-    shown = capsys.readouterr()
-    assert "UserWarning: careful\n[rank 0]   warnings.warn" in shown.err
-    assert "[rank 0] to stderr\n" in shown.err
-    assert "[rank 0] from a program\n" in shown.out + shown.err
-    assert "[rank 0] no newline\n" in shown.out
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["sys.stdout.close()", "sys.stderr.close()", "sys.stdout = None", "sys.stdout = object()"],
-)
-def test_a_function_may_close_or_replace_its_streams_and_its_result_arrives(line):
-    assert run(f"def main(rank, world_size):\n    {line}\n    return rank", 2) == [0, 1]
-
-
-def test_reports_reach_the_parent_in_turn_with_the_prints(capsys):
-    def show(rank, content):
-        print("report", rank, content["step"])
-
-    run(
-        """
-        def main(rank, world_size):
-            for step in range(2):
-                print("before", step)
-                launch.report({"step": step})
-        """,
-        1,
-        on_report=show,
-    )
-    assert capsys.readouterr().out.splitlines() == [
-        "[rank 0] before 0",
-        "report 0 0",
-        "[rank 0] before 1",
-        "report 0 1",
-    ]
-
-
-def test_report_outside_a_rank_does_nothing():
-    assert launch.report("nobody listens") is None
 
 
 def test_figures_and_large_tensors_come_back():
@@ -400,25 +257,3 @@ def test_a_function_that_does_not_take_rank_and_world_size_is_refused_before_any
 def test_the_parent_joins_no_group():
     run("def main(rank, world_size): return None", 2)
     assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize(
-    ("gpus", "nccl", "ranks", "expected"),
-    [(0, True, 1, "cpu"), (2, True, 2, "cuda"), (2, True, 3, "cpu"), (2, False, 2, "cpu")],
-)
-def test_what_ranks_compute_on_is_decided_in_one_place(monkeypatch, gpus, nccl, ranks, expected):
-    vgpu.disable()  # what a test before this one may have left enabled
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
-    chosen = []
-    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    backend = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}[expected]
-    assert machine.device_type(ranks) == machine.device_type() == expected
-    assert {job.backend for job in launcher._jobs(ranks, None)} == {backend}
-    assert training._device(cpu=False) == torch.device("cuda:1" if expected == "cuda" else "cpu")
-    assert training._device(cpu=True) == torch.device("cpu")
-    assert chosen == [1] * (expected == "cuda")
-    with vgpu.enable(ranks):
-        assert machine.device_type() == "vgpu"

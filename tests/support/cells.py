@@ -4,6 +4,8 @@ import itertools
 import linecache
 import textwrap
 
+from helpers import launch
+
 _numbers = itertools.count(1)
 
 IMPORTS = """
@@ -24,3 +26,8 @@ def cell(source, **names):
     exec(IMPORTS, namespace)
     exec(compile(text, filename, "exec"), namespace)
     return namespace
+
+
+def run(source, nprocs, *args, **options):
+    """``launch.run`` of the function ``main`` that a cell's source defines."""
+    return launch.run(cell(source)["main"], nprocs, *args, **options)

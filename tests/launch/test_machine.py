@@ -1,0 +1,31 @@
+"""Ranks compute on GPUs where each has one and NCCL is there, and on the CPU where not."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers import vgpu
+from helpers.launch import launcher, machine
+from helpers.train import training
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nccl", "ranks", "expected"),
+    [(0, True, 1, "cpu"), (2, True, 2, "cuda"), (2, True, 3, "cpu"), (2, False, 2, "cpu")],
+)
+def test_what_ranks_compute_on_is_decided_in_one_place(monkeypatch, gpus, nccl, ranks, expected):
+    vgpu.disable()  # what a test before this one may have left enabled
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
+    chosen = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    backend = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}[expected]
+    assert machine.device_type(ranks) == machine.device_type() == expected
+    assert {job.backend for job in launcher._jobs(ranks, None)} == {backend}
+    assert training._device(cpu=False) == torch.device("cuda:1" if expected == "cuda" else "cpu")
+    assert training._device(cpu=True) == torch.device("cpu")
+    assert chosen == [1] * (expected == "cuda")
+    with vgpu.enable(ranks):
+        assert machine.device_type() == "vgpu"
