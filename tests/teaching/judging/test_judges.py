@@ -4,15 +4,13 @@ import os
 import sys
 import threading
 
-import psutil
 import pytest
+from learners import LESSON, SOLUTIONS, is_alive
 
-from teaching import lessons
 from teaching.judging import judges
 from teaching.judging.limits import Limits, judged
 
-(LESSON,) = (path for path in lessons.NOTEBOOKS if lessons.number(path) == "04")
-SOLUTION = lessons.solution(LESSON, "4.1")
+SOLUTION = SOLUTIONS["4.1"]
 
 
 def verdict(answer):
@@ -62,13 +60,6 @@ time.sleep(600)
 """
     assert verdict(leaves).status == "error"
     assert not is_alive(int(place.read_text()))
-
-
-def is_alive(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_where_nothing_can_be_forked_a_judge_starts_by_itself(monkeypatch):
