@@ -11,6 +11,7 @@ import pytest
 import strategies
 import torch
 import torch.distributed as dist
+from strategies import data, sharded
 
 from helpers import launch
 
@@ -65,7 +66,7 @@ def test_collectives_of_ranks_on_their_own_gpus(monkeypatch, kind, ranks):
 
 
 # What needs no more than two ranks, then all that virtual GPUs are compared on.
-FEW = [strategies.ddp, strategies.fsdp, strategies.fsdp_without_resharding]
+FEW = [data.ddp, sharded.fsdp, sharded.fsdp_without_resharding]
 
 
 @pytest.mark.parametrize(
