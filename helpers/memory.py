@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from helpers import vgpu
+from helpers.vgpu.device import gpus
 from helpers.vgpu.device.memory import rounded
 
 OTHER = "activations and other"
@@ -111,10 +111,14 @@ def capacity(gpu: torch.device, size_bytes: int) -> Iterator[None]:
     """Let ``gpu`` hold at most ``size_bytes`` inside the block, then as much as before.
 
     A real GPU keeps to it through PyTorch's caching allocator, which also counts what it holds in
-    reserve; a virtual one counts what is allocated. Beyond it, torch.OutOfMemoryError.
+    reserve; a virtual one counts what is allocated. Beyond it, torch.OutOfMemoryError. ValueError for
+    a size that is not positive, or a device that is no GPU.
     """
+    virtual = gpus.resolve(gpu)
+    if size_bytes <= 0 or (gpu.type != "cuda" and virtual is None):
+        raise ValueError(f"a GPU can hold a number of bytes, got {size_bytes} for {gpu}")
     torch.get_device_module(gpu).empty_cache()
-    if gpu.type == "cuda":
+    if virtual is None:
         whole = torch.cuda.get_device_properties(gpu).total_memory
         torch.cuda.set_per_process_memory_fraction(size_bytes / whole, gpu)
         try:
@@ -122,9 +126,12 @@ def capacity(gpu: torch.device, size_bytes: int) -> Iterator[None]:
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, gpu)
     else:
-        count = torch.get_device_module(gpu).device_count()
-        with vgpu.enable(count, memory_bytes=size_bytes):
+        before_bytes = virtual.memory.capacity_bytes
+        virtual.memory.set_capacity(size_bytes)
+        try:
             yield
+        finally:
+            virtual.memory.set_capacity(before_bytes)
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,22 @@ def test_capacity_holds_inside_its_block_only(step):
     assert torch.empty(2**20, device=gpu).nbytes == 2**22
 
 
+def test_capacity_is_that_of_one_gpu_and_its_model_stays():
+    with vgpu.enable(2, gpu="A100", link="PCIe 4"), pytest.raises(ZeroDivisionError):
+        before = [torch.vgpu.mem_get_info(index) for index in range(2)]
+        with memory.capacity(torch.device("vgpu:1"), 2**30):
+            assert torch.vgpu.mem_get_info(0) == before[0]
+            assert torch.vgpu.mem_get_info(1) == (2**30, 2**30)
+            assert "A100" in torch.vgpu.get_device_name(1)
+            with vgpu.record() as timeline:
+                torch.ones(1, device="vgpu:0").to("vgpu:1")
+            assert timeline.programs[0].model.link.name == "PCIe 4.0 x16"
+            _ = 1 / 0
+    none = memory.capacity(torch.device("vgpu:0"), 0)
+    with vgpu.enable(1), pytest.raises(ValueError, match="got 0 for vgpu:0"), none:
+        pass
+
+
 @pytest.mark.parametrize("frozen", [False, True], ids=["nothing", "all"])
 def test_collections_leave_out_what_lives_already(frozen):
     before = gc.get_freeze_count()
