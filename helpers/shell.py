@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +30,9 @@ def run_lines(
     """Run each line in a POSIX shell of its own, all at the same time.
 
     The shells start in a temporary folder that holds ``files`` (name to text). ``python`` is the
-    interpreter that runs this, and CUDA_VISIBLE_DEVICES is unset until a line sets it. Raises
-    FileNotFoundError where there is no shell, and subprocess.TimeoutExpired after ``timeout_s``.
+    interpreter that runs this, and CUDA_VISIBLE_DEVICES is unset until a line sets it. What lines
+    leave running is stopped at the end (not on Windows). Raises FileNotFoundError where there is no
+    shell, and subprocess.TimeoutExpired if the lines take longer than ``timeout_s`` together.
     """
     shell = _find_shell()
     with tempfile.TemporaryDirectory() as folder:
@@ -42,10 +45,14 @@ def run_lines(
         environment = dict(os.environ, PATH=folder + os.pathsep + os.environ.get("PATH", ""))
         environment.pop("CUDA_VISIBLE_DEVICES", None)
         started: list[subprocess.Popen[str]] = []
+        end_s = time.monotonic() + timeout_s
         try:
             for line in lines:
                 started.append(_start(shell, line, folder, environment))
-            return [_finish(*pair, timeout_s) for pair in zip(lines, started, strict=True)]
+            return [_finish(*pair, end_s) for pair in zip(lines, started, strict=True)]
+        except subprocess.TimeoutExpired as expired:
+            expired.timeout = timeout_s  # not what was left of it for this line
+            raise
         finally:
             for process in started:
                 _stop(process)
@@ -67,17 +74,19 @@ def _start(
     )
 
 
-def _finish(line: str, process: subprocess.Popen[str], timeout_s: float) -> Result:
-    output, errors = process.communicate(timeout=timeout_s)
+def _finish(line: str, process: subprocess.Popen[str], end_s: float) -> Result:
+    output, errors = process.communicate(timeout=max(0, end_s - time.monotonic()))
     return Result(line, process.returncode, output.strip(), errors.strip())
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        if os.name == "posix":
+    if hasattr(
+        os, "killpg"
+    ):  # also of a shell that has ended: what it left running is in its group
+        with suppress(ProcessLookupError, PermissionError):  # macOS: only zombies are left of it
             os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.kill()
+    else:
+        process.kill()
     # Closes the pipes of a process that was not read to its end.
     process.communicate()
 

@@ -1,8 +1,11 @@
 """Lines typed into shells: real parsing, this interpreter, a clean environment."""
 
+import contextlib
+import os
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from helpers.shell import run_lines
@@ -28,6 +31,19 @@ def test_a_line_that_fails_says_so():
 def test_a_line_that_never_ends_is_stopped():
     with pytest.raises(subprocess.TimeoutExpired):
         run_lines(["tail -f /dev/null; true"], {}, timeout_s=0.5)
+
+
+def test_lines_have_one_limit_together():
+    with pytest.raises(subprocess.TimeoutExpired, match=r"after 0\.4 seconds"):
+        run_lines(["sleep 0.3", "sleep 0.6"], {}, timeout_s=0.4)
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="Windows has no groups of processes")
+def test_what_a_line_leaves_running_is_stopped():
+    (left,) = run_lines(["sleep 60 > /dev/null 2>&1 & echo $!"], {})
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(int(left.output))
+        assert process.status() == psutil.STATUS_ZOMBIE or process.wait(30) is None
 
 
 def test_no_shell_is_one_clear_sentence(monkeypatch):
