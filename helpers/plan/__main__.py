@@ -186,7 +186,9 @@ def main(arguments: list[str] | None = None) -> None:
 def _searched(options: argparse.Namespace) -> str:
     own = {name: getattr(options, name) for name in _SEARCH if getattr(options, name) is not None}
     plan, costs = _read(options)
-    if hosts := own.pop("hosts", None):
+    if (hosts := own.pop("hosts", None)) is not None:
+        if hosts < 1:
+            raise ValueError(f"--hosts must be at least 1, got {hosts}")
         if plan.layout.ranks > 1:
             raise ValueError(f"--hosts {hosts} beside a layout ({plan.layout}): give one of them")
         layout = Layout(shards=hosts * plan.gpus_per_host)

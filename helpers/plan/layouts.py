@@ -113,8 +113,12 @@ def search(
     whole until ``whole`` of them fit. processes: how many predict at once, by default as many as
     cores and memory allow; the result is the same. costs: as for ``predict``. Nothing is
     accumulated over micro-batches, and ranks that share tensors are neighbours in one host.
-    Pipelines are not tried: ValueError for a plan with stages.
+    Pipelines are not tried: ValueError for a plan with stages, and for less than one sequence or
+    process.
     """
+    for name, count in (("sequences", sequences), ("processes", processes)):
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
     if plan.layout.stages > 1:
         raise ValueError(
             f"a search tries no pipelines, and this layout has {plan.layout.stages} stages: leave "
@@ -144,7 +148,8 @@ def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
             continue
         layout = Layout(replicas, ranks // (replicas * tensors), tensors)
         gathers = (False, True) if layout.shards > 1 else (True,)
-        most = min(_MOST_SEQUENCES, (sequences or math.inf) / layout.batches)
+        at_most = math.inf if sequences is None else sequences
+        most = min(_MOST_SEQUENCES, at_most / layout.batches)
         for power in range(_MOST_SEQUENCES.bit_length()):
             if 2**power > most:
                 break

@@ -150,6 +150,9 @@ def test_the_command_prints_the_best_and_why_others_fell_out(tmp_path, capsys):
     assert "2 shards" in shown and "not tried" in shown and layouts._MORE_WORK in shown
     for options, message in (
         (["--hosts", "2"], "--hosts: only of use with --search"),
+        (["--search", "--hosts", "0"], "--hosts must be at least 1, got 0"),
+        (["--search", "--sequences", "0"], "sequences must be at least 1, got 0"),
+        (["--search", "--processes", "0"], "processes must be at least 1, got 0"),
         (["--search", "--hosts", "2", "--shards", "2"], "--hosts 2 beside a layout (2 shards)"),
     ):
         with pytest.raises(SystemExit):
