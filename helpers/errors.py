@@ -75,11 +75,11 @@ def _names(kind: type | tuple[type, ...]) -> str:
     return " or ".join(k.__name__ for k in kinds)
 
 
-def _short(text: str, lines: int, width: int = 96) -> str:
+def _short(text: str, lines: int) -> str:
     wrapped = [
         part
         for line in text.strip().splitlines()
-        for part in (textwrap.wrap(line, width, break_long_words=False) or [""])
+        for part in (textwrap.wrap(line, 96, break_long_words=False) or [""])
     ]
     if len(wrapped) > lines:
         wrapped = [*wrapped[:lines], "[...]"]

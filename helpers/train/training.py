@@ -122,7 +122,6 @@ class Training:
         if found := checkpoints.newest(folder) if folder else None:
             self.resumed_from, self.passed_over = found.path, found.passed_over
             self._resume(found)
-        self.saved_step = self.step
 
     @property
     def steps(self) -> int:
@@ -169,7 +168,6 @@ class Training:
         assert self.folder is not None
         made_with = {**asdict(self.settings), **self._place()}
         checkpoints.save(self.folder, self.step, self._state(), made_with)
-        self.saved_step = self.step
 
     def _shared(self, model: nn.Module) -> nn.Module:
         """The model as the layout divides it: in place, or inside DDP."""
@@ -231,7 +229,7 @@ class Training:
         self.step, self.history = state["step"], state["history"]
         if alike:
             torch.set_rng_state(random["cpu"])
-            if self.device.type in random and self.device.type != "cpu":
+            if self.device.type != "cpu":
                 module = torch.get_device_module(self.device)
                 module.set_rng_state(random[self.device.type], self.device)
 
