@@ -47,6 +47,32 @@ class TransformerSizes:
     sequence: int = 8192  # the longest that it takes
     rotary_base: float = 500_000.0  # Llama 3's; a larger one tells positions apart further away
 
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def key_value_width(self) -> int:
+        """Of all key heads side by side, or all value heads."""
+        return self.head_width * self.key_value_heads
+
+    @property
+    def block_products(self) -> int:
+        """Parameters of a block that stand in a matrix product."""
+        attention = 2 * self.width * (self.width + self.key_value_width)
+        return attention + 3 * self.width * self.feed_forward
+
+    @property
+    def block_parameters(self) -> int:
+        """Those of its two norms included."""
+        return self.block_products + 2 * self.width
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole ``Transformer``."""
+        ends = 2 * self.vocabulary * self.width + self.width
+        return self.layers * self.block_parameters + ends
+
 
 # Grattafiori et al., 2024, The Llama 3 herd of models, table 3.
 LLAMA = {
@@ -76,7 +102,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(TransformerBlock(sizes) for _ in range(sizes.layers))
         self.norm = RMSNorm(sizes.width)
         self.output = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
-        angles = rotary_angles(sizes.sequence, sizes.width // sizes.heads, sizes.rotary_base)
+        angles = rotary_angles(sizes.sequence, sizes.head_width, sizes.rotary_base)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
@@ -142,8 +168,7 @@ class CausalAttention(nn.Module):
 
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
-        self.head_width = sizes.width // sizes.heads
-        narrow = sizes.key_value_heads * self.head_width
+        self.head_width, narrow = sizes.head_width, sizes.key_value_width
         self.query = nn.Linear(sizes.width, sizes.width, bias=False)
         self.key = nn.Linear(sizes.width, narrow, bias=False)
         self.value = nn.Linear(sizes.width, narrow, bias=False)

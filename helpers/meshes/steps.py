@@ -117,7 +117,7 @@ class _Work:
         flop_per_s = cost.spec.tensor_flop_per_s * cost.arithmetic_share
         # Half of the scores lie behind the mask. Two products: with keys, and with values.
         attention_flop = 2 * model.sequence**2 * model.width / sizes["tensor"]
-        products_flop = 2 * model.sequence * _layer_parameters(model) / sizes["tensor"]
+        products_flop = 2 * model.sequence * model.block_products / sizes["tensor"]
         self.forward_s = (
             self.layers * (attention_flop + products_flop) / sizes["context"] / flop_per_s
         )
@@ -126,7 +126,7 @@ class _Work:
         self.block_s = attention_flop / sizes["context"] ** 2 / flop_per_s
 
         self.hidden_bytes = self.tokens * model.width * _WORKING_BYTES
-        self.parameters = _parameters(model) / sizes["tensor"] / sizes["pipeline"]
+        self.parameters = model.parameters / sizes["tensor"] / sizes["pipeline"]
         self.holders = sorted(
             first + other - self.group["data"][0]
             for first in self.group["context"]
@@ -146,8 +146,9 @@ class _Work:
 
     def context(self) -> Traffic:
         ranks, times = self.group["context"], self.layers * self.micro_batches
-        narrow = self.model.width // self.model.heads * self.model.key_value_heads
-        moving = 2 * self.tokens * narrow / self.sizes["tensor"]  # numbers: keys and values
+        moving = (
+            2 * self.tokens * self.model.key_value_width / self.sizes["tensor"]
+        )  # numbers: keys and values
         ring = list(zip(ranks, ranks[1:] + ranks[:1], strict=True))
         if len(ranks) == 1:
             ring, times = [], 0
@@ -204,18 +205,6 @@ class _Work:
     ) -> Traffic:
         link = self.cost.link_name(ranks) if len(ranks) > 1 else "none"
         return Traffic(name, tuple(ranks), link, sent_bytes, sending_s, exposed_s)
-
-
-def _layer_parameters(model: TransformerSizes) -> int:
-    """Of one layer's matrices."""
-    narrow = model.width // model.heads * model.key_value_heads
-    return 2 * model.width * (model.width + narrow) + 3 * model.width * model.feed_forward
-
-
-def _parameters(model: TransformerSizes) -> int:
-    """Of the whole model, norms and both ends included."""
-    layer = _layer_parameters(model) + 2 * model.width
-    return model.layers * layer + 2 * model.vocabulary * model.width + model.width
 
 
 def _check(sizes: Mapping[str, int], model: TransformerSizes, sequences: int) -> None:

@@ -5,10 +5,7 @@ from helpers.models import TransformerSizes
 
 def parameters(sizes: TransformerSizes) -> int:
     """All parameters of ``helpers.models.Transformer`` of these sizes."""
-    head = sizes.width // sizes.heads
-    attention = 2 * sizes.width**2 + 2 * sizes.width * head * sizes.key_value_heads
-    block = attention + 3 * sizes.width * sizes.feed_forward + 2 * sizes.width
-    return sizes.layers * block + 2 * sizes.vocabulary * sizes.width + sizes.width
+    return sizes.parameters
 
 
 def flop_per_token(sizes: TransformerSizes, sequence: int) -> int:
@@ -18,8 +15,7 @@ def flop_per_token(sizes: TransformerSizes, sequence: int) -> int:
     which count the whole of a sequence although a causal mask hides half of it (Chowdhery et al.,
     2022, PaLM, appendix B). An embedding is looked up, and a norm's weights are no product.
     """
-    norms = (2 * sizes.layers + 1) * sizes.width
-    products = parameters(sizes) - sizes.vocabulary * sizes.width - norms
+    products = sizes.layers * sizes.block_products + sizes.vocabulary * sizes.width
     return 6 * products + 12 * sizes.layers * sizes.width * sequence
 
 
@@ -30,7 +26,7 @@ def kept_bytes(sizes: TransformerSizes, tokens: int, checkpoint: str = "full") -
     with "none" what its norms, its products and attention were given or gave. tokens: of one rank,
     or of all ranks that share tensors, among which it is then divided.
     """
-    narrow = sizes.width * sizes.key_value_heads // sizes.heads
+    narrow = sizes.key_value_width
     numbers = {
         "full": sizes.width,
         "selective": 3 * sizes.width + narrow + sizes.feed_forward,
@@ -53,14 +49,13 @@ def least_bytes(
     among the ranks that share tensors, and the logits in float32; with ``gathered_once`` also the
     blocks' parameters in bfloat16. tokens: of all ranks that share tensors.
     """
-    outside = 2 * sizes.vocabulary * sizes.width + sizes.width
-    state = 12 * parameters(sizes) // shards
+    state = 12 * sizes.parameters // shards
     kept = sizes.layers * kept_bytes(sizes, tokens, checkpoint)
     logits = 4 * tokens * sizes.vocabulary
-    gathered = 2 * (parameters(sizes) - outside) if gathered_once else 0
+    gathered = 2 * sizes.layers * sizes.block_parameters if gathered_once else 0
     return (state + kept + logits + gathered) // tensors
 
 
 def state_bytes(sizes: TransformerSizes, shards: int = 1) -> int:
     """Float32 parameters, gradients and Adam's two states, divided among ``shards`` ranks."""
-    return 16 * parameters(sizes) // shards
+    return 16 * sizes.parameters // shards

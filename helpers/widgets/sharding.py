@@ -4,15 +4,13 @@ Mixed precision with Adam: 2 bytes of parameters, 2 of gradients and 12 of optim
 parameter (Rajbhandari et al., 2020, "ZeRO", 3.1). Activations are left out.
 """
 
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 
 import ipywidgets
-import torch
 from IPython.display import display
 
 from helpers import plots, vgpu
-from helpers.models import LLAMA, Transformer, TransformerSizes
+from helpers.models import LLAMA, TransformerSizes
 from helpers.tables import Table
 from helpers.units import format_bytes
 from helpers.widgets.live import live
@@ -58,7 +56,7 @@ def answer(sizes: TransformerSizes, gpus: int, way: str) -> Answer:
         raise ValueError(f"no way {way!r} to cut; there are {', '.join(WAYS)}")
     if gpus < 1 or (gpus > GPUS_PER_HOST and gpus % GPUS_PER_HOST):
         raise ValueError(f"{gpus} GPUs are no whole hosts of {GPUS_PER_HOST}, nor a part of one")
-    count, block = parameters_of(sizes)
+    count = sizes.parameters
     hybrid = way == WAYS[-1]
     ways = min(gpus, GPUS_PER_HOST) if hybrid else gpus
     held = {
@@ -67,23 +65,13 @@ def answer(sizes: TransformerSizes, gpus: int, way: str) -> Answer:
     }
     tensor_bytes = 2 * count  # parameters and gradients travel in bfloat16
     if "parameters" in _CUT[way] and ways > 1:
-        held["gathered"] = 2 * 2 * block
+        held["gathered"] = 2 * 2 * sizes.block_parameters
     rounds = 3 if "parameters" in _CUT[way] else 2
     sent = rounds * (ways - 1) / ways * tensor_bytes
     hosts = gpus // ways
     slices = 2 * (hosts - 1) / hosts * tensor_bytes / ways if hybrid else 0.0
     inside = ways <= GPUS_PER_HOST
     return Answer(count, held, sent if inside else 0.0, slices if inside else sent)
-
-
-@cache
-def parameters_of(sizes: TransformerSizes) -> tuple[int, int]:
-    """Parameters of the whole model and of one block, counted on a model of one block."""
-    with torch.device("meta"):
-        small = Transformer(replace(sizes, layers=1))
-    block = sum(parameter.numel() for parameter in small.blocks.parameters())
-    rest = sum(parameter.numel() for parameter in small.parameters()) - block
-    return rest + sizes.layers * block, block
 
 
 def answer_table(found: Answer, gpus: int, gpu: str) -> Table:

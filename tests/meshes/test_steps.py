@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from helpers import meshes, vgpu
-from helpers.meshes import DIMENSIONS, steps
+from helpers.meshes import DIMENSIONS
 from helpers.models import LLAMA, Transformer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
@@ -65,7 +65,7 @@ def test_a_dimension_that_is_not_there():
     [("8B", 8_030_261_248), ("70B", 70_553_706_496), ("405B", 405_853_388_800)],
 )
 def test_parameters_are_as_published(name, parameters):
-    assert steps._parameters(LLAMA[name]) == parameters
+    assert LLAMA[name].parameters == parameters
 
 
 def test_bytes_are_those_that_pytorch_sends_on_a_cluster():
@@ -80,7 +80,7 @@ def test_bytes_are_those_that_pytorch_sends_on_a_cluster():
     assert sent["all_reduce"] == 4 * layers * hidden_bytes
     assert found.of("tensor").sent_bytes == 2 * (tensor - 1) / tensor * sent["all_reduce"]
     # Norms are not split over tensors. FSDP keeps what it gathers for a module without a parent.
-    block = steps._layer_parameters(model) / tensor + 2 * model.width
+    block = model.block_products / tensor + 2 * model.width
     assert sent["all_gather"] == layers * block * 2
     assert sent["reduce_scatter"] == layers * block * 4
     ends = 2 * model.vocabulary * model.width / tensor
@@ -131,7 +131,7 @@ def test_one_gpu_sends_nothing_and_computes_six_flops_a_parameter_and_token():
     assert [each.sent_bytes for each in found.traffic] == [0] * 4
     assert found.seconds == found.compute_s
     flop = found.compute_s * vgpu.PRESETS["H100"].tensor_flop_per_s * 0.5
-    matrices = steps._layer_parameters(small) * small.layers
+    matrices = small.block_products * small.layers
     assert flop == pytest.approx(6 * matrices * 4 * 64, rel=0.01)  # attention is small here
 
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from helpers import vgpu
 from helpers.models import LETTERS, LLAMA, Transformer
 from helpers.widgets import sharding
-from helpers.widgets.sharding import WAYS, answer, parameters_of, sharding_explorer
+from helpers.widgets.sharding import WAYS, answer, sharding_explorer
 
 DDP, ZERO_1, ZERO_2, FSDP, HSDP = WAYS
 SHAPE = replace(LLAMA["8B"], layers=3, vocabulary=8_000)
@@ -20,11 +20,11 @@ SHAPE = replace(LLAMA["8B"], layers=3, vocabulary=8_000)
     [("8B", 8_030_261_248), ("70B", 70_553_706_496), ("405B", 405_853_388_800)],
 )
 def test_parameters_are_those_published(name, published):
-    assert parameters_of(LLAMA[name])[0] == published
+    assert LLAMA[name].parameters == published
 
 
 def test_sixteen_bytes_are_cut_where_the_way_says_so():
-    count = parameters_of(LETTERS)[0]
+    count = LETTERS.parameters
     per_parameter = {way: answer(LETTERS, 64, way).at_rest_bytes / count for way in WAYS}
     assert per_parameter == pytest.approx(
         {DDP: 16, ZERO_1: 4 + 12 / 64, ZERO_2: 2 + 14 / 64, FSDP: 16 / 64, HSDP: 16 / 8}, rel=1e-4
