@@ -11,9 +11,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from helpers.calls.watching import Watching
 from helpers.vgpu.device import gpus
 from helpers.vgpu.device.memory import rounded
 
@@ -88,14 +88,12 @@ def has_frozen() -> bool:
 
 
 @contextmanager
-def only_new_garbage() -> Iterator[None]:
-    """Leave what lives now out of the collections inside, as those of ``peaks_during``.
+def frozen() -> Iterator[None]:
+    """Leave what lives now out of the collections inside.
 
-    A collection goes through every object: a tenth of a second once torch is imported, and none of
-    these becomes garbage by what is measured. A program that has frozen what it began with is left
-    as it is: it has only new objects to go through.
+    A collection goes through every object: a tenth of a second once torch is imported. A program that
+    has frozen what it began with is left as it is: it has only new objects to go through.
     """
-    gc.collect()
     ours = not has_frozen()
     if ours:
         gc.freeze()
@@ -104,6 +102,14 @@ def only_new_garbage() -> Iterator[None]:
     finally:
         if ours:
             gc.unfreeze()
+
+
+@contextmanager
+def only_new_garbage() -> Iterator[None]:
+    """The same for what is no garbage now: none of it becomes garbage by what is measured inside."""
+    gc.collect()
+    with frozen():
+        yield
 
 
 @contextmanager
@@ -149,7 +155,7 @@ class Moment:
         return sum(self.by_cause.values())
 
 
-class StepRecord(TorchDispatchMode):
+class StepRecord(Watching):
     """The bytes on one GPU after every operation of a training step, by cause.
 
     A context round one step; inside it, ``phase(name)`` says what comes next. The causes, in
@@ -211,11 +217,6 @@ class StepRecord(TorchDispatchMode):
         del self._model, self._optimizer, self._inputs, self._parameters, self._buffers
         self._made.clear()
         self._measured.clear()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # True would import the whole compiler at the first call, which takes seconds.
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -1,7 +1,7 @@
 """Writes down what PyTorch is asked for: operations, and on a rank the collectives of an answer.
 
 On a rank with a GPU, NCCL's rule holds, on virtual GPUs as well: what a collective is given must be
-there. Ranks import this file, so it imports nothing of ours.
+there. Ranks import this file, so it imports next to nothing of ours.
 """
 
 import os
@@ -11,13 +11,14 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers.calls.watching import Watching, collective_name
 
 # What makes a second set of bytes out of a first: between devices or dtypes, into, and beside it.
 _COPYING = ("_to_copy", "copy_", "clone")
 
 
-class Calls(TorchDispatchMode):
+class Calls(Watching):
     """The operations that reach PyTorch's dispatcher inside a ``with`` block, in order.
 
     ``names`` holds their plain names ("zeros", "mul", "_to_copy"), ``made`` each with its keyword
@@ -30,11 +31,6 @@ class Calls(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
         self.made: list[str] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # True would import the whole compiler at the first call, which takes seconds.
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -50,17 +46,6 @@ class Calls(TorchDispatchMode):
 
 
 # Collectives
-
-# Operators of torch.ops.c10d, by the name of the function that calls them. Those not named here
-# are called as their function, but for underscores.
-_FUNCTION = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "allgather_base": "all_gather",
-    "reduce_scatter_base": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-}
 
 # A collective's name, and how many numbers were in its largest tensor.
 Collectives = list[tuple[str, int]]
@@ -114,7 +99,7 @@ _MAKE_IT_THERE = (
 )
 
 
-class _Noted(TorchDispatchMode):
+class _Noted(Watching):
     """Notes what a block sends or receives: whatever it calls, c10d's operators carry it out.
 
     With a GPU, it raises TypeError for what NCCL would not carry. No frame of ours is on the stack
@@ -130,8 +115,7 @@ class _Noted(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if function.namespace in ("c10d", "_c10d_functional") and "wait" not in str(function):
-            name = function.overloadpacket.__name__.strip("_")
-            name = _FUNCTION.get(name, name)
+            name = collective_name(function)
             self.calls.append((name, _largest(args)))
             if self._gpu and name != "barrier" and any(t.is_cpu for t in _tensors(args)):
                 self._refuse(name)

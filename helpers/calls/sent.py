@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from helpers.calls.watching import Watching, collective_name
 
 # What each rank sends around a ring of n, of a tensor's bytes; see vgpu/timing/collectives.py.
 _SENT: dict[str, Callable[[int], float]] = {
@@ -19,30 +20,12 @@ _SENT: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1,
 }
 
-# Operators of torch.ops, by the name that torch.distributed gives to what they do.
-_NAMES = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "allgather_base": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_base": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "shard_dim_alltoall": "all_to_all",
-}
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 _ASIDE = ("wait", "_wrap", "mesh_get_process_group", "barrier")
 
 
-class _Collectives(TorchDispatchMode):
+class _Collectives(Watching):
     """Shows ``_note`` each collective inside a ``with`` block, also of a backward pass there."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # True would import the whole compiler at the first call, which takes seconds.
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -93,8 +76,7 @@ class Sent(_Collectives):
         return [name for name, _ in self.calls]
 
     def _note(self, func: Any, args: tuple[Any, ...]) -> None:
-        name = func.overloadpacket.__name__.strip("_")
-        name = _NAMES.get(name, name)
+        name = collective_name(func)
         if name not in _SENT:
             raise NotImplementedError(f"Sent counts {', '.join(_SENT)}; {func} is none of them")
         count = _group_of(args).size()

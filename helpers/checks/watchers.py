@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
+
+from helpers.calls.watching import Watching
 
 FEATURES, CLASSES = 6, 4
 
@@ -107,7 +108,7 @@ class Trainer:
             self.losses.append(loss.item())
 
 
-class ReadBacks(TorchDispatchMode):
+class ReadBacks(Watching):
     """Counts what makes the host wait: values that go from ``device_type`` to the CPU."""
 
     ASKING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select")

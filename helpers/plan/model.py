@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 from tqdm.auto import tqdm
 
 from helpers import vgpu
-from helpers.memory import has_frozen
+from helpers.memory import frozen
 from helpers.models import Transformer
 from helpers.parallel import Stage, shard, share_tensors
 from helpers.plan.step import Plan
@@ -58,15 +58,9 @@ def without_garbage() -> Iterator[None]:
     FSDP2 replaces parameters, and the bytes of those before would go in the middle of any later step.
     What was there before the block is not gone through: that would take longer than the block.
     """
-    ours = not has_frozen()
-    if ours:
-        gc.freeze()
-    try:
+    with frozen():
         yield
         gc.collect()
-    finally:
-        if ours:
-            gc.unfreeze()
 
 
 class Divided:

@@ -3,6 +3,8 @@
 import torch
 
 from helpers.calls import Calls
+from helpers.calls.watching import collective_name
+from teaching.lessons import ROOT
 
 
 def test_operations_are_named_in_order():
@@ -36,3 +38,19 @@ def test_nothing_is_recorded_outside_the_block():
         torch.ones(2)
     torch.ones(2)
     assert calls.names == ["ones"]
+
+
+def test_collectives_have_one_name_each():
+    functional = torch.ops._c10d_functional
+    found = [
+        *(functional.reduce_scatter_tensor.default, torch.ops.c10d._reduce_scatter_base_.default),
+        *(functional.all_gather_into_tensor.default, torch.ops.c10d.allgather_.default),
+    ]
+    names = [collective_name(operator) for operator in found]
+    assert names == ["reduce_scatter"] * 2 + ["all_gather"] * 2
+
+
+def test_no_mode_imports_the_compiler():
+    for file in (ROOT / "helpers").rglob("*.py"):
+        text = file.read_text("utf-8")
+        assert "(TorchDispatchMode)" not in text or "_should_skip_dynamo" in text, file

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.calls import Calls
+from helpers.calls.watching import Watching
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 
 
@@ -126,7 +126,7 @@ def _one_at_a_time(blocks: Sequence[Any], held: list[int]) -> Iterator[Any]:
         held.append(sum(any(part() is not None for part in parts) for parts in given))
 
 
-class _Largest(TorchDispatchMode):
+class _Largest(Watching):
     """Notes the numbers of the largest tensor that a block makes."""
 
     def __init__(self) -> None:
