@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers import vgpu
 from helpers.vgpu.device.memory_record import MemoryEvent
 from helpers.vgpu.dispatch.tensor import VirtualTensor, block_of
+from helpers.vgpu.timing.lanes import in_backward
 
 PARAMETERS, STATE, GRADIENTS = "parameters", "optimizer state", "gradients"
 GATHERED, ACTIVATIONS, TEMPORARY = "gathered parameters", "activations", "temporary"
@@ -144,8 +145,8 @@ class PeakByCause:
             if cause := of_wrappers.get(frame.f_code):
                 return cause
         # A checkpoint computes forward again inside of backward, and records it.
-        in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-        return TEMPORARY if in_backward or self._is_stepping else ACTIVATIONS
+        flows_back = in_backward() and not torch.is_grad_enabled()
+        return TEMPORARY if flows_back or self._is_stepping else ACTIVATIONS
 
     # After it
 

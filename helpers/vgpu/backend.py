@@ -110,7 +110,8 @@ def enable(
 
     gpu: a preset of specs.py, or a GPUSpec. memory_bytes: capacity of each, in place of the
     preset's. link: between GPUs, of links.py, in place of the preset's. May be called again at
-    any time; tensors stay on the devices that remain.
+    any time; tensors stay on the devices that remain. ValueError for a count that is not 1 to 127, a
+    name that no preset has, and memory that is not positive.
     """
     if not 1 <= count <= 127:
         raise ValueError(f"count must be 1 to 127 (torch numbers devices in 8 bits), got {count}")

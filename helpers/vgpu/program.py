@@ -16,6 +16,8 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
+import torch
+
 from helpers.units import format_bytes
 from helpers.vgpu import cuda_words
 from helpers.vgpu.backend import enable
@@ -40,8 +42,6 @@ class Setting:
         """Enable the virtual GPUs, and read ``cuda`` as ``vgpu`` where that is wanted."""
         enable(self.count, self.gpu, self.memory_bytes)
         if self.seed is not None:
-            import torch
-
             torch.manual_seed(self.seed)
         if self.cuda_folder is not None:
             cuda_words.install(self.cuda_folder)

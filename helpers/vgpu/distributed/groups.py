@@ -206,15 +206,7 @@ _INPUTS = ("input_tensors", "input_tensor", "input", "inputs", "input_list")
 def _bytes_put_in(func: Operator, args: Args, kwargs: Kwargs) -> int:
     named = named_arguments(func, args, kwargs)
     values = [named[name] for name in _INPUTS if name in named] or list(named.values())
-    return sum(_bytes_in(values))
-
-
-def _bytes_in(values: Iterable[Any]) -> Iterable[int]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value.numel() * value.element_size()
-        elif isinstance(value, list | tuple):
-            yield from _bytes_in(value)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(values))
 
 
 def operators() -> list[str]:

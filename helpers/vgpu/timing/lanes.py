@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from helpers.vgpu.device import gpus
-from helpers.vgpu.timing.play.player import Lane, ThreadTime
+from helpers.vgpu.timing.play.lines import Lane, ThreadTime
 from helpers.vgpu.timing.play.steps import Join, Step, Thread
 
 
@@ -25,9 +25,8 @@ class Done(NamedTuple):
     operation: str
     backward: bool = False
     known: "Known | None" = None  # what is sure to have ended before it, where that is kept
-    put_off: Any = (
-        None  # where no kernel has been handed over yet: what it would do (compiled/fusion.py)
-    )
+    # where no kernel has been handed over yet: what it would do (compiled/fusion.py)
+    put_off: Any = None
 
 
 class Marked(NamedTuple):

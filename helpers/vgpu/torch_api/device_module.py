@@ -103,9 +103,8 @@ class device:
     """Makes a device current while the block runs; None or a negative index changes nothing."""
 
     def __init__(self, device: Any) -> None:
-        self.index = device if isinstance(device, int) and device < 0 else -1
-        if device is not None and self.index == -1 and device != -1:
-            self.index = _gpu(device).index
+        changes_nothing = device is None or (isinstance(device, int) and device < 0)
+        self.index = -1 if changes_nothing else _gpu(device).index
 
     def __enter__(self) -> None:
         self._before = gpus.exchange_index(self.index)

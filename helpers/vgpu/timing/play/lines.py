@@ -1,4 +1,4 @@
-"""Moments that have not come yet, and the streams on which work stands in line for them."""
+"""Threads, streams, and the moments that have not come yet, for which work stands in line."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -6,6 +6,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 from helpers.vgpu.timing.play.units import Processors
+
+
+class ThreadTime:
+    """One thread of the host: its time, and how long it takes to hand an operation over."""
+
+    __slots__ = ("launch_s", "now_s", "number")
+
+    def __init__(self, number: int, now_s: float, launch_s: float) -> None:
+        self.number = number
+        self.now_s = now_s
+        self.launch_s = launch_s
 
 
 class Lane:

@@ -19,7 +19,7 @@ import torch
 
 from helpers.vgpu.device import gpus
 from helpers.vgpu.timing.costs import CostModel, Work
-from helpers.vgpu.timing.play.lines import Lane, Lines, Turn
+from helpers.vgpu.timing.play.lines import Lane, Lines, ThreadTime, Turn
 from helpers.vgpu.timing.play.meeting import Meeting, Part
 from helpers.vgpu.timing.play.steps import (
     Ask,
@@ -38,17 +38,6 @@ from helpers.vgpu.timing.play.steps import (
 )
 from helpers.vgpu.timing.play.units import Processors, Unit
 from helpers.vgpu.timing.trace import HOST, TraceEvent
-
-
-class ThreadTime:
-    """One thread of the host: its time, and how long it takes to hand an operation over."""
-
-    __slots__ = ("launch_s", "now_s", "number")
-
-    def __init__(self, number: int, now_s: float, launch_s: float) -> None:
-        self.number = number
-        self.now_s = now_s
-        self.launch_s = launch_s
 
 
 class Player(Lines):
