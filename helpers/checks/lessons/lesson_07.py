@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from helpers.calls import counted_on_gpu, own_gpu
 from helpers.calls.backward import run_backward
+from helpers.calls.graphs import WatchedLinear
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 from helpers.checks.on_ranks import GPU, on_ranks
 
@@ -233,12 +234,13 @@ def accumulate_and_send_once(
 
         def accumulate_twice(
             rank: int, world_size: int, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor
-        ) -> tuple[list[torch.Tensor], list[int], int]:
-            """Gradients and bytes sent after each accumulation; the largest forward, in samples."""
-            model = nn.Linear(6, 1, bias=False)
+        ) -> tuple[list[torch.Tensor], list[int], int, int]:
+            """Gradients and bytes sent after each accumulation; the largest forward, in samples; the
+            most graphs of earlier forwards that there were at one."""
+            model = WatchedLinear(6, 1, bias=False)
             model.weight.data.copy_(weight)
             parallel = DistributedDataParallel(model.to(own_gpu()))
-            bytes_sent, largest = [0], [0]
+            bytes_sent = [0]
             world = dist.group.WORLD
             assert world is not None
 
@@ -248,11 +250,7 @@ def accumulate_and_send_once(
                 bytes_sent[-1] += bucket.buffer().nbytes
                 return allreduce_hook(world, bucket)
 
-            def note_size(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-                largest[0] = max(largest[0], len(inputs[0]))
-
             parallel.register_comm_hook(None, count_bytes)
-            model.register_forward_pre_hook(note_size)
             gradients: list[torch.Tensor] = []
             for turn in range(2):
                 model.weight.grad = None
@@ -262,7 +260,7 @@ def accumulate_and_send_once(
                     raise ValueError("accumulate left no gradient: nothing was called backward on")
                 gradients.append(model.weight.grad.cpu())
                 bytes_sent.append(0)
-            return gradients, bytes_sent[:-1], largest[0]
+            return gradients, bytes_sent[:-1], max(model.samples), max(model.graphs_held)
 
         weight = torch.randn(1, 6)
         given = f"{ranks} ranks, {count} micro-batches of {size} samples"
@@ -271,7 +269,7 @@ def accumulate_and_send_once(
             flat_x, flat_y = x[turn].flatten(0, 2), y[turn].flatten(0, 2)
             expected = 2 * ((flat_x @ weight.T - flat_y) * flat_x).mean(0, keepdim=True)
             where = given if turn == 0 else f"a second accumulation, {given}"
-            for rank, (gradients, sent, largest) in enumerate(results):
+            for rank, (gradients, sent, largest, held) in enumerate(results):
                 _judge(rank, gradients[turn], expected, count, sent[turn], where)
                 if largest > size:
                     raise Wrong(
@@ -279,6 +277,13 @@ def accumulate_and_send_once(
                         expected=f"at most {size}, one micro-batch",
                         given=where,
                         hint="Joined micro-batches need the memory that accumulating saves.",
+                    )
+                if held:
+                    raise Wrong(
+                        yours=f"the graphs of {held + 1} micro-batches at once",
+                        expected="the graph of one at a time",
+                        given=where,
+                        hint="Call backward for each micro-batch: a sum of losses keeps every graph.",
                     )
     once = results[0][0][0].nbytes
     return {

@@ -208,6 +208,12 @@ WRONG = {
             "Joined micro-batches",
         ),
         (
+            # Sent once, and each micro-batch by itself, but every graph is kept until the end.
+            "def accumulate(parallel, micro_batches):\n"
+            f"    sum({_LOSS_OF_ONE} for x, y in micro_batches).backward()",
+            "a sum of losses keeps every graph",
+        ),
+        (
             # Switched off and left off: the second accumulation sends nothing at its end.
             "def accumulate(parallel, micro_batches):\n"
             "    for x, y in micro_batches[:-1]:\n"
