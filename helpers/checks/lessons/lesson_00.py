@@ -5,6 +5,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from helpers.checks.core import Wrong, exercise, expect_equal, for_input
 
 
@@ -45,4 +47,6 @@ def _expect_share(
             )
         elif isinstance(share, str):
             hint = "This is text: return the number itself."
+        elif isinstance(share, torch.Tensor):
+            hint = "This is a tensor: return a whole number (an int), as images are."
         expect_equal(share, math.ceil(batch_size / gpu_count), hint=hint)

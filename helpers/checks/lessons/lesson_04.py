@@ -65,6 +65,9 @@ def batch_for_all(answer: Callable[[int, int], int]) -> dict[str, Any]:
             elif yours > expected:
                 hint = "All GPUs work, but a smaller batch does it too. It need not be a multiple."
         expect_equal(yours, expected, given=given, hint=hint)
+        if not isinstance(yours, int):
+            hint = "The number is right; make it a whole number (an int), as samples are."
+            raise Wrong(yours=yours, expected=expected, given=given, hint=hint)
     return {
         "compared": f"{2 + len(cases)} pairs of wanted samples and GPUs",
         "17 or more on 8 GPUs": f"{answer(17, 8)}, shared out as {_sizes(answer(17, 8), 8)}",

@@ -2,8 +2,10 @@
 
 import copy
 import random
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -34,9 +36,21 @@ class _Noting(nn.Module):
         return out
 
 
+@contextmanager
+def _without_the_ready_made() -> Iterator[None]:
+    """Neither ``nn.DataParallel`` nor ``nn.parallel.data_parallel`` can be used inside."""
+    # The function may have been imported long before: what it calls first is found in its module.
+    function = sys.modules["torch.nn.parallel.data_parallel"]
+    with (
+        patch.object(nn.DataParallel, "__init__", _refuse),
+        patch.object(function, "scatter_kwargs", _refuse),
+    ):
+        yield
+
+
 def _refuse(*_: Any, **__: Any) -> None:
     raise Wrong(
-        yours="a call of nn.DataParallel",
+        yours="a call of PyTorch's own DataParallel",
         expected="its four parts, called by you",
         hint="Use scatter, replicate, parallel_apply and gather.",
     )
@@ -59,7 +73,7 @@ def from_four_parts(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
         )
         hint += "than there are GPUs."
         results: list[Any] = []
-        with for_input(given, hint), patch.object(nn.DataParallel, "__init__", _refuse):
+        with for_input(given, hint), _without_the_ready_made():
             batch = x.to(gpus[0])
             peaks = peaks_during(lambda: results.append(answer(module, batch, gpus)), gpus)  # noqa: B023
         yours = results.pop()
@@ -161,8 +175,12 @@ def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
     def in_forward(module: nn.Module, x: torch.Tensor, y: torch.Tensor, gpus: Any) -> None:
         (nn.DataParallel(_LossInForward(module), gpus)(x, y).sum() / len(x)).backward()
 
+    ran_on: list[torch.device] = []
+
     def peak_of(step: Callable[..., object]) -> tuple[list[int], nn.Module]:
         module = copy.deepcopy(model).to(gpus[0])
+        ran_on.clear()
+        module.register_forward_pre_hook(lambda _, inputs: ran_on.append(inputs[0].device))
         x, y = batch.to(gpus[0]), labels.to(gpus[0])
         with for_input(given):
             return peaks_during(lambda: step(module, x, y, gpus), gpus), module
@@ -198,7 +216,12 @@ def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
         )
     if max(peaks) > budget:
         hint = "The outputs of the whole batch are on GPU 0. Return the loss from forward."
-        if peaks[1] > 1.1 * lean[1]:
+        if len(ran_on) > len(gpus):
+            hint = (
+                f"{len(ran_on)} forwards in one step: what the earlier ones leave, gradients or "
+                "graphs, is held while the later ones run. One forward on each GPU is enough."
+            )
+        elif peaks[1] > 1.1 * lean[1]:
             hint = (
                 "Each GPU holds more than it must: something still refers to its outputs while "
                 "backward runs. Compute the loss in forward, which lets go of them."

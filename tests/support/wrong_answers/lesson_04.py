@@ -27,6 +27,14 @@ WRONG = {
         ("def batch_for_all(wanted, n):\n    return wanted", "feeds only"),
         ("def batch_for_all(wanted, n):\n    return n", "were wanted"),
         ("def batch_for_all(wanted, n):\n    return float(10**6 * n)", "a whole number"),
+        (
+            "def batch_for_all(wanted, n):\n"
+            "    size = max(wanted, n)\n"
+            "    while -(-size // -(-size // n)) < n:\n"
+            "        size += 1\n"
+            "    return float(size)",
+            "The number is right",
+        ),
         ("def batch_for_all(wanted, n):\n    print(wanted)", "a whole number"),
         ("def batch_for_all(wanted, n):\n    return -(-wanted // n) * n", "smaller batch"),
         ("def batch_for_all(wanted, n):\n    return 10**6 * n", "smaller batch"),

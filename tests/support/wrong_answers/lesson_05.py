@@ -50,6 +50,7 @@ WRONG = {
             "    return nn.DataParallel(module, gpus)(batch)",
             "its four parts",
         ),
+        ("data_parallel = nn.parallel.data_parallel", "its four parts"),
         ("def data_parallel(module, batch, gpus):\n    return module(batch)", "its own chunk once"),
         (
             _PARTS.format(
@@ -146,6 +147,17 @@ WRONG = {
             "    sums = [F.cross_entropy(o, y, reduction='sum') for o, y in zip(outputs, parts)]\n"
             "    (sum(each.to(gpus[0]) for each in sums) / len(batch)).backward()",
             "something still refers to its outputs",
+        ),
+        (
+            # The loss is in forward; .grad is held while the next gradients arrive.
+            _STEP.format(reduction="sum", join="sum").replace(
+                "    losses = nn.DataParallel(Inside(module), gpus)(batch, labels)\n"
+                "    losses.sum().backward()",
+                "    parallel = nn.DataParallel(Inside(module), gpus)\n"
+                "    for x, y in zip(batch.chunk(4), labels.chunk(4)):\n"
+                "        (parallel(x, y).sum() / len(batch)).backward()",
+            ),
+            "8 forwards in one step",
         ),
         ("def lean_step(module, batch, labels, gpus):\n    pass", "no gradient"),
     ],
