@@ -154,3 +154,5 @@ def test_code_cells_parse_and_download_nothing(path):
         assert "raises-exception" not in cell.tags, f"{cell.id}: use expected_error instead"
         for word in ("download=True", "weights=", "urlopen", "requests.", "!pip", "%pip"):
             assert word not in cell.source, f"{cell.id} would fetch something: {word}"
+        # torch imports what is installed, such as an old pynvml that warns.
+        assert "-W error" not in cell.source, f"{cell.id}: make warnings errors after the imports"
