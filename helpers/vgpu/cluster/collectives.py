@@ -12,7 +12,8 @@ from torch._C._distributed_c10d import PythonCallbackWork
 
 from helpers.vgpu.device.gpus import VirtualGPU
 from helpers.vgpu.distributed import groups, recorded
-from helpers.vgpu.distributed.recorded import Call, OfDDP, Waiting
+from helpers.vgpu.distributed.calls import Call, checks, plain_name
+from helpers.vgpu.distributed.recorded import OfDDP, Waiting
 from helpers.vgpu.shapes import operations
 from helpers.vgpu.shapes.operations import ShapeCall
 from helpers.vgpu.timing import recording
@@ -23,7 +24,7 @@ from helpers.vgpu.timing.traits import tensors_in
 def _of_c10d(call: ShapeCall) -> Any:
     """An operator of ``torch.ops.c10d`` writes to its arguments and hands out what to wait for."""
     gpu = _gpu_of(call)
-    one = Call(call.func, call.args, call.kwargs, [])
+    one = Call(call.func, call.args, call.kwargs)
     waiting = Waiting(_send(one, gpu), gpu, by_host=one.name == "barrier")
     work: dist.Work = PythonCallbackWork(waiting.within)
     if one.is_for_ddp:
@@ -41,9 +42,9 @@ def _functional(call: ShapeCall) -> Any:
 
 
 def _send(call: Call, gpu: VirtualGPU) -> Done | None:
-    call.check_sizes()
+    checks.check(call)
     groups.tally.add(call.name, call.given_bytes)
-    return call.record(gpu)
+    return recorded.record(call, gpu)
 
 
 def _wrap_async(call: ShapeCall) -> Any:
@@ -76,6 +77,6 @@ def _gpu_of(call: ShapeCall) -> VirtualGPU:
     if isinstance(call.gpu, VirtualGPU):
         return call.gpu
     raise RuntimeError(
-        f"{groups.plain_name(call.func)} of a tensor on the host, but the groups of a virtual "
+        f"{plain_name(call.func)} of a tensor on the host, but the groups of a virtual "
         "cluster connect its GPUs, as NCCL's do: move the tensor to the rank's GPU"
     )

@@ -22,12 +22,11 @@ from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.dispatch import rules
 from helpers.vgpu.dispatch.operations import compute
-from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator, named_arguments
+from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
 from helpers.vgpu.dispatch.tensor import VirtualTensor
-from helpers.vgpu.distributed.ddp import process_groups
+from helpers.vgpu.distributed.calls import Call, checks, communicators
 from helpers.vgpu.distributed.lent import Lent, take_back
 from helpers.vgpu.distributed.nccl_only import BACKEND
-from helpers.vgpu.timing.lanes import in_backward
 from helpers.vgpu.timing.traits import tensors_in
 
 _CPU = torch.device("cpu")
@@ -89,6 +88,9 @@ def _with_the_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
                 backend = group._get_backend(torch.device(gpus.DEVICE_TYPE))
                 custom = dist.ProcessGroup.BackendType.CUSTOM
                 group._register_backend(_CPU, custom, backend)
+            # gloo by its own name lets ranks share a GPU.
+            if f"{gpus.DEVICE_TYPE}:{BACKEND}" in dist.get_backend_config(group):
+                communicators.expect(group, others[0])
         return (group, *others)
 
     return made
@@ -116,45 +118,38 @@ tally = Tally()
 
 
 def _counted(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    name = plain_name(func)
+    call = Call(func, args, kwargs)
+    name = call.name
     if ranks_are_absent:
         raise RuntimeError(
             f"{name} of a tensor with values, but the other ranks of this virtual cluster do not "
             "exist and have none: make the tensor, or move it to its GPU, in a vgpu.shapes_only() "
             "block"
         )
-    if func._schema.name in _OF_CONTIGUOUS:
-        _check_contiguous(args[0])
-    tally.add(name, _bytes_put_in(func, args, kwargs))
+    checks.check(call)
+    gpu = next(tensor._gpu for tensor in tensors_in(args) if type(tensor) is VirtualTensor)
+    communicators.use(call.group, gpu, call.peer)
+    tally.add(name, _bytes_put_in(call))
     lent = Lent(name)
-    result = lent.own(compute(func, lent.lend(args), kwargs))
-    if not func._schema.name.startswith("c10d::"):
+    given = args
+    if call.operator in _OF_ROWS:
+        given = (*(tensor.as_strided((tensor.numel(),), (1,)) for tensor in args[:2]), *args[2:])
+    result = lent.own(compute(func, lent.lend(given), kwargs))
+    if not call.operator.startswith("c10d::"):
         lent.with_tensors(result)
         return result
-    named = named_arguments(func, args, kwargs)
     result = list(result) if isinstance(result, list | tuple) else [result]
-    if named.get("async_op") is False:
+    if call.operator in _OF_ROWS:
+        result[0] = args[0]
+    if call.named.get("async_op") is False:
         lent.waited_for(result)
-    elif not (in_backward() and dist.ProcessGroup.unbox(named["process_group"]) in process_groups):
+    elif not call.is_for_ddp:
         lent.until_dropped(dist.Work.unbox(result[-1]))
     return tuple(result) if len(result) > 1 else result[0]
 
 
-# Where NCCL's group looks at it first (check_gpu_single_tensor in ProcessGroupNCCL.cpp).
-_OF_CONTIGUOUS = {"c10d::allreduce_", "c10d::broadcast_", "c10d::reduce_"}
-
-
-def _check_contiguous(tensors: Iterable[torch.Tensor]) -> None:
-    """ValueError of NCCL's, which reads a tensor as a row of numbers; channels-last is one, too."""
-    for tensor in tensors:
-        if type(tensor) is not VirtualTensor or tensor.layout is not torch.strided:
-            continue
-        channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-        if not (
-            tensor.is_contiguous()
-            or (channels_last and tensor.is_contiguous(memory_format=channels_last))
-        ):
-            raise ValueError("Tensors must be contiguous")
+# NCCL reads the one large tensor as a row of numbers; gloo would cut its first dimension.
+_OF_ROWS = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_"}
 
 
 def _waited(func: Operator, args: Args, kwargs: Kwargs) -> Any:
@@ -166,45 +161,12 @@ def _waited(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return result
 
 
-def _counted_flat(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """NCCL reads the one large tensor as a row of numbers; gloo would cut its first dimension."""
-    large, small, *others = args
-    flat = [t.view(-1) if t.is_contiguous() else t for t in (large, small)]
-    _, work = _counted(func, (*flat, *others), kwargs)
-    return large, work
-
-
-_NAMES = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "allgather_into_tensor": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "_allgather_base": "all_gather",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "gather_into_tensor": "gather",
-    "recv_any_source": "recv",
-    "isend": "send",
-    "irecv": "recv",
-}
-
-
-def plain_name(func: Operator) -> str:
-    """The name that torch.distributed gives a collective, whichever operator runs it."""
-    bare = func._schema.name.partition("::")[2]
-    bare = bare.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")
-    return _NAMES.get(bare, bare)
-
-
 # What a rank puts in; where there is none of these, all its tensors.
 _INPUTS = ("input_tensors", "input_tensor", "input", "inputs", "input_list")
 
 
-def _bytes_put_in(func: Operator, args: Args, kwargs: Kwargs) -> int:
-    named = named_arguments(func, args, kwargs)
+def _bytes_put_in(call: Call) -> int:
+    named = call.named
     values = [named[name] for name in _INPUTS if name in named] or list(named.values())
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(values))
 
@@ -218,6 +180,3 @@ def operators() -> list[str]:
 
 rules.use_handlers(dict.fromkeys(operators(), _counted))
 rules.use_handlers({f"_c10d_functional::{name}": _waited for name in WAITS})
-rules.use_handlers(
-    dict.fromkeys(("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"), _counted_flat)
-)

@@ -7,7 +7,7 @@ are only shapes (cluster/collectives.py).
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -20,88 +20,23 @@ from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.device.gpus import VirtualGPU
 from helpers.vgpu.dispatch import operations
-from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator, named_arguments
+from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
 from helpers.vgpu.dispatch.tensor import VirtualTensor
-from helpers.vgpu.distributed import ddp, groups
+from helpers.vgpu.distributed import groups
+from helpers.vgpu.distributed.calls import Call, Tensors
 from helpers.vgpu.timing import recording
-from helpers.vgpu.timing.lanes import Done, in_backward
+from helpers.vgpu.timing.lanes import Done
 from helpers.vgpu.timing.recording import Recording, gpu_of
 from helpers.vgpu.timing.streams import Stream
 from helpers.vgpu.timing.traits import tensors_in
 
-Tensors = list[torch.Tensor]
 
-
-class Call:
-    """One collective: its group, and what this rank gives and receives."""
-
-    def __init__(self, func: Operator, args: Args, kwargs: Kwargs, made: Tensors) -> None:
-        """made: the results that are new tensors."""
-        self.name = groups.plain_name(func)
-        named = named_arguments(func, args, kwargs)
-        self.group = _group_of(named)
-        in_place = func._schema.name.endswith("_")
-        self.given, self.received = _given_and_received(self.name, named, in_place)
-        self.made = made
-        # Among the group's ranks; for a message, the one at its other end.
-        self.peer: int | None = None
-        if self.name in ("send", "recv"):
-            self.peer = named.get("dst", named.get("src"))
-
-    def check_sizes(self) -> None:
-        """ValueError for what the collective cannot do; what NCCL would read beyond the end."""
-        given = sum(tensor.numel() for tensor in self.given)
-        received = sum(tensor.numel() for tensor in [*self.received, *self.made])
-        count = self.group.size()
-        wanted = {
-            "all_gather": (given * count, received),
-            "reduce_scatter": (given, received * count),
-        }
-        needs, has = wanted.get(self.name, (0, 0))
-        if needs != has:
-            raise ValueError(
-                f"{self.name} among {count} ranks gets {given} elements and has room for {received}: "
-                f"one of them must be {count} times the other"
-            )
-
-    @property
-    def is_for_ddp(self) -> bool:
-        """Whether DistributedDataParallel adds up gradients with it."""
-        return in_backward() and self.group in ddp.process_groups
-
-    @property
-    def given_bytes(self) -> int:
-        return _bytes(self.given)
-
-    @property
-    def size_bytes(self) -> int:
-        """As ``timing.collectives`` counts: of the whole tensor."""
-        given, received = _bytes(self.given), _bytes([*self.received, *self.made])
-        if self.name in ("all_gather", "recv"):
-            return received
-        if self.name == "gather":
-            return given * self.group.size()
-        if self.name == "scatter":
-            return received * self.group.size()
-        return given
-
-    @property
-    def group_name(self) -> str:
-        return str(self.group.group_name)
-
-    @property
-    def ranks(self) -> list[int]:
-        """The global ranks that take part."""
-        ranks = dist.get_process_group_ranks(self.group)
-        return ranks if self.peer is None else [dist.get_rank(), ranks[self.peer]]
-
-    def record(self, gpu: VirtualGPU) -> Done | None:
-        """Take part in the recording that is under way, if any; returns the end there."""
-        now = recording.under_way
-        if now is None:
-            return None
-        stream = _stream_of(now, gpu, self.group_name, self.peer, self.name)
-        return now.joined(self.name, gpu, self, stream)
+def record(call: Call, gpu: VirtualGPU) -> Done | None:
+    """Take part in the recording that is under way, if any; returns the end there."""
+    now = recording.under_way
+    if now is None:
+        return None
+    return now.joined(call.name, gpu, call, _stream_of(now, gpu, call.group_name, call))
 
 
 class Waiting:
@@ -190,8 +125,8 @@ def _of_c10d(now: Recording, func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """An operator of ``torch.ops.c10d`` writes to its arguments and hands out what to wait for."""
     result = operations.run(func, args, kwargs)
     gpu = _gpu_among(args)
-    call = Call(func, args, kwargs, [])
-    waiting = Waiting(call.record(gpu), gpu, by_host=call.name == "barrier")
+    call = Call(func, args, kwargs)
+    waiting = Waiting(record(call, gpu), gpu, by_host=call.name == "barrier")
     *others, boxed = result if isinstance(result, list | tuple) else [result]
     of_gloo = dist.Work.unbox(boxed)
     if call.is_for_ddp:
@@ -208,7 +143,7 @@ def _functional(now: Recording, func: Operator, args: Args, kwargs: Kwargs) -> A
     results = operations.run(func, args, kwargs)
     inputs = list(tensors_in(args))
     made = [made for made in tensors_in(results) if not any(made is x for x in inputs)]
-    Call(func, args, kwargs, made).record(_gpu_among(args))
+    record(Call(func, args, kwargs, made), _gpu_among(args))
     return results
 
 
@@ -252,7 +187,7 @@ def _with_virtual_time(plain: Callable[..., Any]) -> Callable[..., Any]:
             return work
         if gpus.DEVICE_TYPE in {device.type for device in of._device_types}:
             gpu, part = gpus.by_index(gpus.current_index()), _Barrier(of)
-            stream = _stream_of(now, gpu, part.group_name, None, "barrier")
+            stream = _stream_of(now, gpu, part.group_name, None)
             done = now.joined("barrier", gpu, part, stream)
             if not async_op:
                 now.wait_for(done, gpu, by_host=True)
@@ -286,42 +221,14 @@ def handlers(
 recording.use_handlers(handlers(_of_c10d, _functional, _wrap_async, _wait_tensor, _of_fsdp))
 
 
-# What the arguments say
-
-
-_GIVEN = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors", "tensor")
-_RECEIVED = ("output_tensors", "output_tensor", "output_lists", "outputs", "output", "out")
-
-
-def _given_and_received(
-    name: str, named: dict[str, Any], in_place: bool
-) -> tuple[Tensors, Tensors]:
-    given = [tensor for key in _GIVEN if key in named for tensor in tensors_in(named[key])]
-    received = [tensor for key in _RECEIVED if key in named for tensor in tensors_in(named[key])]
-    if name == "recv":
-        return [], given
-    if in_place and name in ("all_reduce", "broadcast", "reduce"):
-        return given, given
-    return given, received
-
-
-def _group_of(named: dict[str, Any]) -> dist.ProcessGroup:
-    group: Any = named.get("process_group", named.get("group_name"))
-    if isinstance(group, str):
-        return distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
-
-
 def _gpu_among(args: Args) -> VirtualGPU:
     found = (gpu_of(tensor) for tensor in tensors_in(list(args)))
     return next(gpu for gpu in found if gpu is not None)
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _stream_of(now: Recording, gpu: VirtualGPU, group: str, peer: int | None, name: str) -> int:
+def _stream_of(now: Recording, gpu: VirtualGPU, group: str, message: Call | None) -> int:
     """The number of the group's own stream; messages to and from each peer have one each."""
-    key = (gpu.index, group) if peer is None else (gpu.index, group, peer, name)
+    key: tuple[Any, ...] = (gpu.index, group)
+    if message is not None and message.peer is not None:
+        key = (*key, message.peer, message.name)
     return now.stream_numbers.setdefault(key, Stream(gpu.device).stream_id)

@@ -313,28 +313,3 @@ def test_a_parameter_in_a_collective_is_warned_of_as_on_the_cpu():
     )["main"]
     for on_cpu, on_gpu in launch.run(main, 2, gpu="V100"):
         assert on_gpu == on_cpu == [True]
-
-
-def what_is_not_contiguous(rank, world):
-    device = torch.device("vgpu", rank)
-    refused = []
-    for name, call in {
-        "all_reduce": dist.all_reduce,
-        "broadcast": lambda x: dist.broadcast(x, 0),
-        "reduce": lambda x: dist.reduce(x, 0),
-    }.items():
-        try:
-            call(torch.ones(3, 2, device=device).t())
-        except ValueError as error:
-            refused.append((name, str(error)))
-    row, column = torch.ones(2, 2, device=device)[1], torch.ones(2, 3, 4, 4, device=device)
-    dist.all_reduce(row)
-    column = column.to(memory_format=torch.channels_last)
-    dist.all_reduce(column)
-    return refused, row.tolist(), column.sum().item()
-
-
-def test_tensors_must_be_contiguous_as_with_nccl():
-    words = "Tensors must be contiguous"
-    refused = [(name, words) for name in ("all_reduce", "broadcast", "reduce")]
-    assert launch.run(what_is_not_contiguous, 2, gpu="V100") == [(refused, [2, 2], 192)] * 2
