@@ -137,7 +137,7 @@ class ReadBacks(Watching):
         return isinstance(value, torch.Tensor) and value.device.type == self.device_type
 
 
-class Leaving(TorchDispatchMode):
+class Leaving(Watching):
     """Counts the numbers of a recorded graph that are copied from each device to another.
 
     What needs no gradient, such as labels in whatever form, is not counted.
@@ -146,11 +146,6 @@ class Leaving(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.numbers: Counter[torch.device] = Counter()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # True would import the whole compiler at the first call, which takes seconds.
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
