@@ -62,6 +62,34 @@ def test_values_and_gradients_are_the_cpus_and_no_scores_are_kept(dtype, mask, o
     assert kept < scores, "the matrix of scores is larger than all that is kept"
 
 
+@pytest.mark.parametrize("heads_first", [True, False], ids=["heads first", "rows first"])
+@pytest.mark.parametrize(
+    ("dtype", "masked"), [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)]
+)
+def test_strides_and_bytes_are_those_of_torchs_functions_for_meta_tensors(
+    dtype, masked, heads_first
+):
+    """They write down CUDA's: torch/_meta_registrations.py. 40 rows fill no block of 32."""
+
+    def attended():
+        shape = (2, 4, 40, 16) if heads_first else (2, 40, 4, 16)
+        parts = [torch.randn(shape, device="vgpu:1", dtype=dtype) for _ in range(3)]
+        if not heads_first:
+            parts = [part.transpose(1, 2) for part in parts]
+        parts = [part.requires_grad_() for part in parts]
+        mask = torch.zeros(40, 40, device="vgpu:1", dtype=dtype) if masked else None
+        before = torch.vgpu.memory_allocated(1)
+        output = F.scaled_dot_product_attention(*parts, attn_mask=mask)
+        kept = torch.vgpu.memory_allocated(1) - before
+        node = output.grad_fn
+        gradients = node(torch.ones_like(output))[:3]
+        return kept, [output.stride(), *(gradient.stride() for gradient in gradients)]
+
+    with vgpu.shapes_only():
+        expected = attended()
+    assert attended() == expected
+
+
 def test_as_many_heads_of_keys_as_of_queries_are_not_copied():
     """CUDA's own first step with enable_gqa: pre_process_group_query_attention_input in
     aten/src/ATen/native/transformers/attention.cpp hands equal numbers of heads on as they are."""
