@@ -13,11 +13,18 @@ from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.dispatch import custom, handlers, refusals, rules
 from helpers.vgpu.dispatch.autocast import casting
-from helpers.vgpu.dispatch.gpu_only import attention, half_to_float, log_sigmoid, rms_norm
+from helpers.vgpu.dispatch.gpu_only import (
+    attention,
+    half_to_float,
+    half_types,
+    log_sigmoid,
+    norms,
+    rms_norm,
+)
 from helpers.vgpu.dispatch.operations import dispatch
 from helpers.vgpu.dispatch.operators import Operator, operator_of_aten, overloads
 
-for file in (attention, half_to_float, log_sigmoid, rms_norm):
+for file in (attention, half_to_float, half_types, log_sigmoid, norms, rms_norm):
     rules.use_handlers(file.HANDLERS)
 rules.use_handlers({**handlers.HANDLERS, **refusals.HANDLERS})
 rules.use_parts(half_to_float.PARTS)

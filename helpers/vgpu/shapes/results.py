@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from helpers.vgpu.dispatch.gpu_only import norms
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
 from helpers.vgpu.dispatch.rules import rule_for
 from helpers.vgpu.dispatch.tensor import VirtualTensor
@@ -47,9 +48,8 @@ def learn(func: Operator, args: Args, kwargs: Kwargs) -> Result:
         kwargs["device"] = torch.device("meta")
     # What hands nothing back only changes values; torch has not all of it for meta tensors.
     result = func(*args, **kwargs) if func._schema.returns else None
-    # As for CUDA: gpu_only/log_sigmoid.py.
-    if result is not None and func.name() == "aten::log_sigmoid_forward":
-        result = result[0], result[0].new_empty(0)
+    if func.name() in _AS_CUDA:
+        result = _AS_CUDA[func.name()](func, args, kwargs, result)
     work = work_of(func, args, kwargs, result)
     if result is None:
         return Result(None, [], [], work)
@@ -64,6 +64,33 @@ def learn(func: Operator, args: Args, kwargs: Kwargs) -> Result:
     ]
     alone = outputs[0] if form is None and bases == [None] else None
     return Result(form, outputs, bases, work, alone if isinstance(alone, Output) else None)
+
+
+def _without_buffer(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Any:
+    return result[0], result[0].new_empty(0)  # gpu_only/log_sigmoid.py
+
+
+def _of_one_type(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Any:
+    norms.refuse_mixed(func, args, kwargs)
+    return result
+
+
+def _in_memory_like_input(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Any:
+    """The kernels make a tensor like their input and resize it; memory never shrinks by that.
+
+    ATen/native/cuda/Col2Im.cu and Im2Col.cu; the CPU's do the same.
+    """
+    room = result.new_empty(max(args[0].numel(), result.numel()))
+    return room.as_strided(result.size(), result.stride())
+
+
+# Where torch's function for meta tensors does not give what CUDA does.
+_AS_CUDA: dict[str, Callable[[Operator, Args, Kwargs, Any], Any]] = {
+    "aten::col2im": _in_memory_like_input,
+    "aten::im2col": _in_memory_like_input,
+    "aten::log_sigmoid_forward": _without_buffer,
+    "aten::native_layer_norm": _of_one_type,
+}
 
 
 def _metas(value: Any) -> Any:
