@@ -22,7 +22,7 @@ from helpers.vgpu.device import gpus
 from helpers.vgpu.device.links import Link, get_link
 from helpers.vgpu.device.specs import GPUSpec, get_spec
 from helpers.vgpu.dispatch import custom, device_names, kernels, refusals
-from helpers.vgpu.dispatch.gpu_only import rms_norm, sync_batch_norm
+from helpers.vgpu.dispatch.gpu_only import out_dtype, rms_norm, sync_batch_norm
 from helpers.vgpu.distributed import (
     ddp,
     futures,
@@ -59,6 +59,7 @@ _CHANGING = (
     groups,
     kernels,
     nccl_only,
+    out_dtype,
     pipelines,
     processes,
     recorded,

@@ -19,12 +19,13 @@ from helpers.vgpu.dispatch.gpu_only import (
     half_types,
     log_sigmoid,
     norms,
+    out_dtype,
     rms_norm,
 )
 from helpers.vgpu.dispatch.operations import dispatch
 from helpers.vgpu.dispatch.operators import Operator, operator_of_aten, overloads
 
-for file in (attention, half_to_float, half_types, log_sigmoid, norms, rms_norm):
+for file in (attention, half_to_float, half_types, log_sigmoid, norms, out_dtype, rms_norm):
     rules.use_handlers(file.HANDLERS)
 rules.use_handlers({**handlers.HANDLERS, **refusals.HANDLERS})
 rules.use_parts(half_to_float.PARTS)

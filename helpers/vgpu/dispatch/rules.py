@@ -214,7 +214,10 @@ def use_parts(parts: dict[str, Handler]) -> None:
 
 
 def use_handlers(handlers: dict[str, Handler]) -> None:
-    """Let each of ``handlers`` run the operator whose name is its key, with all overloads."""
+    """Let each of ``handlers`` run the operator whose name is its key, with all overloads.
+
+    A key "name.overload" is for that one alone.
+    """
     _handlers.update(handlers)
     _rules.clear()
 
@@ -230,5 +233,6 @@ def rule_for(func: Operator) -> Rule:
     """The rule of an operator; made at its first call."""
     rule = _rules.get(id(func))
     if rule is None:
-        rule = _rules[id(func)] = Rule(func, _handlers.get(func._schema.name))
+        special = _handlers.get(func.name()) or _handlers.get(func._schema.name)
+        rule = _rules[id(func)] = Rule(func, special)
     return rule

@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
+from helpers.vgpu.dispatch import custom
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
 from helpers.vgpu.shapes import operations
-from helpers.vgpu.shapes.operations import dispatch
+from helpers.vgpu.shapes.operations import ShapeCall, dispatch
 from helpers.vgpu.shapes.shape import ShapeTensor, around_shapes, is_shape
 
 
@@ -107,3 +108,17 @@ def _in_own_order(plain: Callable[..., Any]) -> Callable[..., Any]:
             operations.host_keeps_values = False
 
     return _rebuild_buckets
+
+
+def _in_parts(call: ShapeCall) -> Any:
+    with call.mode:
+        return custom.run(call.func, call.args, call.kwargs)
+
+
+# torch's own operators in Python whose bodies ask for no value; others are looked up whole.
+operations.use_handlers(
+    {
+        "torch_nn::_linear_cross_entropy_batch_chunked": _in_parts,
+        "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _in_parts,
+    }
+)

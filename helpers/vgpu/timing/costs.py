@@ -296,7 +296,8 @@ def fit_share(time_of: Callable[[float], float], measured_s: float) -> float:
 
 def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Work:
     """FLOPs and bytes of one call that has happened: the tensors may have no values."""
-    count = flop_registry.get(func._overloadpacket)
+    packet = _IN_PLACE.get(func._schema.name, func._overloadpacket)
+    count = flop_registry.get(packet)
     flop = int(count(*args, **kwargs, out_val=result)) if count else 0
     if flop and named_arguments(func, args, kwargs).get("is_causal"):
         flop //= 2  # fused attention skips the half that the mask hides; the counter counts it
@@ -308,12 +309,14 @@ def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Work:
     return Work(flop, size_bytes, _arithmetic_of(func, touched), _product_of(func, flop, result))
 
 
+# torch's counter does not know these.
+_IN_PLACE = {"aten::addmm_": torch.ops.aten.addmm, "aten::baddbmm_": torch.ops.aten.baddbmm}
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 
 
 def _product_of(func: Operator, flop: int, result: torch.Tensor) -> Product | None:
     """The sizes of a matrix product."""
-    if func._schema.name not in _PRODUCTS:
+    if func._schema.name.removesuffix("_") not in _PRODUCTS:
         return None
     *batch, rows, columns = result.shape
     inner = flop // (2 * result.numel())

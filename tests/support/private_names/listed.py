@@ -228,6 +228,16 @@ RELIANCES = (
         ("torch._C._get_fp32_precision_getter",),
     ),
     Reliance(
+        "F.linear_cross_entropy on a virtual GPU, as on CUDA",
+        "Look where torch.nn.modules.linear_cross_entropy asks for the device type cuda now, and "
+        "answer for virtual GPUs there (dispatch/gpu_only/out_dtype.py).",
+        (
+            "torch.nn.modules.linear_cross_entropy._ChunkContext.build",
+            "torch.nn.modules.linear_cross_entropy_options.LinearCrossEntropyOptions"
+            "._resolve_auto_acc_dtype",
+        ),
+    ),
+    Reliance(
         "models whose tensors have no values: what would read one",
         "Run tests/vgpu/test_shapes.py: the error says who reads; stand in for that in "
         "shapes/block.py.",

@@ -40,6 +40,17 @@ def test_each_share_is_of_its_own_peak():
     assert times_s(link_share=0.5) == pytest.approx((1e-9, 1e-9, 2e-9))
 
 
+def test_a_product_in_place_costs_what_it_costs_out_of_place():
+    a, b, c = (torch.empty(2, *size, device="meta") for size in ((3, 4), (4, 5), (3, 5)))
+    for plain, in_place, args in (
+        (ATEN.addmm, ATEN.addmm_, (c[0], a[0], b[0])),
+        (ATEN.baddbmm, ATEN.baddbmm_, (c, a, b)),
+    ):
+        expected = work_of(plain.default, args, {}, args[0])
+        assert expected.flop == 2 * c[0].numel() * 4 * math.prod(args[0].shape[:-2])
+        assert work_of(in_place.default, args, {}, args[0]) == expected
+
+
 @pytest.mark.parametrize("name", ["arithmetic_share", "memory_share", "link_share", "locked_share"])
 @pytest.mark.parametrize("share", [0, -0.1, 1.01])
 def test_a_share_is_between_nothing_and_the_peak(name, share):
