@@ -11,7 +11,7 @@ import torch
 
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
-from helpers.vgpu.dispatch import custom, handlers, refusals, rules
+from helpers.vgpu.dispatch import custom, handlers, parts, refusals, rules
 from helpers.vgpu.dispatch.autocast import casting
 from helpers.vgpu.dispatch.gpu_only import (
     attention,
@@ -28,7 +28,7 @@ from helpers.vgpu.dispatch.operators import Operator, operator_of_aten, overload
 for file in (attention, half_to_float, half_types, log_sigmoid, norms, out_dtype, rms_norm):
     rules.use_handlers(file.HANDLERS)
 rules.use_handlers({**handlers.HANDLERS, **refusals.HANDLERS})
-rules.use_parts(half_to_float.PARTS)
+rules.use_parts({**half_to_float.PARTS, **parts.PARTS})
 rules.use_for_foreign(custom.run)
 
 # The keys of calls that have no tensor yet: of "vgpu:k", and of "vgpu", the current device (gpus.py).
@@ -65,12 +65,18 @@ def register_once() -> tuple[torch.library.Library, ...]:
     for func in _computing_operators():
         kernels.impl(func, functools.partial(_call, func), "Lazy")
     aten = torch.ops.aten
-    for func in (aten.copy_.default, aten.empty.memory_format, aten.empty_strided.default):
+    # C++ would look for a kernel of kaiser_window for the device of the tensor that it makes.
+    made_here = (
+        *overloads(aten.kaiser_window),
+        aten.empty.memory_format,
+        aten.empty_strided.default,
+    )
+    for func in (aten.copy_.default, *made_here):
         for key in _FACTORY_KEYS:
             kernels.impl(func, functools.partial(_call, func), key)
     for name in half_to_float.PARTS:
         func = operator_of_aten(name.removeprefix("aten::"))
-        kernels.impl(func, functools.partial(_decompose, func), "AutogradLazy")
+        kernels.impl(func, functools.partial(_divide, func), "AutogradLazy")
     casting.register(kernels)
     rms_norm.register(kernels)
     return fallbacks, kernels
@@ -100,5 +106,5 @@ def _call(func: Operator, *args: Any, **kwargs: Any) -> Any:
     return dispatch(func, args, kwargs)
 
 
-def _decompose(func: Operator, *args: Any, **kwargs: Any) -> Any:
-    return rules.decompose(func, args, kwargs)
+def _divide(func: Operator, *args: Any, **kwargs: Any) -> Any:
+    return rules.rule_for(func).parts(func, args, kwargs)

@@ -17,13 +17,7 @@ from helpers.vgpu.device.gpus import VirtualGPU
 from helpers.vgpu.dispatch import tensor
 from helpers.vgpu.dispatch.operators import Args, Handler, Kwargs, Operator, argument
 from helpers.vgpu.dispatch.refusals import refuse_tangents
-from helpers.vgpu.dispatch.rules import (
-    Rule,
-    on_several_devices,
-    one_by_one,
-    rule_for,
-    runs_in_parts,
-)
+from helpers.vgpu.dispatch.rules import Rule, rule_for
 from helpers.vgpu.dispatch.tensor import (
     VirtualTensor,
     count_bytes,
@@ -52,8 +46,9 @@ def set_interceptor(interceptor: Handler | None) -> None:
 
     def intercept(func: Operator, args: Args, kwargs: Kwargs) -> Any:
         rule = rule_for(func)
-        in_parts = runs_in_parts(rule) or (rule.foreach and on_several_devices(args))
-        return (run if in_parts else intercepted)(func, args, kwargs)
+        if rule.divides is not None and rule.divides(args, kwargs):
+            return rule.parts(func, args, kwargs)
+        return intercepted(func, args, kwargs)
 
     tensor.run_with(intercept)
 
@@ -64,8 +59,10 @@ def dispatch(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 
 def run(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Run one operation: by its own handler, or by ``compute``."""
+    """Run one operation: in parts, by its own handler, or by ``compute``."""
     rule = rule_for(func)
+    if rule.divides is not None and rule.divides(args, kwargs):
+        return rule.parts(func, args, kwargs)
     if rule.special is not None:
         return rule.special(func, args, kwargs)
     return _compute(rule, func, args, kwargs)
@@ -83,8 +80,6 @@ def _compute(rule: Rule, func: Operator, args: Args, kwargs: Kwargs) -> Any:
         values, gpu, mixed = unwrap(kwargs.values(), gpu, mixed)
         inner_kwargs = dict(zip(kwargs, values, strict=True))
     if mixed:
-        if rule.foreach and on_several_devices(args):
-            return one_by_one(func, args, kwargs)
         refuse_tangents((args, *kwargs.values()))
         rule.check(func, args, kwargs)
     if rule.makes_on_device:

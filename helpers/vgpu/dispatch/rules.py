@@ -1,5 +1,6 @@
 """What dispatch must know about an operator, read once from its schema."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,15 +19,14 @@ class Rule:
     __slots__ = (
         "aliases",
         "check",
-        "composite",
         "conjugates",
         "convolves",
+        "divides",
         "draws",
-        "foreach",
-        "foreign",
         "func",
         "makes_on_device",
         "name",
+        "parts",
         "plain",
         "reshapes",
         "special",
@@ -37,14 +37,13 @@ class Rule:
     def __init__(self, func: Operator, special: Handler | None) -> None:
         schema = func._schema
         self.func = func
-        namespace, _, self.name = schema.name.partition("::")
-        # In inference mode autograd is skipped, and a composite operator arrives whole.
-        self.composite = special is None and is_composite(func)
-        self.special = decompose if self.composite else special
-        # Not torch's own: its kernel for a GPU may be a user's Python (custom.py).
-        self.foreign = special is None and namespace not in TORCHS_OWN
-        if self.foreign:
-            self.special = _run_foreign
+        self.name = schema.name.partition("::")[2]
+        self.special = special
+        # Whether a call is several operators on CUDA, and what runs them; None: it never is.
+        self.divides: Condition | None = None
+        self.parts: Handler = _not_in_parts
+        if special is None:
+            self._read_parts(func)
         self.check = check_for(func)
         # For each result, the argument that it is (position, name), or None for a new tensor.
         aliases = tuple(_written_argument(schema, result) for result in schema.returns)
@@ -53,8 +52,6 @@ class Rule:
         writes_out = any(argument.is_out for argument in schema.arguments)
         resizes = self.name in _RESIZING or torch.Tag.inplace_view in func.tags
         self.reshapes = writes_out or resizes
-        # One kernel for lists of tensors, which may lie on several devices.
-        self.foreach = special is None and self.name.startswith("_foreach_")
         # The lists of tensors that it changes, whose versions the CPU's kernels would count.
         self.writes_lists = tuple(
             position
@@ -72,6 +69,34 @@ class Rule:
         # None of the above: called on the values as it is.
         self.plain = not (self.draws or self.writes_lists or self.convolves or self.conjugates)
         self.makes_on_device = any(argument.name == "device" for argument in schema.arguments)
+
+    def _read_parts(self, func: Operator) -> None:
+        if func.name() in _parts:
+            self.divides, self.parts = _parts[func.name()]
+        elif func._schema.name.partition("::")[0] not in TORCHS_OWN:
+            # Its kernel for a GPU may be a user's Python (custom.py).
+            self.special = self.parts = _run_foreign
+            self.divides = lambda args, kwargs: gpu_kernel(func) is not None
+        elif is_composite(func):
+            # In inference mode autograd is skipped, and a composite operator arrives whole.
+            self.divides, self.parts = always, decompose
+        elif func.name() in _OF_SEVERAL:
+            self.divides, self.parts = always, _run_explicit
+        elif self.name.startswith("_foreach_"):
+            # One kernel for lists of tensors, which may lie on several devices.
+            self.divides, self.parts = on_several_devices, one_by_one
+
+
+# Whether a call with these arguments is several operators on CUDA.
+Condition = Callable[[Args, Kwargs], bool]
+
+
+def always(args: Args, kwargs: Kwargs) -> bool:
+    return True
+
+
+def _not_in_parts(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    raise AssertionError(f"{func.name()} is one operator")
 
 
 # The namespaces of operators that torch and its packages define; each is one kernel of a GPU.
@@ -96,9 +121,21 @@ def is_composite(func: Operator) -> bool:
     return composite and not func._schema.name.startswith(("aten::_sparse_", "aten::sparse_"))
 
 
-def runs_in_parts(rule: "Rule") -> bool:
-    """Whether what arrives next are the operators that a call consists of."""
-    return rule.composite or (rule.foreign and gpu_kernel(rule.func) is not None)
+# What C++ makes of other operators below autograd, for every device alike, with tensors between them
+# that take room (tests/vgpu/dispatch/test_parts.py).
+_OF_SEVERAL = {
+    f"aten::{name}"
+    for name in (
+        *("_euclidean_dist", "_safe_softmax", "affine_grid_generator", "allclose"),
+        *("binary_cross_entropy_with_logits", "dist", "isinf", "ldexp.Tensor", "mvlgamma"),
+        *("soft_margin_loss", "soft_margin_loss.out"),
+        *("soft_margin_loss_backward", "soft_margin_loss_backward.grad_input"),
+    )
+}
+
+
+def _run_explicit(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    return func._op_dk(_EXPLICIT, *args, **kwargs)
 
 
 def gpu_kernel(func: Operator) -> str | None:
@@ -142,11 +179,6 @@ _FOR_GPUS = (
 
 
 def decompose(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Run a composite operator as the operators that it consists of on CUDA."""
-    return _parts.get(func.name(), decompose_as_ever)(func, args, kwargs)
-
-
-def decompose_as_ever(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """Run a composite operator as C++ does for every device but CUDA.
 
     In inference mode, a view of a tensor from outside shares its version counter; outside, a tensor
@@ -161,7 +193,7 @@ def decompose_as_ever(func: Operator, args: Args, kwargs: Kwargs) -> Any:
         return func._op_dk(_COMPOSITE, *args, **kwargs)
 
 
-def on_several_devices(args: Args) -> bool:
+def on_several_devices(args: Args, kwargs: Kwargs) -> bool:
     """Whether the tensors in the lists of a foreach operator lie on more than one device."""
     lists = [value for value in args if isinstance(value, list | tuple)]
     tensors = (item for items in lists for item in items if isinstance(item, torch.Tensor))
@@ -204,13 +236,17 @@ def _with_generator(func: Operator) -> Operator | None:
 # By id: hashing an operator is slow. A rule keeps its operator, and so the id, alive.
 _rules: dict[int, Rule] = {}
 _handlers: dict[str, Handler] = {}
-_parts: dict[str, Handler] = {}
-_run_foreign: Handler | None = None
+_parts: dict[str, tuple[Condition, Handler]] = {}
+_run_foreign: Handler = _not_in_parts
 
 
-def use_parts(parts: dict[str, Handler]) -> None:
-    """Let each of ``parts`` run the composite overload whose name is its key, as CUDA's parts."""
+def use_parts(parts: dict[str, tuple[Condition, Handler]]) -> None:
+    """Let each of ``parts`` run the overload whose name is its key, where its condition holds.
+
+    A handler calls the operators that the call is on CUDA.
+    """
     _parts.update(parts)
+    _rules.clear()
 
 
 def use_handlers(handlers: dict[str, Handler]) -> None:

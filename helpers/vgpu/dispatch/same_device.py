@@ -28,7 +28,7 @@ def check_for(func: Operator) -> Check:
 
 
 def _on_devices(func: Operator) -> Check:
-    if func._schema.name in _INDEXING:
+    if func._schema.name in INDEXING:
         return _check_indexing
     if _is_elementwise(func):
         return _check_elementwise
@@ -49,7 +49,8 @@ def _is_elementwise(func: Operator) -> bool:
     return sibling is not None and torch.Tag.pointwise in sibling.tags
 
 
-_INDEXING = {
+# Operators whose second argument is a list of indices, integers or masks.
+INDEXING = {
     f"aten::{name}"
     for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
 }

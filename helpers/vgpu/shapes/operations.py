@@ -8,7 +8,8 @@ import torch
 
 from helpers.vgpu.device import gpus
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator, argument
-from helpers.vgpu.dispatch.rules import decompose, on_several_devices, one_by_one, rule_for
+from helpers.vgpu.dispatch.rules import rule_for
+from helpers.vgpu.dispatch.same_device import INDEXING
 from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.shapes import shape
 from helpers.vgpu.shapes.results import Result, learn
@@ -31,12 +32,12 @@ class _Facts:
     __slots__ = (
         "aliases",
         "check",
-        "composite",
         "copies",
-        "foreach",
+        "divides",
         "func",
         "makes",
         "only_computes",
+        "parts",
         "special",
         "traits",
         "values",
@@ -48,8 +49,9 @@ class _Facts:
         self.traits = traits_of(func)
         self.aliases = rule.aliases
         self.check = rule.check
-        self.composite = rule.composite
-        self.foreach = rule.foreach
+        # A mask has no values here to make integers of: what indexes stays one operator.
+        self.divides = None if func._schema.name in INDEXING else rule.divides
+        self.parts = rule.parts
         self.makes = rule.makes_on_device
         self.copies = self.traits.copies
         self.special = _handlers.get(func._schema.name)
@@ -116,12 +118,9 @@ def dispatch(
     facts = _facts.get(number)
     if facts is None:
         facts = _facts[number] = _Facts(func)
-    if facts.composite:
+    if facts.divides is not None and facts.divides(args, kwargs):
         with mode or nullcontext():
-            return decompose(func, args, kwargs)
-    if facts.foreach and on_several_devices(args):
-        with mode or nullcontext():
-            return one_by_one(func, args, kwargs)
+            return facts.parts(func, args, kwargs)
     key: list[object] = [number]
     inputs: list[VirtualTensor] = []
     for value in args:

@@ -169,9 +169,12 @@ def make(
 
 
 def become(argument: ShapeTensor, output: Output, operation: str) -> None:
-    """Give a shape that an operation changed in place its new size, strides and bytes."""
+    """Give a shape that an operation changed in place its new size, strides and bytes.
+
+    Memory that is large enough stays as it is; ``set_`` gives it other memory.
+    """
     block: Block | None = argument._block
-    if block is not None:
+    if block is not None and (output.storage_bytes > block.size_bytes or operation == "set_"):
         block.resize(output.storage_bytes, operation)
     set_cpp_data(argument, make(output, argument._gpu, operation, argument))
     argument._inner = output.meta

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
+from helpers.vgpu.dispatch.same_device import INDEXING
 
 # Operators that launch nothing on a GPU, besides those whose results are views: they hand out or
 # release memory, or ask something about a tensor.
@@ -40,8 +41,6 @@ _FUSED = {
 }
 _FUSED_TAGS = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", torch.Tag.pointwise)}
 
-# Operators whose second argument is a list of indices, integers or masks.
-_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -79,7 +78,7 @@ class Traits:
         # Whether torch.compile fuses it with its neighbours.
         self.fuses = self.name in _FUSED or not _FUSED_TAGS.isdisjoint(func.tags)
         self.records_stream = self.name == "record_stream"
-        self.indexes = schema.name in _INDEXING
+        self.indexes = schema.name in INDEXING
         # Whether the host must know a value before it can go on.
         self.waits = (
             torch.Tag.data_dependent_output in func.tags
@@ -96,9 +95,9 @@ class Traits:
     def waits_for(self, args: Args) -> bool:
         """Whether the host must know a value before this call can go on.
 
-        With masks it must know how many elements they pick. On CUDA ``index`` and ``index_put``
-        ask for that (``expandTensors`` in ATen/native/IndexingUtils.h), but not to fill in one
-        number (``canDispatchToMaskedFill``).
+        With masks it must know how many elements they pick, but not to fill in one number
+        (``canDispatchToMaskedFill``). Only shapes have masks here: others run in parts
+        (dispatch/parts.py).
         """
         if not self.indexes:
             return self.waits

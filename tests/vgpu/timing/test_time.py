@@ -101,9 +101,9 @@ def put(x, where, values):
 INDEXED = {
     "integers": (lambda x, mask: x[mask.nonzero()[:, 0]], ["nonzero"]),
     "integers of the host": (lambda x, mask: x[[0, 2]], ["copy"]),
-    "mask": (lambda x, mask: x[mask], ["index"]),
+    "mask": (lambda x, mask: x[mask], ["nonzero"]),
     "integers put": (lambda x, mask: put(x, mask.nonzero()[:, 0], x.new_ones(KB)), ["nonzero"]),
-    "mask put": (lambda x, mask: put(x, mask, x.new_ones(KB)), ["index_put_"]),
+    "mask put": (lambda x, mask: put(x, mask, x.new_ones(KB)), ["nonzero"]),
     "mask filled": (lambda x, mask: put(x, mask, 0.5), []),
 }
 

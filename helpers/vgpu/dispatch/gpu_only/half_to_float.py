@@ -10,7 +10,7 @@ import torch
 
 from helpers.vgpu.dispatch.operations import compute, unwrap
 from helpers.vgpu.dispatch.operators import Args, Handler, Kwargs, Operator, named_arguments
-from helpers.vgpu.dispatch.rules import decompose_as_ever
+from helpers.vgpu.dispatch.rules import Condition, always, decompose
 from helpers.vgpu.dispatch.same_device import check_for
 from helpers.vgpu.dispatch.tensor import wrap
 
@@ -21,7 +21,7 @@ def softmax(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     source, dtype = named["self"], named.get("dtype")
     if source.dtype is torch.float16 and dtype is torch.float32:
         return _KERNELS[func.name()](source, named["dim"], True)
-    return decompose_as_ever(func, args, kwargs)
+    return decompose(func, args, kwargs)
 
 
 def forward(func: Operator, args: Args, kwargs: Kwargs) -> Any:
@@ -52,7 +52,7 @@ _KERNELS = {
     "aten::softmax.int": torch.ops.aten._softmax.default,
     "aten::log_softmax.int": torch.ops.aten._log_softmax.default,
 }
-PARTS: dict[str, Handler] = dict.fromkeys(_KERNELS, softmax)
+PARTS: dict[str, tuple[Condition, Handler]] = dict.fromkeys(_KERNELS, (always, softmax))
 HANDLERS: dict[str, Handler] = {
     "aten::_softmax": forward,
     "aten::_log_softmax": forward,
