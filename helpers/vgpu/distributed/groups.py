@@ -11,7 +11,7 @@ Left out: what only NCCL offers (nccl_only.py).
 import collections
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
