@@ -5,8 +5,8 @@ and this one, stay as they are. No file is changed, and lines keep their numbers
 
 - ``torch.cuda`` and what is imported from it, ``tensor.cuda()``, ``module.cuda()``, ``is_cuda``;
 - the texts ``"cuda"``, ``"cuda:0"`` and ``"cuda:"``, ``"cuda:%d"`` and ``"cuda:{}"``, also as a
-  part of an f-string, and ``nccl`` as a backend's name, alone or in a list such as
-  ``"cpu:gloo,cuda:nccl"``.
+  part of an f-string, and ``nccl`` or ``NCCL`` as a backend's name, alone or in a list such as
+  ``"cpu:gloo,cuda:nccl"``; and ``Backend.NCCL``.
 
 Everything else stays: ``torch.backends.cuda``, ``torch.version.cuda``, names of the program's own.
 """
@@ -31,7 +31,7 @@ _WORD = "cuda"
 _ATTRIBUTES = {"is_cuda": f"is_{gpus.DEVICE_TYPE}"}
 # A device, perhaps with its number still to come; a backend, or a list of device:backend pairs.
 _DEVICE = re.compile(rf"{_WORD}(:(\d+|%[dis]|\{{\w*\}})?)?")
-_BACKENDS = re.compile(rf"(\w+:\w+,)*(({_WORD}:)?nccl)(,\w+:\w+)*")
+_BACKENDS = re.compile(rf"(\w+:\w+,)*(({_WORD}:)?(nccl|NCCL))(,\w+:\w+)*")
 
 
 @dataclass
@@ -66,7 +66,8 @@ def word(text: str) -> str:
     if _DEVICE.fullmatch(text):
         return text.replace(_WORD, gpus.DEVICE_TYPE)
     if _BACKENDS.fullmatch(text):
-        return text.replace(_WORD, gpus.DEVICE_TYPE).replace("nccl", BACKEND)
+        text = text.replace(_WORD, gpus.DEVICE_TYPE)
+        return text.replace("nccl", BACKEND).replace("NCCL", BACKEND)
     return text
 
 
@@ -106,6 +107,9 @@ class _Reader(ast.NodeTransformer):
             return self._renamed(node, gpus.DEVICE_TYPE)
         if node.attr in _ATTRIBUTES:
             return self._renamed(node, _ATTRIBUTES[node.attr])
+        if node.attr == "NCCL" and ast.unparse(node.value).endswith("Backend"):
+            self._reading.note("nccl", node.lineno)
+            node.attr = BACKEND.upper()
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -135,7 +139,7 @@ class _Reader(ast.NodeTransformer):
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         if isinstance(node.value, str) and word(node.value) != node.value:
             for name in (_WORD, "nccl"):
-                if name in node.value:
+                if name in node.value.lower():
                     self._reading.note(name, node.lineno)
             node.value = word(node.value)
         return node

@@ -32,6 +32,9 @@ def read(source):
         ("import torch as th\nth.cuda.synchronize()", "import torch as th\nth.vgpu.synchronize()"),
         ("init('nccl')", "init('vccl')"),
         ("init('cpu:gloo,cuda:nccl')", "init('cpu:gloo,vgpu:vccl')"),
+        ("init('NCCL')", "init('vccl')"),
+        ("init(dist.Backend.NCCL)", "init(dist.Backend.VCCL)"),
+        ("get_backend() == Backend.NCCL", "get_backend() == Backend.VCCL"),
     ],
 )
 def test_read_for_virtual_gpus(source, expected):

@@ -119,6 +119,11 @@ class VirtualTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self._inner.data_ptr()
 
+    def record_stream(self, stream: torch.Stream) -> None:
+        """FSDP1 calls it below dispatch, where C++ would find no kernel for its device."""
+        func = torch.ops.aten.record_stream.default
+        self.__torch_dispatch__(func, (type(self),), (self, stream))
+
     def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         """The old constructor; C++ forgets the index there, and has none for sparse tensors."""
         if self.layout is torch.sparse_coo and args:

@@ -58,7 +58,8 @@ def _explaining_nccl(plain: Callable[..., Any]) -> Callable[..., Any]:
             raise RuntimeError(
                 f"the backend {wanted} needs CUDA GPUs, and there are only virtual ones: leave the "
                 f"backend out, name {BACKEND!r}, or run the script with "
-                "python -m helpers.vgpu --cuda-is-vgpu, which reads nccl as it"
+                f"python -m helpers.vgpu --cuda-is-vgpu, which reads nccl as {BACKEND} where it "
+                "stands in the program's own files"
             )
         options = given.get("backend_options")
         if BACKEND in wanted and options is not None:

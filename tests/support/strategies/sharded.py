@@ -35,6 +35,16 @@ def fsdp(rank, world_size, device_type):
     return _fsdp(rank, world_size, device_type)
 
 
+def fsdp1(rank, world_size, device_type):
+    """The class that came before ``fully_shard``."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    device = device_of(device_type, rank)
+    model = FullyShardedDataParallel(network(0).to(device), device_id=device, use_orig_params=True)
+    losses = trained(model, adamw(model), device, rank, world_size)
+    return losses + [value.cpu() for value in model.state_dict().values()]
+
+
 def fsdp_without_resharding(rank, world_size, device_type):
     return _fsdp(rank, world_size, device_type, reshard_after_forward=False)
 
@@ -104,6 +114,7 @@ def checkpoint_on_other_ranks(rank, world_size, device_type):
 
 WAYS = [
     fsdp,
+    fsdp1,
     fsdp_without_resharding,
     fsdp_with_prefetching,
     fsdp_in_mixed_precision,

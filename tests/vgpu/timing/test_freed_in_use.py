@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.utils._mode_utils import no_dispatch
 
 from helpers import vgpu
 
@@ -13,6 +14,12 @@ pytestmark = pytest.mark.virtual_gpus(2)
 
 def current(gpu):
     return torch.accelerator.current_stream(gpu)
+
+
+def recorded_below_dispatch(tensor, stream):
+    """As FSDP1 does it."""
+    with no_dispatch():
+        tensor.record_stream(stream)
 
 
 def fetched_ahead(batches, weight, records):
@@ -25,7 +32,7 @@ def fetched_ahead(batches, weight, records):
         current(gpu).wait_stream(side)
         batch = coming
         if records:
-            batch.record_stream(current(gpu))
+            recorded_below_dispatch(batch, current(gpu))
         if following is not None:
             with side:
                 coming = following.to(gpu, non_blocking=True)
@@ -78,11 +85,19 @@ def test_nothing_keeps_memory_from_being_handed_out_again_on_its_stream():
     [
         lambda made, side: made.record_stream(current("vgpu:0")),
         lambda made, side: made[:3].record_stream(current("vgpu:0")),  # a view's memory is the same
+        lambda made, side: recorded_below_dispatch(made, current("vgpu:0")),
         lambda made, side: side.wait_stream(current("vgpu:0")),
         lambda made, side: side.wait_event(current("vgpu:0").record_event()),
         lambda made, side: torch.vgpu.synchronize("vgpu:0"),
     ],
-    ids=["record_stream", "of a view", "wait_stream", "wait_event", "synchronize"],
+    ids=[
+        "record_stream",
+        "of a view",
+        "below dispatch",
+        "wait_stream",
+        "wait_event",
+        "synchronize",
+    ],
 )
 def test_what_keeps_it(synchronize):
     assert made_here_used_there(synchronize) == []
