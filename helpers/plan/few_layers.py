@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from helpers import vgpu
 from helpers.plan.model import on_cluster
-from helpers.plan.rank import Rank, predict
+from helpers.plan.rank import Rank
 from helpers.plan.step import Plan, Recorded
 
 Number = TypeVar("Number", int, float)
@@ -65,18 +65,21 @@ class FewLayers:
 def in_few_layers(plan: Plan, **costs: Any) -> FewLayers:
     """The plan, from two recordings with few layers; costs: as for ``predict``.
 
-    ValueError for a model that has no more layers than those.
+    ValueError for a pipeline, and for a model that has no more layers than those.
     """
     check(plan)
-    if plan.layout.stages > 1:  # each has ranks of its own
-        few, more = (predict(with_layers(plan, layers), **costs) for layers in LAYERS)
-        return FewLayers(plan, (few, more))
     with on_cluster(plan):
         return recorded(plan, ranks_of(plan), **costs)
 
 
 def check(plan: Plan) -> None:
-    """ValueError for a model that has no more layers than ``LAYERS``."""
+    """ValueError for a pipeline, or for a model that has no more layers than ``LAYERS``."""
+    if plan.layout.stages > 1:
+        # A layer more is one more on one stage, and a whole model has as many more on each.
+        raise ValueError(
+            f"a plan of {plan.layout.stages} stages cannot be continued from few layers, which are "
+            "too few to divide alike: ask predict() for the whole of it"
+        )
     if plan.sizes.layers < LAYERS[1]:
         raise ValueError(
             f"a model of {plan.sizes.layers} layers is small enough for predict(); few layers are "

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from helpers import launch
-from helpers.calls import own_gpu
+from helpers.calls import counted, own_gpu
 from helpers.calls.sent import Sent
 
 
@@ -50,11 +50,17 @@ def with_dtensors(rank, world_size):
         weight = torch.zeros(8, 8, device=own_gpu(), requires_grad=True)
         whole = DTensor.from_local(weight, mesh, [Replicate()])
         (whole @ DTensor.from_local(local, mesh, [Shard(1)])).to_local().sum().backward()
-    return sent.calls, sent.names
+
+    def functional(*_):
+        DTensor.from_local(local, mesh, [Shard(0)]).redistribute(placements=[Replicate()])
+        DTensor.from_local(local, mesh, [Partial()]).redistribute(placements=[Shard(0)])
+
+    noted = counted(rank, world_size, functional)[1]
+    return sent.calls, sent.names, [name for name, _ in noted]
 
 
 def test_collectives_of_dtensors_and_of_backward():
-    calls, names = launch.run(with_dtensors, 4, gpu="V100")[0]
+    calls, names, noted = launch.run(with_dtensors, 4, gpu="V100")[0]
     assert calls == [
         ("all_gather", 4 * 256),
         ("all_to_all", 256),
@@ -62,6 +68,7 @@ def test_collectives_of_dtensors_and_of_backward():
         ("all_reduce", 256),  # the gradient of what every rank holds
     ]
     assert names == [name for name, _ in calls]
+    assert noted == ["all_gather", "reduce_scatter"]  # by the names that c10d's have, too
 
 
 def other(rank, world_size):

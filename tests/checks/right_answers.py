@@ -103,6 +103,46 @@ def order(stage, micro_batches):
     return row
 """,
     ],
+    "12.1": [
+        # All parameters in one collective.
+        """
+def zero1_step(parameters, shards, optimizer):
+    ranks = dist.get_world_size()
+    rows = torch.cat([row_of(p.grad).view(ranks, -1) for p in parameters], 1)
+    part = rows.new_empty(rows.size(1))
+    dist.reduce_scatter_tensor(part, rows.flatten())
+    for shard, gradient in zip(shards, part.split([len(s) for s in shards])):
+        shard.grad = gradient / ranks
+    optimizer.step()
+    mine = torch.cat([shard.detach() for shard in shards])
+    whole = mine.new_empty(ranks * len(mine))
+    dist.all_gather_into_tensor(whole, mine)
+    for p, row in zip(parameters, whole.view(ranks, -1).split([len(s) for s in shards], 1)):
+        p.data, p.grad = row.flatten()[: p.numel()].view_as(p), None
+""",
+    ],
+    "12.4": [
+        """
+def fill(model, folder):
+    dcp.load({"model": model}, checkpoint_id=folder)
+""",
+        """
+def fill(model, folder):
+    state = {name: torch.empty_like(p) for name, p in model.named_parameters()}
+    dcp.load({"model": state}, storage_reader=dcp.FileSystemReader(folder))
+    model.load_state_dict(state, assign=True)
+""",
+    ],
+    "13.2": [
+        """
+mended = {
+    **faulty,
+    "attention.[kv]*": ColwiseParallel(),
+    "attention.output": RowwiseParallel(),
+    "attention": entering(Replicate(), None, None),
+}
+""",
+    ],
     "14.1": [
         """
 def groups_of(sizes, dimension):

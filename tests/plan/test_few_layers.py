@@ -33,6 +33,11 @@ def test_time_and_bytes_are_those_of_all_layers(layout):
     assert sum(few.time_by_cause.values()) == pytest.approx(few.seconds())
 
 
+def test_a_pipeline_is_not_continued():
+    with pytest.raises(ValueError, match="a plan of 2 stages cannot be continued"):
+        in_few_layers(Plan(SIZES, Layout(shards=8, stages=2), 4, 1024))
+
+
 @pytest.mark.parametrize("layout", [Layout(2, 4, 2), Layout(replicas=16)], ids=str)
 def test_a_rank_need_not_have_trained(layout):
     plan = Plan(dataclasses.replace(SIZES, layers=4), layout, 2, 1024, "selective")

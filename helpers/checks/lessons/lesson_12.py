@@ -140,6 +140,8 @@ def _zero1_hint(
     ratio = ((found - before).norm() / (wanted - before).norm()).item()
     if abs(ratio - _RANKS) < 0.05:
         return f"The step is {_RANKS} times too large: a sum over the ranks, not their average."
+    if abs(ratio - 1 / _RANKS) < 0.05 / _RANKS:
+        return f"The step is {_RANKS} times too small: averaged_part has divided by the ranks."
     if not names & {"reduce_scatter", "all_reduce"}:
         return "Each rank has used its own gradient. All ranks' gradients must be averaged."
     return f"The step is {ratio:.2f} times as long as the right one."
@@ -156,8 +158,12 @@ def _judge_collectives(
                 yours=f"{names.count(name)} times {name} on rank {rank}",
                 expected=f"at most {allowed.get(name, 0)} in {_STEPS} steps",
                 given=given,
-                hint="An all-reduce is both halves: a rank would get all of the sum, and need a "
-                "quarter. Use averaged_part and gathered, once for each parameter.",
+                hint=(
+                    "An all-reduce is both halves: a rank would get all of it, and need a quarter. "
+                    if name == "all_reduce"
+                    else ""
+                )
+                + "Use averaged_part and gathered, once for each parameter.",
             )
 
 

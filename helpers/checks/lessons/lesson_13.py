@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
             hint="Begin with {**faulty, ...}.",
         )
     known = {name for name, _ in block.named_modules()}
-    if unknown := sorted(set(answer) - known):
+    if unknown := [name for name in answer if not any(_matches(each, name) for each in known)]:
         raise Wrong(
             yours=f"a plan for {', '.join(unknown)}",
             expected=f"names among {', '.join(sorted(filter(None, known)))}",
@@ -199,6 +200,12 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
         "output and gradients": "equal to one GPU",
         "sent": f"{_in_words(calls)}: the budget",
     }
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether parallelize_module finds the module: part by part, * and [...] as in file names."""
+    parts = name.split("."), pattern.split(".")
+    return len(parts[0]) == len(parts[1]) and all(map(fnmatch, *parts))
 
 
 def _beside_whole_block(

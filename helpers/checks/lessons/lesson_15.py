@@ -306,6 +306,14 @@ def _speed_hint(mine: float, found: FewLayers) -> str:
 
 
 def _same_task(plan: Plan, wanted: Plan, given: str) -> None:
+    if plan.layout.stages > 1:
+        raise Wrong(
+            yours=f"a layout of {plan.layout.stages} stages",
+            expected="replicas × shards × tensors, without stages",
+            given=given,
+            hint="A pipeline may well do it: predict(plan) says so. This check records few layers, "
+            "and stages do not divide those as they do the whole.",
+        )
     names = ("sizes", "sequence", "gpus_per_host", "network")
     wrong = [name for name in names if getattr(plan, name) != getattr(wanted, name)]
     if plan.spec != wanted.spec:

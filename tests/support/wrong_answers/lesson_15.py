@@ -65,6 +65,7 @@ WRONG = {
         ("my_plan = 64", "Layout(shards="),
         ('my_plan = Plan(LLAMA["8B"], Layout(shards=64))', "the plan names what it is for"),
         ('my_plan = Plan(LLAMA["70B"], Layout(shards=32))', "all GPUs"),
+        ('my_plan = Plan(LLAMA["70B"], Layout(shards=32, stages=2), 2)', "A pipeline may well"),
         ('my_plan = Plan(LLAMA["70B"], Layout(shards=64))', "more checkpoints"),
         (
             'my_plan = Plan(LLAMA["70B"], Layout(shards=8, tensors=8), batch=8, checkpoint="full")',
