@@ -15,6 +15,7 @@ from helpers.vgpu.dispatch import custom, handlers, parts, refusals, rules
 from helpers.vgpu.dispatch.autocast import casting
 from helpers.vgpu.dispatch.gpu_only import (
     attention,
+    embedding_bag,
     half_to_float,
     half_types,
     log_sigmoid,
@@ -25,7 +26,16 @@ from helpers.vgpu.dispatch.gpu_only import (
 from helpers.vgpu.dispatch.operations import dispatch
 from helpers.vgpu.dispatch.operators import Operator, operator_of_aten, overloads
 
-for file in (attention, half_to_float, half_types, log_sigmoid, norms, out_dtype, rms_norm):
+for file in (
+    attention,
+    embedding_bag,
+    half_to_float,
+    half_types,
+    log_sigmoid,
+    norms,
+    out_dtype,
+    rms_norm,
+):
     rules.use_handlers(file.HANDLERS)
 rules.use_handlers({**handlers.HANDLERS, **refusals.HANDLERS})
 rules.use_parts({**half_to_float.PARTS, **parts.PARTS})

@@ -18,6 +18,12 @@ _NESTED = (
     "nested tensors are not supported on virtual GPUs: pad the parts to one size "
     "(torch.nn.utils.rnn.pad_sequence), or keep the nested tensor on the CPU"
 )
+_NESTED_ENCODER = (
+    "nn.TransformerEncoder makes a nested tensor of its input where it is evaluated without gradients "
+    "and with src_key_padding_mask, and nested tensors are not supported on virtual GPUs: make it "
+    "with enable_nested_tensor=False. At padded places, where the nested tensor leaves zeros, its "
+    "output is then a number to ignore; elsewhere it is the same"
+)
 _QUANTIZED = "quantized tensors are not supported on virtual GPUs: quantize on the CPU"
 _FORWARD_MODE = (
     "forward-mode automatic differentiation is not supported on virtual GPUs: "
@@ -30,7 +36,7 @@ _STORAGE = (
 
 # Operators that make a tensor of a kind that virtual GPUs do not have.
 _REFUSED = {
-    "aten::_nested_tensor_from_mask": _NESTED,
+    "aten::_nested_tensor_from_mask": _NESTED_ENCODER,
     "aten::_nested_tensor_from_tensor_list": _NESTED,
     "aten::_nested_view_from_buffer": _NESTED,
     "aten::_nested_view_from_jagged": _NESTED,

@@ -56,6 +56,9 @@ def learn(func: Operator, args: Args, kwargs: Kwargs) -> Result:
     form = None if isinstance(result, torch.Tensor) else type(result)
     items = [result] if form is None else list(result)
     outputs = [Output.of(item) if isinstance(item, torch.Tensor) else item for item in items]
+    if func.name() in _RESIZING and isinstance(outputs[0], Output):
+        least = args[0].numel() * args[0].element_size()
+        outputs[0] = outputs[0]._replace(storage_bytes=max(outputs[0].storage_bytes, least))
     # Asked of the memory, not of the schema: unsafe_split hands out views that it does not declare.
     owners = {meta.untyped_storage()._cdata: number for number, meta in enumerate(virtual)}
     bases = [
@@ -75,22 +78,16 @@ def _of_one_type(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Any
     return result
 
 
-def _in_memory_like_input(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Any:
-    """The kernels make a tensor like their input and resize it; memory never shrinks by that.
-
-    ATen/native/cuda/Col2Im.cu and Im2Col.cu; the CPU's do the same.
-    """
-    room = result.new_empty(max(args[0].numel(), result.numel()))
-    return room.as_strided(result.size(), result.stride())
-
-
 # Where torch's function for meta tensors does not give what CUDA does.
 _AS_CUDA: dict[str, Callable[[Operator, Args, Kwargs, Any], Any]] = {
-    "aten::col2im": _in_memory_like_input,
-    "aten::im2col": _in_memory_like_input,
     "aten::log_sigmoid_forward": _without_buffer,
     "aten::native_layer_norm": _of_one_type,
 }
+
+
+# Their kernels make a tensor like the input and resize it, by which memory never shrinks:
+# ATen/native/cuda/Col2Im.cu and Im2Col.cu; the CPU's do the same.
+_RESIZING = {"aten::col2im", "aten::im2col"}
 
 
 def _metas(value: Any) -> Any:

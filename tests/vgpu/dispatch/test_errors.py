@@ -189,7 +189,16 @@ class Subclass(torch.Tensor):
     pass
 
 
+def encoded():
+    """What nn.TransformerEncoder makes a nested tensor for: evaluation of padded sequences."""
+    layer = nn.TransformerEncoderLayer(4, 2, 4, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1).to(DEVICE).eval()
+    with torch.no_grad():
+        return encoder(on(1, 1, 2, 4), src_key_padding_mask=on(1, 1, 2).cumsum(1) > 1)
+
+
 INSTEAD = {
+    "encoder": (encoded, "enable_nested_tensor=False"),
     "subclass": (
         lambda: torch.ones(2).as_subclass(Subclass).to(DEVICE),
         "Subclass are not supported",
@@ -204,6 +213,7 @@ INSTEAD = {
 @pytest.mark.parametrize("name", INSTEAD)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_a_refusal_says_what_to_do_instead(name):
     call, words = INSTEAD[name]
     with pytest.raises(NotImplementedError, match=words):
