@@ -47,7 +47,7 @@ class Calls(Watching):
 
 # Collectives
 
-# A collective's name, and how many numbers were in its largest tensor.
+# A collective's name, and how many numbers this rank gave to it (for a receive: how many came).
 Collectives = list[tuple[str, int]]
 
 
@@ -117,7 +117,7 @@ class _Noted(Watching):
         sends = function.namespace in ("c10d", "_c10d_functional")
         if sends and not any(word in str(function) for word in ("wait", "_wrap")):
             name = collective_name(function)
-            self.calls.append((name, _largest(args)))
+            self.calls.append((name, _given(function, args)))
             if self._gpu and name != "barrier" and any(t.is_cpu for t in _tensors(args)):
                 self._refuse(name)
         return function(*args, **(kwargs or {}))
@@ -144,6 +144,8 @@ def _tensors(arguments: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(argument)
 
 
-def _largest(arguments: Any) -> int:
-    """Elements of the largest tensor among arguments."""
-    return max((tensor.numel() for tensor in _tensors(arguments)), default=0)
+def _given(function: Any, arguments: tuple[Any, ...]) -> int:
+    """Elements that a collective's operator takes in, without those of the tensors that it fills."""
+    named = zip(function._schema.arguments, arguments, strict=False)
+    inputs = [value for argument, value in named if not argument.name.startswith("output")]
+    return sum(tensor.numel() for tensor in _tensors(inputs))

@@ -6,11 +6,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from helpers import launch
-from helpers.calls import counted, own_gpu
+from helpers.calls import counted, counted_on_gpu, own_gpu
 from helpers.calls.sent import Sent
 
 
 def plain(rank, world_size):
+    return counted_on_gpu(rank, world_size, sent_by_plain)
+
+
+def sent_by_plain(rank, world_size):
     small, large = torch.zeros(8, device=own_gpu()), torch.zeros(32, device=own_gpu())
     with Sent() as sent:
         dist.all_reduce(small)
@@ -25,7 +29,7 @@ def plain(rank, world_size):
 
 
 def test_collectives_of_plain_tensors_and_the_bytes_of_the_whole_one():
-    calls, size_bytes = launch.run(plain, 4, gpu="V100")[0]
+    (calls, size_bytes), given = launch.run(plain, 4, gpu="V100")[0]
     assert calls == [
         ("all_reduce", 32),
         ("all_gather", 128),
@@ -36,6 +40,17 @@ def test_collectives_of_plain_tensors_and_the_bytes_of_the_whole_one():
         ("broadcast", 32),
     ]
     assert size_bytes == 3 / 4 * (2 * 32 + 4 * 128 + 32) + 32
+    # Numbers, not bytes, and of what is given only: however a collective is called.
+    assert given == [
+        ("all_reduce", 8),
+        ("all_gather", 8),
+        ("all_gather", 8),
+        ("reduce_scatter", 32),
+        ("reduce_scatter", 32),
+        ("all_to_all", 8),
+        ("broadcast", 8),
+        ("barrier", given[-1][1]),
+    ]
 
 
 def with_dtensors(rank, world_size):
