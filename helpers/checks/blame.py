@@ -9,15 +9,15 @@ from helpers.checks.describing import describe
 from helpers.launch.own_code import is_learners
 
 _ARGUMENTS = "Keep the stub's name and arguments: the check calls it with them."
+_OF_NONE = (
+    "Something there is None: a function without a return gives None, and so does list.append."
+)
 # A phrase of the error, and what to do about it; the first that fits.
 _HINTS = (
     (r"^NameError", "Is it spelled as where it was made? Then run the cells above again."),
     (r"^RecursionError", "A function that calls itself needs a case in which it does not."),
     (r"positional argument|unexpected keyword|multiple values for argument", _ARGUMENTS),
-    (
-        r"'NoneType' object",
-        "Something there is None: a function without a return gives None, and so does list.append.",
-    ),
+    (r"NoneType", _OF_NONE),
     (
         r"same device|should be the same",
         "Print .device of each operand in that line, and follow the odd one back.",
@@ -72,10 +72,14 @@ def call_of(error: BaseException) -> str:
     return ""
 
 
-def hint_for(error: BaseException) -> str:
-    """What to try, by the kind of error."""
-    text = said(error)
-    if not own_line(error) and not isinstance(error, TypeError):
+def hint_for(error: BaseException, of_check: str = "") -> str:
+    """What to try, by the kind of error; ``of_check`` is what the check says whatever goes wrong."""
+    text, own = said(error), own_line(error)
+    if not own and hint_in(text) == _OF_NONE:  # nothing in the answer's code shows what is None
+        return f"{_OF_NONE} {of_check}".rstrip()
+    if of_check:
+        return of_check
+    if not own and not isinstance(error, TypeError):
         return f"It was raised in a library that got what your answer returned. {_TRY_IT}"
     return hint_in(text) or _TRY_IT
 

@@ -279,7 +279,7 @@ def _body(answer: Any) -> tuple[Any, Any]:
 
 def _failed(item: Exercise, error: BaseException, given: str, hint: str) -> Outcome:
     text = "\n".join(filter(None, (blame.said(error), blame.own_line(error))))
-    hint = hint or blame.hint_for(error)
+    hint = blame.hint_for(error, hint)
     return Outcome(item.id, item.title, "wrong", given=given, error=text, hint=hint)
 
 

@@ -8,6 +8,8 @@ import torch
 
 _LAUNCHER = Path(__file__).resolve().parent
 _PACKAGE = _LAUNCHER.parent
+# In a clone the teacher's tools stand beside it: the exam's checks, and the judge of a class.
+_COURSE = (_PACKAGE, _PACKAGE.parent / "teaching")
 _INSTALLED = {"site-packages", "dist-packages"}
 # torch is named because a build from source is imported from where it was built.
 _LIBRARIES = (
@@ -29,7 +31,8 @@ def is_library(filename: str) -> bool:
 
 @cache
 def is_learners(filename: str) -> bool:
-    """Whether a frame's file is the learner's: not a library's, and not this course's package."""
+    """Whether a frame's file is the learner's: not a library's, and not this course's."""
     if is_library(filename):
         return False
-    return filename.startswith("<") or not Path(filename).resolve().is_relative_to(_PACKAGE)
+    path = Path(filename).resolve()
+    return filename.startswith("<") or not any(map(path.is_relative_to, _COURSE))

@@ -10,6 +10,7 @@ import helpers.checks.on_ranks
 from helpers.checks import blame, core
 from helpers.launch import launcher, places
 from helpers.launch.own_code import is_learners, is_library
+from teaching.exam import planning as exam
 
 # Fedora keeps compiled packages apart from the others, and Debian has folders of its own.
 LIBRARIES = [
@@ -28,7 +29,7 @@ def test_libraries(path):
     assert is_library(path) and not is_learners(path)
 
 
-@pytest.mark.parametrize("path", [helpers.checks.on_ranks.__file__, core.__file__])
+@pytest.mark.parametrize("path", [helpers.checks.on_ranks.__file__, core.__file__, exam.__file__])
 def test_the_course_itself_is_neither(path):
     assert not is_library(path) and not is_learners(path)
 
