@@ -20,12 +20,14 @@ def largest_of_all(answer: Callable[[torch.Tensor, int], torch.Tensor]) -> dict[
         expected = numbers.topk(k).values
         given = f"k = {k} and {ranks} ranks with {lengths} scores"
         results = on_ranks(_on_gpu, ranks, _largest, answer, scores, k, given=given, gpu=GPU)
-        for rank, (yours, calls) in enumerate(results):
+        for rank, ((yours, place), calls) in enumerate(results):
             hint = "All ranks return the k largest of all scores, in descending order."
             if isinstance(yours, torch.Tensor) and (yours == 0).any():
                 hint = "Scores may all be below zero: what stands in for a missing one must lose."
-            expect_equal(yours, expected, given=f"{given}; on rank {rank}", hint=hint)
-            _within(calls, 1, ranks * k, f"{given}; on rank {rank}", "k numbers of each rank do.")
+            where = f"{given}; on rank {rank}"
+            expect_equal(yours, expected, given=where, hint=hint)
+            _on_its_gpu(place, where)
+            _within(calls, 1, k, where, "k numbers of each rank do.")
     return {"sent": f"one {calls[0][0]}, of {k} numbers a rank"}
 
 
@@ -47,17 +49,35 @@ def _fetched(value: Any) -> Any:
 
 def _largest(
     rank: int, world_size: int, answer: Callable[..., Any], scores: list[torch.Tensor], k: int
-) -> Any:
-    return answer(scores[rank].to(own_gpu()), k)
+) -> tuple[Any, str]:
+    yours = answer(scores[rank].to(own_gpu()), k)
+    return yours, _place(yours)
+
+
+def _place(yours: Any) -> str:
+    """On a rank: the device of a tensor that is not on the rank's GPU; else ""."""
+    elsewhere = isinstance(yours, torch.Tensor) and yours.device != own_gpu()
+    return f"{yours.device}, and the rank's GPU is {own_gpu()}" if elsewhere else ""
+
+
+def _on_its_gpu(place: str, given: str) -> None:
+    if place:
+        raise Wrong(
+            yours=f"a tensor on {place}",
+            expected="one on the rank's GPU",
+            given=given,
+            hint="The numbers are right. Return them where the rank's tensor came from.",
+        )
 
 
 def _within(calls: Collectives, most: int, largest: int, given: str, hint: str) -> None:
-    """Wrong for more than ``most`` collectives, for one with more numbers, and for none."""
+    """Wrong for more than ``most`` collectives, for more numbers given to one, and for none."""
     if 0 < len(calls) <= most and all(size <= largest for _, size in calls):
         return
+    spent = ", ".join(f"{name}, to which the rank gives {size}" for name, size in calls)
     raise Wrong(
-        yours=", ".join(f"{name} of {size} numbers" for name, size in calls) or "no collective",
-        expected=f"{most} collective, of {largest} numbers at most",
+        yours=spent or "no collective",
+        expected=f"at most {most}, to which a rank gives {largest} or fewer numbers",
         given=given,
         hint=f"The result is right, not within the budget. {hint}",
     )
@@ -147,33 +167,43 @@ def _hint_for_norm(
 
 @exercise("99.10", "The likeliest token")
 def likeliest(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    for ranks, tokens, words in ((2, 5, 700), (3, 4, 400)):
-        # Distinct in bfloat16, so that there is one largest in each row.
-        steps = torch.stack([torch.randperm(ranks * words) for _ in range(tokens)])
-        logits = torch.where(steps == ranks * words - 1, 50, -(steps % 100)).bfloat16()
-        expected = logits.argmax(-1)
+    for ranks, tokens, words in ((2, 5, 1500), (3, 4, 1000)):
+        expected = torch.randint(ranks * words, (tokens,))
+        # A word of a later rank's part, whose number neither of the 16-bit floats can hold.
+        expected[0] = random.randrange(2049, ranks * words, 2)
+        logits = -torch.randint(100, (tokens, ranks * words)).bfloat16()
+        logits[torch.arange(tokens), expected] = 50
         parts = [part.contiguous() for part in logits.chunk(ranks, dim=-1)]
         given = f"{tokens} tokens, {ranks} ranks with {words} of the words each, bfloat16"
         results = on_ranks(_on_gpu, ranks, _found, answer, parts, given=given, gpu=GPU)
-        for rank, (yours, calls) in enumerate(results):
+        for rank, ((yours, place), calls) in enumerate(results):
             where = f"{given}; on rank {rank}"
             hint = "Return the number of a word, for each token, as an integer tensor."
             if isinstance(yours, torch.Tensor) and yours.shape == expected.shape:
                 hint = _hint_for_words(yours, expected, words)
+                if yours.dtype in _INTEGERS:
+                    yours = yours.long()
             expect_equal(yours, expected, given=where, hint=hint)
-            _within(calls, 2, 2 * ranks * tokens, where, "Two numbers a token and rank do.")
-    return {"sent": " and ".join(f"{name} of {size} numbers" for name, size in calls)}
+            _on_its_gpu(place, where)
+            _within(calls, 2, 2 * tokens, where, "Two numbers a token and rank do.")
+    return {"sent": " and ".join(f"{name} of {size} numbers a rank" for name, size in calls)}
+
+
+_INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
 def _hint_for_words(yours: torch.Tensor, expected: torch.Tensor, words: int) -> str:
+    if torch.equal(yours.double(), expected.double()):
+        return "The numbers are right. Return them as integers."
     if torch.equal(yours % words, expected % words):
         return "Right within its part. A rank's words begin at rank times the words of a part."
-    if torch.equal(yours.bfloat16(), expected.bfloat16()):
-        return "Near by: bfloat16 has 8 bits for whole numbers, too few for a word's."
+    if ((yours - expected).abs() <= expected / 100).all():
+        return "Near by: 16-bit floats have 8 or 11 bits for whole numbers, too few for a word's."
     return "First the largest of each rank and where it is, then the largest of these."
 
 
 def _found(
     rank: int, world_size: int, answer: Callable[..., Any], parts: list[torch.Tensor]
-) -> Any:
-    return answer(parts[rank].to(own_gpu()))
+) -> tuple[Any, str]:
+    yours = answer(parts[rank].to(own_gpu()))
+    return yours, _place(yours)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from helpers import devices
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
@@ -16,6 +17,7 @@ from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for
 def elsewhere(answer: Callable[[nn.Module, torch.device], list[str]]) -> dict[str, Any]:
     gpus = devices.lab(2)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model[0].register_buffer("scale", torch.ones(2), persistent=False)
     model[0].to(gpus[0])
     model[1].to(gpus[1])
     model[2].weight.data = model[2].weight.data.to(gpus[0])  # its bias stays on the CPU
@@ -34,6 +36,8 @@ def elsewhere(answer: Callable[[nn.Module, torch.device], list[str]]) -> dict[st
                 hint = (
                     "A device without an ordinal is the current one; it equals no tensor's device."
                 )
+            elif isinstance(yours, list) and set(expected) - set(yours) == {"0.scale"}:
+                hint = "A buffer is missing: state_dict() leaves out those with persistent=False."
             elif isinstance(yours, list) and set(yours) < set(expected):
                 hint = "Some are missing. A module holds more tensors than its parameters."
             expect_equal(
@@ -43,7 +47,8 @@ def elsewhere(answer: Callable[[nn.Module, torch.device], list[str]]) -> dict[st
 
 
 def _named_on(model: nn.Module, device: torch.device) -> list[str]:
-    return [name for name, tensor in model.state_dict().items() if tensor.device == device]
+    named = *model.named_parameters(), *model.named_buffers()
+    return [name for name, tensor in named if tensor.device == device]
 
 
 @exercise("99.2", "Round, with a gradient")
@@ -74,7 +79,22 @@ def rounded(answer: Callable[[torch.Tensor, float], torch.Tensor]) -> dict[str, 
                 weights,
                 hint="round has the gradient 0. Let it act on a part that autograd does not see.",
             )
+            if _has_function(yours):
+                raise Wrong(
+                    yours="the right gradient, by a torch.autograd.Function",
+                    expected="the same without one",
+                    hint="Add to x what rounding changes, as a part that autograd does not see.",
+                )
     return {"gradient": "that of the identity", "values": f"multiples of {step}"}
+
+
+def _has_function(result: torch.Tensor) -> bool:
+    """Whether its graph has a step whose backward is written in Python."""
+    found = [result.grad_fn]
+    for node in found:  # grows while it is walked
+        following = (other for other, _ in node.next_functions) if node else ()
+        found += [other for other in following if other not in found]
+    return any(isinstance(node, BackwardCFunction) for node in found)
 
 
 @exercise("99.3", "An average of the weights")

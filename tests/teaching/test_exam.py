@@ -14,6 +14,19 @@ from teaching.exam.__main__ import JUDGED_LATER, main
 from teaching.judging.judge import outcome_of
 
 TASKS = lessons.exercise_ids(lessons.EXAM)
+# Right in another way than the solution: a text of it, and what stands there instead.
+OTHERS = {
+    "99.7": [("return max(free_s)", "from numpy import array\n    return array(free_s).max()")],
+    "99.8": [("1000, 1500", "460, 12_500")],
+    "99.9": [
+        (
+            "dist.all_reduce(total)",
+            "parts = total.new_empty(dist.get_world_size())\n"
+            "    dist.all_gather_into_tensor(parts, total.reshape(1))\n    total = parts.sum()",
+        )
+    ],
+    "99.10": [(".long()", ".int()")],
+}
 each_task = pytest.mark.parametrize("task", TASKS)
 
 
@@ -42,9 +55,22 @@ def test_the_stub_alone_is_not_attempted(task):
 
 @each_task
 def test_the_solution_passes_and_shows_what_it_did(task):
-    for _ in range(3 if WHOLE else 1):  # the input is drawn anew
-        outcome = outcome_of(lessons.EXAM, task, lessons.solution(lessons.EXAM, task))
-        assert outcome.status == "right" and outcome.achieved, str(outcome)
+    solution = lessons.solution(lessons.EXAM, task)
+    others = [solution.replace(*pair) for pair in OTHERS.get(task, ())]
+    assert solution not in others
+    for source in [solution] * (3 if WHOLE else 1) + others:  # the input is drawn anew
+        outcome = outcome_of(lessons.EXAM, task, source)
+        assert outcome.status == "right" and outcome.achieved, f"{source}\n{outcome}"
+
+
+@pytest.mark.parametrize("task", ["99.2", "99.4", "99.6"])
+def test_an_answer_without_return_is_told_so_and_shown_no_line_of_the_check(task):
+    (stub,) = lessons.tagged(lessons.EXAM, f"stub-{task}")
+    outcome = outcome_of(
+        lessons.EXAM, task, stub.source.replace("raise NotImplementedError", "...")
+    )
+    assert outcome.status == "wrong" and "NoneType" in outcome.error
+    assert "of your cell" not in outcome.error and "without a return gives None" in outcome.hint
 
 
 @each_task

@@ -1,5 +1,7 @@
 """Typical mistakes in the exam's tasks, and what the verdict must say."""
 
+from wrong_answers import exam_on_ranks
+
 _ELSEWHERE = """
 def elsewhere(model, device):
     {first}
@@ -24,16 +26,6 @@ def statistics(x, gpu_count, momentum):
 """
 _MEAN = "momentum * first.mean(0)"
 _VARIANCE = "(1 - momentum) + momentum * first.var(0)"
-
-_LARGEST = """
-def largest(scores, k):
-    mine = scores.new_full(({room},), {stand_in})
-    best = scores.topk(min({room}, len(scores))).values
-    mine[: len(best)] = best
-    everyone = mine.new_empty({room} * dist.get_world_size())
-    dist.all_gather_into_tensor(everyone, mine)
-    return {result}
-"""
 
 _REMAINING = """
 def remaining(order, done, rank, world_size, batch_size):
@@ -72,32 +64,6 @@ def largest_batch(peak, budget_bytes):
     return int(many + (budget_bytes - high) / per_sample) - 1
 """
 
-_CLIP = """
-def clip(sharded, replicated, max_norm):
-    {norm}
-    scale = {scale}
-    for gradient in {scaled}:
-        gradient.mul_(scale)
-    return norm
-"""
-_NORM = """total = sum(g.square().sum() for g in sharded)
-    dist.all_reduce(total)
-    norm = (total + sum(g.square().sum() for g in replicated)).sqrt()"""
-_SCALE = "(max_norm / norm).clamp(max=1)"
-_ALL = "(*sharded, *replicated)"
-
-_LIKELIEST = """
-def likeliest(logits):
-    value, word = logits.max(-1)
-    {shift}
-    mine = torch.stack([{value}, {word}])
-    everyone = mine.new_empty(dist.get_world_size(), *mine.shape)
-    dist.all_gather_into_tensor(everyone, mine)
-    winner = everyone[:, 0].argmax(0, keepdim=True)
-    return everyone[:, 1].gather(0, winner)[0].long()
-"""
-_SHIFT = "word += dist.get_rank() * logits.shape[-1]"
-
 WRONG = {
     "99.1": [
         (
@@ -114,6 +80,12 @@ WRONG = {
             _ELSEWHERE.format(first="pass", named=_BOTH, test="tensor.device.type != device.type"),
             "Some are missing",
         ),
+        (
+            _ELSEWHERE.format(
+                first=_CURRENT, named="model.state_dict().items()", test="tensor.device != device"
+            ),
+            "persistent=False",
+        ),
     ],
     "99.2": [
         (_ROUNDED.format(before="", result="torch.round(x / step) * step"), "gradient 0"),
@@ -123,6 +95,17 @@ WRONG = {
             "everyone else reads",
         ),
         (_ROUNDED.format(before="", result="x + (torch.round(x) - x).detach()"), "nearest ones"),
+        (
+            "class Rounded(torch.autograd.Function):\n"
+            "    @staticmethod\n"
+            "    def forward(ctx, x, step):\n"
+            "        return torch.round(x / step) * step\n\n"
+            "    @staticmethod\n"
+            "    def backward(ctx, gradient):\n"
+            "        return gradient, None\n\n"
+            + _ROUNDED.format(before="", result="Rounded.apply(x, step)"),
+            "autograd does not see",
+        ),
     ],
     "99.3": [
         (
@@ -181,23 +164,6 @@ WRONG = {
             "how many samples",
         ),
     ],
-    "99.5": [
-        (
-            _LARGEST.format(room="k", stand_in="0", result="everyone.topk(k).values"),
-            "must lose",
-        ),
-        (
-            _LARGEST.format(
-                room="k", stand_in="-torch.inf", result="everyone.topk(k).values.flip(0)"
-            ),
-            "descending",
-        ),
-        (
-            _LARGEST.format(room="20", stand_in="-torch.inf", result="everyone.topk(k).values"),
-            "not within the budget",
-        ),
-        ("def largest(scores, k):\n    return scores.topk(k).values", "out of range"),
-    ],
     "99.6": [
         (
             _REMAINING.format(
@@ -232,6 +198,12 @@ WRONG = {
         ),
         (
             _MAKESPAN.format(
+                backward_needs='[("B", i, s + 1)]', stuck="return None", result="max(free_s)"
+            ),
+            "before its own forward",
+        ),
+        (
+            _MAKESPAN.format(
                 backward_needs=_NEEDS, stuck="return max(free_s)", result="max(free_s)"
             ),
             "waits for the other",
@@ -248,6 +220,8 @@ WRONG = {
             "grows with it",
         ),
         (_BATCH.format(sizes="1, 2"), "in the update"),
+        (_BATCH.format(sizes="200, 1000"), "in the update"),
+        (_BATCH.format(sizes="1000, 30_000"), "as the task says"),
         (
             "def largest_batch(peak, budget_bytes):\n"
             "    size = 1500\n"
@@ -258,53 +232,4 @@ WRONG = {
         ),
         ("def largest_batch(peak, budget_bytes):\n    return 1500", "grows with it"),
     ],
-    "99.9": [
-        (
-            _CLIP.format(
-                norm="total = sum(g.square().sum() for g in (*sharded, *replicated))\n"
-                "    dist.all_reduce(total)\n    norm = total.sqrt()",
-                scale=_SCALE,
-                scaled=_ALL,
-            ),
-            "count once",
-        ),
-        (
-            _CLIP.format(
-                norm="norm = torch.nn.utils.get_total_norm([*sharded, *replicated])",
-                scale=_SCALE,
-                scaled=_ALL,
-            ),
-            "what one rank has",
-        ),
-        (_CLIP.format(norm=_NORM, scale="max_norm / norm", scaled=_ALL), "never make one larger"),
-        (_CLIP.format(norm=_NORM, scale=_SCALE, scaled="sharded"), "Scale every gradient"),
-        (
-            _CLIP.format(
-                norm="total = sum(g.square().sum() for g in sharded).sqrt()\n"
-                "    dist.all_reduce(total)\n"
-                "    norm = total + sum(g.square().sum() for g in replicated).sqrt()",
-                scale=_SCALE,
-                scaled=_ALL,
-            ),
-            "their squares do",
-        ),
-    ],
-    "99.10": [
-        (
-            _LIKELIEST.format(shift="", value="value.double()", word="word.double()"),
-            "Right within its part",
-        ),
-        (
-            _LIKELIEST.format(shift=_SHIFT, value="value", word="word.bfloat16()"),
-            "too few for a word",
-        ),
-        (
-            "def likeliest(logits):\n"
-            "    rows, words = logits.shape\n"
-            "    everyone = logits.new_empty(dist.get_world_size(), rows, words)\n"
-            "    dist.all_gather_into_tensor(everyone, logits)\n"
-            "    return everyone.transpose(0, 1).reshape(rows, -1).argmax(-1)",
-            "not within the budget",
-        ),
-    ],
-}
+} | exam_on_ranks.WRONG

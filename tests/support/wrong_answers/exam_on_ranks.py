@@ -1,0 +1,131 @@
+"""The same of the tasks that run on ranks."""
+
+_LARGEST = """
+def largest(scores, k):
+    mine = scores.new_full(({room},), {stand_in})
+    best = scores.topk(min({room}, len(scores))).values
+    mine[: len(best)] = best
+    everyone = mine.new_empty({room} * dist.get_world_size())
+    dist.all_gather_into_tensor(everyone, mine)
+    return {result}
+"""
+
+_CLIP = """
+def clip(sharded, replicated, max_norm):
+    {norm}
+    scale = {scale}
+    for gradient in {scaled}:
+        gradient.mul_(scale)
+    return norm
+"""
+_NORM = """total = sum(g.square().sum() for g in sharded)
+    dist.all_reduce(total)
+    norm = (total + sum(g.square().sum() for g in replicated)).sqrt()"""
+_SCALE = "(max_norm / norm).clamp(max=1)"
+_ALL = "(*sharded, *replicated)"
+
+_LIKELIEST = """
+def likeliest(logits):
+    value, word = logits.max(-1)
+    {shift}
+    mine = torch.stack([{value}, {word}])
+    everyone = mine.new_empty(dist.get_world_size(), *mine.shape)
+    dist.all_gather_into_tensor(everyone, mine)
+    winner = everyone[:, 0].argmax(0, keepdim=True)
+    return everyone[:, 1].gather(0, winner)[0].long()
+"""
+_SHIFT = "word += dist.get_rank() * logits.shape[-1]"
+
+WRONG = {
+    "99.5": [
+        (
+            _LARGEST.format(room="k", stand_in="0", result="everyone.topk(k).values"),
+            "must lose",
+        ),
+        (
+            _LARGEST.format(
+                room="k", stand_in="-torch.inf", result="everyone.topk(k).values.flip(0)"
+            ),
+            "descending",
+        ),
+        (
+            _LARGEST.format(room="20", stand_in="-torch.inf", result="everyone.topk(k).values"),
+            "not within the budget",
+        ),
+        (
+            _LARGEST.format(
+                room="k", stand_in="-torch.inf", result="everyone.topk(k).values.cpu()"
+            ),
+            "where the rank's tensor came from",
+        ),
+        (
+            "def largest(scores, k):\n"
+            "    slots = scores.new_full((dist.get_world_size(), k), -torch.inf)\n"
+            "    best = scores.topk(min(k, len(scores))).values\n"
+            "    slots[dist.get_rank(), : len(best)] = best\n"
+            "    dist.all_reduce(slots, dist.ReduceOp.MAX)\n"
+            "    return slots.flatten().topk(k).values",
+            "not within the budget",
+        ),
+        ("def largest(scores, k):\n    return scores.topk(k).values", "out of range"),
+    ],
+    "99.9": [
+        (
+            _CLIP.format(
+                norm="total = sum(g.square().sum() for g in (*sharded, *replicated))\n"
+                "    dist.all_reduce(total)\n    norm = total.sqrt()",
+                scale=_SCALE,
+                scaled=_ALL,
+            ),
+            "count once",
+        ),
+        (
+            _CLIP.format(
+                norm="norm = torch.nn.utils.get_total_norm([*sharded, *replicated])",
+                scale=_SCALE,
+                scaled=_ALL,
+            ),
+            "what one rank has",
+        ),
+        (_CLIP.format(norm=_NORM, scale="max_norm / norm", scaled=_ALL), "never make one larger"),
+        (_CLIP.format(norm=_NORM, scale=_SCALE, scaled="sharded"), "Scale every gradient"),
+        (
+            _CLIP.format(
+                norm="total = sum(g.square().sum() for g in sharded).sqrt()\n"
+                "    dist.all_reduce(total)\n"
+                "    norm = total + sum(g.square().sum() for g in replicated).sqrt()",
+                scale=_SCALE,
+                scaled=_ALL,
+            ),
+            "their squares do",
+        ),
+    ],
+    "99.10": [
+        (
+            _LIKELIEST.format(shift="", value="value.double()", word="word.double()"),
+            "Right within its part",
+        ),
+        (
+            _LIKELIEST.format(shift=_SHIFT, value="value", word="word.bfloat16()"),
+            "too few for a word",
+        ),
+        (
+            _LIKELIEST.format(shift=_SHIFT, value="value.half()", word="word.half()"),
+            "too few for a",
+        ),
+        (
+            _LIKELIEST.format(shift=_SHIFT, value="value.double()", word="word.double()").replace(
+                ".long()", ""
+            ),
+            "Return them as integers",
+        ),
+        (
+            "def likeliest(logits):\n"
+            "    rows, words = logits.shape\n"
+            "    everyone = logits.new_empty(dist.get_world_size(), rows, words)\n"
+            "    dist.all_gather_into_tensor(everyone, logits)\n"
+            "    return everyone.transpose(0, 1).reshape(rows, -1).argmax(-1)",
+            "not within the budget",
+        ),
+    ],
+}
