@@ -67,42 +67,14 @@ class Training:
         self.folder = folder
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.layout = layout or Layout(replicas=self.ranks)
-        if self.layout.ranks != self.ranks:
-            raise ValueError(
-                f"the layout {self.layout} is one for {self.layout.ranks} ranks, and {self.ranks} "
-                "run here"
-            )
-        if self.layout.stages > 1:
-            raise ValueError(
-                f"the layout {self.layout} has stages; this trainer runs no pipeline: use replicas, "
-                "shards and tensors"
-            )
+        _check_layout(self.layout, self.ranks)
         self.device = _device(cpu)
         self.task = TASKS[settings.model](settings)
         self.task.check(self.layout)
-        parts = self.layout.batches
-        if settings.batch_size % parts:
-            lower = settings.batch_size // parts * parts
-            even = " or ".join(str(n) for n in (lower, lower + parts) if n)
-            raise ValueError(
-                f"a batch of {settings.batch_size} cannot be split evenly among {parts} "
-                f"ranks; use --batch-size {even}"
-            )
+        _check_batch(settings.batch_size, self.layout.batches)
         self._hold = folders.claim(folder) if folder else None
         data = TensorDataset(*self.task.samples(train=True))
-        # Dropping the tail keeps the batches the same on any number of ranks: nothing is padded.
-        # Ranks that share tensors compute on the same samples.
-        self.sampler = ResumableSampler(
-            data, parts, self.rank // self.layout.tensors, seed=settings.seed, drop_last=True
-        )
-        self.loader = DataLoader(
-            data,
-            settings.batch_size // parts,
-            sampler=self.sampler,
-            drop_last=True,
-            # A loader draws a seed for its workers; that must not move the random state of dropout.
-            generator=torch.Generator(),
-        )
+        self.sampler, self.loader = self._parts_of(data)
         self.steps_per_epoch = len(data) // settings.batch_size
         if self.steps_per_epoch == 0:
             raise ValueError(
@@ -169,6 +141,23 @@ class Training:
         made_with = {**asdict(self.settings), **self._place()}
         checkpoints.save(self.folder, self.step, self._state(), made_with)
 
+    def _parts_of(self, data: TensorDataset) -> tuple[ResumableSampler, DataLoader[Any]]:
+        """This rank's part of each batch. Ranks that share tensors compute on the same samples."""
+        parts, settings = self.layout.batches, self.settings
+        # Dropping the tail keeps the batches the same on any number of ranks: nothing is padded.
+        sampler = ResumableSampler(
+            data, parts, self.rank // self.layout.tensors, seed=settings.seed, drop_last=True
+        )
+        loader = DataLoader(
+            data,
+            settings.batch_size // parts,
+            sampler=sampler,
+            drop_last=True,
+            # A loader draws a seed for its workers; that must not move the random state of dropout.
+            generator=torch.Generator(),
+        )
+        return sampler, loader
+
     def _shared(self, model: nn.Module) -> nn.Module:
         """The model as the layout divides it: in place, or inside DDP."""
         layout = self.layout
@@ -232,6 +221,27 @@ class Training:
             if self.device.type != "cpu":
                 module = torch.get_device_module(self.device)
                 module.set_rng_state(random[self.device.type], self.device)
+
+
+def _check_layout(layout: Layout, ranks: int) -> None:
+    if layout.ranks != ranks:
+        raise ValueError(
+            f"the layout {layout} is one for {layout.ranks} ranks, and {ranks} run here"
+        )
+    if layout.stages > 1:
+        raise ValueError(
+            f"the layout {layout} has stages; this trainer runs no pipeline: use replicas, "
+            "shards and tensors"
+        )
+
+
+def _check_batch(size: int, parts: int) -> None:
+    if size % parts:
+        lower = size // parts * parts
+        even = " or ".join(str(n) for n in (lower, lower + parts) if n)
+        raise ValueError(
+            f"a batch of {size} cannot be split evenly among {parts} ranks; use --batch-size {even}"
+        )
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:

@@ -81,24 +81,16 @@ def explore(inner: str, outer: str, cut: str) -> None:
     display(found.table())
 
 
-class GraphExplorer:
-    """Two dropdowns around ``explore``; ``widget`` is what a notebook shows."""
-
-    def __init__(self) -> None:
-        options = [(f"h = {inner};  y = {outer}", (inner, outer)) for inner, outer in EXPRESSIONS]
-        wide: Any = {"width": "30em"}
-        self.expression = widgets.Dropdown(options=options, description="compute", layout=wide)
-        self.cut = widgets.Dropdown(options=CUTS, description="cut h by")
-        controls = {"expression": self.expression, "cut": self.cut}
-        self.output = live(
-            lambda expression, cut: explore(expression[0], expression[1], cut), controls
-        )
-        self.widget = widgets.VBox([self.expression, self.cut, self.output])
-
-
 def graph_explorer() -> widgets.VBox:
-    """The explorer, ready to be the last line of a cell."""
-    return GraphExplorer().widget
+    """Two dropdowns around ``explore``."""
+    options = [(f"h = {inner};  y = {outer}", (inner, outer)) for inner, outer in EXPRESSIONS]
+    wide: Any = {"width": "30em"}
+    controls = {
+        "expression": widgets.Dropdown(options=options, description="compute", layout=wide),
+        "cut": widgets.Dropdown(options=CUTS, description="cut h by"),
+    }
+    drawn = live(lambda expression, cut: explore(expression[0], expression[1], cut), controls)
+    return widgets.VBox([*controls.values(), drawn])
 
 
 def _evaluate(

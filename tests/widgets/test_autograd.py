@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from helpers.widgets import autograd
-from helpers.widgets.autograd import CUTS, EXPRESSIONS, GraphExplorer, compare
+from helpers.widgets.autograd import CUTS, EXPRESSIONS, compare
 
 INNER, OUTER = EXPRESSIONS[0]
 
@@ -48,9 +48,9 @@ def test_mistakes_are_named():
 def test_the_explorer_redraws_what_is_chosen(monkeypatch):
     drawn = []
     monkeypatch.setattr(autograd, "explore", lambda *chosen: drawn.append(chosen))
-    explorer = GraphExplorer()
-    explorer.cut.value = ".data"
-    explorer.expression.value = EXPRESSIONS[2]
+    expression, cut, _ = autograd.graph_explorer().children
+    cut.value = ".data"
+    expression.value = EXPRESSIONS[2]
     assert drawn == [
         (*EXPRESSIONS[0], "detach()"),
         (*EXPRESSIONS[0], ".data"),
