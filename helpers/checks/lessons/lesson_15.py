@@ -243,8 +243,9 @@ def defend(answer: Callable[..., Any]) -> dict[str, Any]:
     shown = {}
     for task in _TASKS:
         given = str(task)
-        with for_input(given, "Return plan, state_bytes, tokens_per_s."):
-            plan, state_bytes, tokens_per_s = answer(*task)
+        with for_input(given, "Return plan, state_bytes, tokens_per_s: a Plan and two numbers."):
+            plan, *numbers = answer(*task)
+            state_bytes, tokens_per_s = map(float, numbers)
         if not isinstance(plan, Plan):
             raise Wrong(
                 yours=f"{plan!r}", expected="a Plan", given=given, hint="The plan comes first."
@@ -342,7 +343,9 @@ def _check_room(plan: Plan, given: str) -> None:
             expected=f"at most {format_bytes(room)}",
             given=given,
             hint="More shards make parameters, state and gradients smaller; fewer sequences, more "
-            "tensors or more checkpoints the activations.",
+            "tensors or more checkpoints the activations."
+            if plan.reshard_after_forward
+            else "With reshard_after_forward=False what is gathered stays until backward.",
         )
 
 

@@ -68,6 +68,11 @@ WRONG = {
         ('my_plan = Plan(LLAMA["70B"], Layout(shards=32, stages=2), 2)', "A pipeline may well"),
         ('my_plan = Plan(LLAMA["70B"], Layout(shards=64))', "more checkpoints"),
         (
+            'my_plan = Plan(LLAMA["70B"], Layout(shards=64), checkpoint="full", '
+            "reshard_after_forward=False)",
+            "stays until backward",
+        ),
+        (
             'my_plan = Plan(LLAMA["70B"], Layout(shards=8, tensors=8), batch=8, checkpoint="full")',
             "fewer tensors",
         ),
@@ -94,6 +99,7 @@ WRONG = {
     "15.4": [
         (_defend(state="16 * napkin.parameters(sizes) / gpus"), "12 bytes, not 16"),
         (_defend(state="12 * napkin.parameters(sizes)"), "Divide by the GPUs"),
+        (_defend(state="'8 GiB'"), "a Plan and two numbers"),
         (_defend(speed="1.0"), "the whole peak"),
         (_defend(speed="0.5"), "four thirds"),
         (_defend(speed="0.375 * gpus"), "one GPU, not of all"),
