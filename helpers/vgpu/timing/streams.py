@@ -7,6 +7,7 @@ by the host's clock or, in a recording, in virtual time.
 
 import itertools
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -112,18 +113,20 @@ class Event(torch.Event):
 
     _enable_timing: bool
     _time_s: float | None
+    _recording: "weakref.ref[Recording] | None"  # whose virtual time it is; None: the host's
 
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
     ) -> "Event":
         event = super().__new__(cls, gpus.DEVICE_TYPE, enable_timing=enable_timing)
         event._enable_timing = enable_timing
-        event._time_s = None
+        event._time_s = event._recording = None
         return event
 
     def record(self, stream: torch.Stream | None = None) -> None:
         """Mark what ``stream``, or the current one, has got so far."""
         now = recording.under_way
+        self._recording = None if now is None else weakref.ref(now)
         if now is None:
             self._time_s = time.perf_counter()
         else:
@@ -149,11 +152,18 @@ class Event(torch.Event):
             recording.under_way.clock.host_waits_for_event(self)
 
     def elapsed_time(self, end_event: "Event") -> float:  # type: ignore[override]
-        """Milliseconds between two recorded events, by the clock that was used."""
+        """Milliseconds between two events that have happened, by the clock that was used."""
         if not (self._enable_timing and end_event._enable_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if self._time_s is None or end_event._time_s is None:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
+        if not (self.query() and end_event.query()):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        if self._recording != end_event._recording:
+            raise RuntimeError(
+                "one event was recorded by virtual time and the other by the host's clock, or in "
+                "another recording: record both in one vgpu.record() block, or both outside of one"
+            )
         return (end_event._time_s - self._time_s) * 1000
 
     def __repr__(self) -> str:

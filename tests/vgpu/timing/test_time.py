@@ -205,6 +205,8 @@ def test_events_order_streams_and_measure_time():
         x.neg()
         end.record(torch.vgpu.current_stream("vgpu:0"))
         assert not end.query()
+        with pytest.raises(RuntimeError, match="must be completed before calculating elapsed"):
+            start.elapsed_time(end)
         torch.vgpu.current_stream("vgpu:1").wait_event(end)
         y.neg()
         end.synchronize()
@@ -212,6 +214,9 @@ def test_events_order_streams_and_measure_time():
     assert kernels(timeline, "vgpu:1")[0].start_s == near(21e-6)
     assert start.elapsed_time(end) == near(21e-3)
     assert timeline.host_s == near(21e-6)
+    end.record()
+    with pytest.raises(RuntimeError, match="the other by the host's clock"):
+        start.elapsed_time(end)
 
 
 def test_backward_is_launched_by_one_thread_a_device():
