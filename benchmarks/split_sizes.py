@@ -73,10 +73,11 @@ def one_gpu() -> nn.Module:
 
 def train(model: nn.Module) -> None:
     """The published training: random images, MSE, three steps."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    # What that version of PyTorch did: a loop over parameters, and gradients of zeros.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, foreach=False)
     for _ in range(3):
         images, labels = torch.randn(120, 3, 128, 128), torch.zeros(120, 1000)
-        optimizer.zero_grad(set_to_none=False)  # what that version of PyTorch did
+        optimizer.zero_grad(set_to_none=False)
         outputs = model(images.to("vgpu:0"))
         nn.functional.mse_loss(outputs, labels.to(outputs.device)).backward()
         optimizer.step()

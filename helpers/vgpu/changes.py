@@ -38,6 +38,11 @@ class Changes(contextlib.ExitStack):
         else:
             self.callback(table.__setitem__, key, before)
 
+    def append(self, items: list[Any], value: object) -> None:
+        """Add to a list, to whose end others may add too."""
+        items.append(value)
+        self.callback(items.remove, value)
+
     def library(self, namespace: str) -> torch.library.Library:
         """A library whose registrations go when the changes are undone."""
         library = torch.library.Library(namespace, "IMPL")

@@ -22,7 +22,7 @@ def test_ddp_overlaps_and_data_parallel_serialises(count):
     assert len(reduces) == 6  # of two blocks each
     assert reduces[0].start_s < backward[-1].end_s  # while the backward pass goes on
     assert sum(e.size_bytes for e in reduces) == 12 * (512 * 512 + 512) * 4
-    updates = [e for e in ranks.of("vgpu:0") if e.name == "add_" and not e.backward]
+    updates = [e for e in ranks.of("vgpu:0") if e.name == "_foreach_add_" and not e.backward]
     assert updates[0].start_s >= reduces[-1].end_s
     assert [len(ranks.of(d)) for d in ranks.devices] == [len(ranks.of("vgpu:0"))] * count
 

@@ -28,7 +28,6 @@ def install(changes: Changes) -> None:
         "_make_wrapper_subclass",
         staticmethod(make(torch.Tensor._make_wrapper_subclass)),
     )
-    changes.wrap(torch._C, "_group_tensors_by_device_and_dtype", _grouping_by_name)
     if dist.is_available():
         when_imported("torch.distributed.tensor._api", _show_device_of_dtensors, changes)
         when_imported("torch.distributed.tensor._random", _read_offset, changes)
@@ -83,23 +82,6 @@ def _show_device(cls: type, changes: Changes) -> None:
 
 def _show_device_of_dtensors(module: ModuleType, changes: Changes) -> None:
     _show_device(module.DTensor, changes)
-
-
-def _grouping_by_name(plain: Callable[..., dict[Any, Any]]) -> Callable[..., dict[Any, Any]]:
-    """What the ``foreach`` functions of torch ask; C++ sorts tensors by its own name of a device."""
-
-    @functools.wraps(plain)
-    def grouped(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-        groups = plain(*args, **kwargs)
-        return {(_named(device), dtype): group for (device, dtype), group in groups.items()}
-
-    return grouped
-
-
-def _named(device: torch.device | None) -> torch.device | None:
-    if device is not None and device.type == gpus.CPP_DEVICE_TYPE:
-        return torch.device(gpus.DEVICE_TYPE, device.index)
-    return device
 
 
 # Functional collectives

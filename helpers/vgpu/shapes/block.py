@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.vgpu.changes import Changes
@@ -66,6 +67,7 @@ def shapes_only() -> Iterator[None]:
 
 
 def install(changes: Changes) -> None:
+    changes.append(_foreach_supported_types, ShapeTensor)  # torch_api/functions.py says why
     changes.wrap(torch.nn.init, "_no_grad_trunc_normal_", trunc_normal)
     changes.wrap(nn.parallel.distributed, "_verify_param_shape_across_processes", _of_values)
     if dist.is_available():

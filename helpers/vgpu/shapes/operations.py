@@ -38,6 +38,7 @@ class _Facts:
         "makes",
         "only_computes",
         "parts",
+        "scales",
         "special",
         "traits",
         "values",
@@ -53,6 +54,8 @@ class _Facts:
         self.divides = None if func._schema.name in INDEXING else rule.divides
         self.parts = rule.parts
         self.makes = rule.makes_on_device
+        # Whether a fraction in a list may decide a size (upsample); foreach has a factor for each tensor.
+        self.scales = not func._schema.name.startswith("aten::_foreach_")
         self.copies = self.traits.copies
         self.special = _handlers.get(func._schema.name)
         self.values = self.traits.waits or self.traits.name in _ANSWERS
@@ -128,14 +131,14 @@ def dispatch(
             inputs.append(value)
             key.append(id(value._inner))
         else:
-            _read((value,), key, inputs, facts.makes)
+            _read((value,), key, inputs, facts.makes, facts.scales)
     device = None
     for name, value in kwargs.items() if kwargs else ():
         if name == "device":
             device = value
         elif name not in signatures.NO_MATTER:
             key.append(name)
-            _read((value,), key, inputs, facts.makes)
+            _read((value,), key, inputs, facts.makes, facts.scales)
     gpu: Place | None = None
     for value in inputs:
         if value._gpu is not gpu:
@@ -177,7 +180,11 @@ def dispatch(
 
 
 def _read(
-    values: Iterable[Any], key: list[object], inputs: list[VirtualTensor], with_floats: bool
+    values: Iterable[Any],
+    key: list[object],
+    inputs: list[VirtualTensor],
+    with_floats: bool,
+    in_lists: bool,
 ) -> None:
     """Append the values' part of the signature (signatures.py), and the virtual tensors.
 
@@ -195,7 +202,7 @@ def _read(
                 key.append(tuple(value))
             else:
                 key.append(len(value))
-                _read(value, key, inputs, True)
+                _read(value, key, inputs, in_lists, in_lists)
         elif kind is float and not with_floats:
             key.append(float)
         elif isinstance(value, torch.Tensor):

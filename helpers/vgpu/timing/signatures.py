@@ -46,12 +46,15 @@ def signature(func: Operator, args: Args, kwargs: Kwargs) -> tuple[object, ...]:
     """What decides the results' shapes and the work of a call; hashable."""
     parts: list[object] = [id(func)]
     # A fractional number decides a size only if a tensor is made from nothing (arange).
-    from_nothing = not args or not isinstance(args[0], torch.Tensor | list)
-    _append(parts, args, from_nothing)
+    first = args[0] if args else None
+    from_nothing = not isinstance(first, torch.Tensor | list)
+    # One in a list may (upsample), but not beside a list of tensors: foreach has a factor for each.
+    in_lists = not isinstance(first, list)
+    _append(parts, args, from_nothing, in_lists)
     for name, value in kwargs.items():
         if name not in NO_MATTER:
             parts.append(name)
-            _append(parts, (value,), from_nothing)
+            _append(parts, (value,), from_nothing, in_lists)
     return tuple(parts)
 
 
@@ -59,7 +62,7 @@ def signature(func: Operator, args: Args, kwargs: Kwargs) -> tuple[object, ...]:
 NO_MATTER = {"device", "generator", "layout", "non_blocking", "pin_memory"}
 
 
-def _append(parts: list[object], values: Iterable[Any], with_floats: bool) -> None:
+def _append(parts: list[object], values: Iterable[Any], with_floats: bool, in_lists: bool) -> None:
     for value in values:
         kind = type(value)
         if isinstance(value, torch.Tensor):
@@ -67,7 +70,7 @@ def _append(parts: list[object], values: Iterable[Any], with_floats: bool) -> No
             parts.append(id(inner) if id(inner) in _by_id else id(interned(inner)))
         elif kind is list or kind is tuple:
             parts.append(len(value))
-            _append(parts, value, True)
+            _append(parts, value, in_lists, in_lists)
         elif kind is float and not with_floats:
             parts.append(float)
         else:

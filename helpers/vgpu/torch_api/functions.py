@@ -1,9 +1,9 @@
 """Functions of torch that C++ answers without an operator, so that no dispatch sees them.
 
-A function goes here when it compares or names devices before it calls an operator. What is an
-operator (``torch.ops.aten``) belongs in ``dispatch/handlers.py``, a method of a tensor in
-``dispatch/tensor.py``, a name of ``torch.vgpu`` in ``device_module.py``, and what virtual GPUs
-cannot do in ``dispatch/refusals.py``.
+A function goes here when it compares or names devices, or asks for a tensor's class, before it calls
+an operator. What is an operator (``torch.ops.aten``) belongs in ``dispatch/handlers.py``, a method of
+a tensor in ``dispatch/tensor.py``, a name of ``torch.vgpu`` in ``device_module.py``, and what virtual
+GPUs cannot do in ``dispatch/refusals.py``.
 """
 
 import functools
@@ -11,10 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.utils.clip_grad
+import torch.utils._foreach_utils
+from torch import nn
+from torch.optim.optimizer import _foreach_supported_types
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 
 from helpers.vgpu.changes import Changes
+from helpers.vgpu.device import gpus
 from helpers.vgpu.device.memory import Block
 from helpers.vgpu.dispatch.device_names import naming_devices
 from helpers.vgpu.dispatch.tensor import VirtualTensor, cpp_device
@@ -44,6 +49,10 @@ def install(changes: Changes) -> None:
     changes.wrap(torch.UntypedStorage, "resize_", resize_storage)
     for owner, name in _CHECK_IN_CPP:
         changes.wrap(owner, name, naming_devices)
+    changes.append(_foreach_supported_types, VirtualTensor)  # shapes/block.py has that of shapes
+    for owner in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
+        changes.wrap(owner, "_has_foreach_support", _of_plain_tensors)
+    changes.wrap(torch._C, "_group_tensors_by_device_and_dtype", _grouping_by_name)
 
 
 def as_tensor(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -104,3 +113,43 @@ def _default_device() -> torch.device | None:
         if isinstance(mode, DeviceContext):
             return mode.device
     return None
+
+
+# Optimizers and clipping have a loop and a form of ``torch._foreach_*``. Unless told, they take the
+# latter on a GPU, and only for tensors of the classes that they know.
+
+
+def _of_plain_tensors(plain: Callable[..., bool]) -> Callable[..., bool]:
+    """Whether tensors are of a class for which torch takes ``foreach`` by itself.
+
+    Here it takes plain tensors, such as gradients, and no Parameter; a virtual one of either is a
+    VirtualTensor.
+    """
+
+    @functools.wraps(plain)
+    def _has_foreach_support(tensors: list[Any], device: torch.device) -> bool:
+        others = [tensor for tensor in tensors if not _is_plain(tensor)]
+        return plain(others, device)
+
+    return _has_foreach_support
+
+
+def _is_plain(tensor: object) -> bool:
+    return isinstance(tensor, VirtualTensor) and not isinstance(tensor, nn.Parameter)
+
+
+def _grouping_by_name(plain: Callable[..., dict[Any, Any]]) -> Callable[..., dict[Any, Any]]:
+    """What the ``foreach`` forms ask first; C++ sorts tensors by its own name of a device."""
+
+    @functools.wraps(plain)
+    def grouped(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+        groups = plain(*args, **kwargs)
+        return {(_named(device), dtype): group for (device, dtype), group in groups.items()}
+
+    return grouped
+
+
+def _named(device: torch.device | None) -> torch.device | None:
+    if device is not None and device.type == gpus.CPP_DEVICE_TYPE:
+        return torch.device(gpus.DEVICE_TYPE, device.index)
+    return device

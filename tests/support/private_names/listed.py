@@ -263,11 +263,21 @@ RELIANCES = (
         ),
     ),
     Reliance(
+        "optimizers and clipping that handle all tensors at once by default, as on CUDA",
+        "See what decides it now (torch_api/functions.py); without it, steps are a loop with fewer "
+        "temporary bytes and more kernels than CUDA's.",
+        (
+            "torch._C._group_tensors_by_device_and_dtype",
+            "torch.nn.utils.clip_grad._has_foreach_support",
+            "torch.optim.optimizer._foreach_supported_types",
+            "torch.utils._foreach_utils._has_foreach_support",
+        ),
+    ),
+    Reliance(
         "tensors around virtual ones: DTensor, and results of collectives that are awaited",
         "They must say the device that their inner tensor says (distributed/wrappers.py); "
         "tests/vgpu/distributed/test_wrappers.py shows which does not.",
         (
-            "torch._C._group_tensors_by_device_and_dtype",
             "torch.distributed._functional_collectives.AsyncCollectiveTensor",
             "torch.distributed.tensor._api.DTensor",
             "torch.distributed.tensor._random._PhiloxState",

@@ -61,7 +61,8 @@ def _parallelized(rank, world_size, device_type, sequence):
 
 def _train_together(model, rank, world_size, device_type, inputs_of=lambda x: x):
     device = device_of(device_type, rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # Some parameters are DTensors and some not: a GPU's default, foreach, refuses the two together.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     found = []
     for step in range(STEPS):
         images, labels = (part.to(device) for part in batch(step, 0, 1))
