@@ -34,6 +34,14 @@ class DigitsCNN(nn.Module):
         return self.head(self.features(images))
 
 
+def check_count(name: str, value: object) -> None:
+    """ValueError for what is not a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
 @dataclass(frozen=True)
 class TransformerSizes:
     """The sizes of a decoder-only transformer in the form of Llama."""
@@ -46,6 +54,25 @@ class TransformerSizes:
     vocabulary: int
     sequence: int = 8192  # the longest that it takes
     rotary_base: float = 500_000.0  # Llama 3's; a larger one tells positions apart further away
+
+    def check(self) -> None:
+        """ValueError for sizes that no ``Transformer`` can have."""
+        for name, count in vars(self).items():
+            if name != "rotary_base":
+                check_count(name, count)
+        base = self.rotary_base
+        if isinstance(base, bool) or not isinstance(base, int | float) or base <= 0:
+            raise ValueError(f"rotary_base must be a number above 0, got {base!r}")
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"a width of {self.width} cannot be divided among {self.heads} heads, each of an "
+                "even width: rotary positions turn pairs of numbers"
+            )
+        if self.heads % self.key_value_heads:
+            raise ValueError(
+                f"{self.heads} heads cannot be divided among {self.key_value_heads} key and value "
+                "heads: each serves as many"
+            )
 
     @property
     def head_width(self) -> int:

@@ -21,7 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from helpers.models import TransformerSizes
+from helpers.models import TransformerSizes, check_count
 from helpers.vgpu import CostModel
 
 DIMENSIONS = ("tensor", "context", "pipeline", "data")
@@ -212,6 +212,7 @@ def _check(sizes: Mapping[str, int], model: TransformerSizes, sequences: int) ->
         raise ValueError(
             f"sizes must name each of {', '.join(DIMENSIONS)} with at least 1, got {dict(sizes)}"
         )
+    check_count("sequences", sequences)
     divided = {
         "tensor": (model.key_value_heads, "key-value heads"),
         "context": (model.sequence, "tokens of a sequence"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from helpers.models import TransformerSizes
+from helpers.models import TransformerSizes, check_count
 
 KINDS = ("ddp", "fsdp", "hsdp", "tp", "fsdp+tp")
 """The layouts that have a name."""
@@ -29,8 +29,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name, parts in vars(self).items():
-            if parts < 1:
-                raise ValueError(f"{name} must be at least 1, got {parts}")
+            check_count(name, parts)
 
     @property
     def ranks(self) -> int:

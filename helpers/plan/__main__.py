@@ -229,7 +229,25 @@ def _from_file(file: Path) -> dict[str, Any]:
             f"{file} names the model {model!r}; there are {', '.join(LLAMA)}, or a table [model] of "
             "its sizes"
         )
+    for name, value in read.items():
+        _check_kind(file, name, value)
     return read
+
+
+def _check_kind(file: Path, name: str, value: Any) -> None:
+    """Of what a number of its own does not check; counts and choices are the plan's to judge."""
+    if name in ("arithmetic_share", "speed_spread"):
+        wanted, right = "a number", isinstance(value, int | float) and not isinstance(value, bool)
+    elif name in ("reshard_after_forward", "compile", "async_tp"):
+        wanted, right = "true or false", isinstance(value, bool)
+    elif name in ("gpu", "network", "checkpoint"):
+        wanted, right = "a text", isinstance(value, str)
+    elif name == "model":
+        wanted, right = "a text or a table of sizes", isinstance(value, str | dict)
+    else:
+        return
+    if not right:
+        raise ValueError(f"{file}: {name.replace('_', '-')} must be {wanted}, got {value!r}")
 
 
 def _sizes(model: dict[str, Any]) -> TransformerSizes:

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from helpers import schedules, vgpu
-from helpers.models import TransformerSizes
+from helpers.models import TransformerSizes, check_count
 from helpers.parallel import Layout, check_tensors, parts
 from helpers.plan.napkin import flop_per_token
 from helpers.vgpu.timing.trace import covered_s
@@ -36,8 +36,9 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("batch", "sequence", "gpus_per_host", "chunks", "micro_batches"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value is not None or name != "micro_batches":
+                check_count(name, value)
+        self.sizes.check()
         if self.checkpoint not in CHECKPOINTS:
             raise ValueError(
                 f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {self.checkpoint!r}"

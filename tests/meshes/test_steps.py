@@ -189,6 +189,12 @@ def test_sizes_that_do_not_divide_are_named(changes, words):
         meshes.step(SIZES | changes, MODEL, 64, cost())
 
 
+@pytest.mark.parametrize("sequences", [0, -64])
+def test_a_step_has_sequences(sequences):
+    with pytest.raises(ValueError, match=f"sequences must be at least 1, got {sequences}"):
+        meshes.step(SIZES, MODEL, sequences, cost())
+
+
 def test_the_step_is_the_sum_of_its_parts():
     found = meshes.step(SIZES, MODEL, 64, cost())
     parts = found.compute_s + found.bubble_s + math.fsum(t.exposed_s for t in found.traffic)

@@ -96,6 +96,16 @@ def test_checkpoints_take_less_memory_and_more_time(how):
         ({"layout": Layout(tensors=8)}, "8 ranks cannot share a layer evenly: key-value heads 4"),
         ({"checkpoint": "some"}, "one of none, selective, full, got 'some'"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"batch": 1.5}, "batch must be a whole number, got 1.5"),
+        ({"sizes": dataclasses.replace(SMALL, layers=0)}, "layers must be at least 1, got 0"),
+        (
+            {"sizes": dataclasses.replace(SMALL, width=260)},
+            "a width of 260 cannot be divided among 8 heads",
+        ),
+        (
+            {"sizes": dataclasses.replace(SMALL, key_value_heads=16)},
+            "8 heads cannot be divided among 16 key",
+        ),
         ({"gpu": "Z1"}, "no GPU preset 'Z1'"),
     ],
 )
@@ -191,6 +201,16 @@ def test_what_does_not_fit_is_told_what_would(tmp_path, capsys):
         ('model = "9B"', "names the model '9B'; there are 8B, 70B, 405B"),
         ("[model]\nlayers = 3", "[model] lacks feed_forward, heads"),
         (FILE.format(shards=4, batch=1) + "depth = 3", "[model] has depth"),
+        ('batch = "2"', "batch must be a whole number, got '2'"),
+        ("shards = 2.5", "shards must be a whole number, got 2.5"),
+        ("chunks = true", "chunks must be a whole number, got True"),
+        ("checkpoint = 3", "checkpoint must be a text, got 3"),
+        ("reshard-after-forward = 1", "reshard-after-forward must be true or false, got 1"),
+        ('arithmetic-share = "0.5"', "arithmetic-share must be a number, got '0.5'"),
+        (
+            FILE.format(shards=4, batch=1) + "rotary_base = true",
+            "rotary_base must be a number above 0",
+        ),
     ],
 )
 def test_a_file_that_says_nothing_sensible_is_refused(tmp_path, capsys, text, message):
