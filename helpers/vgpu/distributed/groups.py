@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PythonCallbackWork
 from torch.distributed import distributed_c10d
 
 from helpers.vgpu.changes import Changes
@@ -25,7 +26,7 @@ from helpers.vgpu.dispatch.operations import compute
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
 from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.distributed.calls import Call, checks, communicators
-from helpers.vgpu.distributed.lent import Lent, take_back
+from helpers.vgpu.distributed.lent import Lent, done, take_back
 from helpers.vgpu.distributed.nccl_only import BACKEND
 from helpers.vgpu.timing.traits import tensors_in
 
@@ -130,7 +131,29 @@ def _counted(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     gpu = next(tensor._gpu for tensor in tensors_in(args) if type(tensor) is VirtualTensor)
     communicators.use(call.group, gpu, call.peer)
     tally.add(name, _bytes_put_in(call))
-    lent = Lent(name)
+    if call.operator == "c10d::allgather_" and len({part.shape for part in call.received}) > 1:
+        return _gathered(call, args)
+    return _carried(call, func, args, kwargs)
+
+
+def _gathered(call: Call, args: Args) -> Any:
+    """Parts of unequal sizes, by a broadcast of each, as NCCL does it; it ends before it returns."""
+    outputs, (own,), group, *_ = args
+    (parts,) = outputs
+    mine = parts[call.group.rank()]
+    compute(
+        torch.ops.aten.copy_.default, (mine.detach(), own), {}
+    )  # in NCCL's kernel, none of its own
+    broadcast = torch.ops.c10d.broadcast_.default
+    for root, part in enumerate(parts):
+        given = ([part], group, root, 0, False)
+        _carried(Call(broadcast, given, {}), broadcast, given, {})
+    return outputs, dist.Work.boxed(PythonCallbackWork(done))
+
+
+def _carried(call: Call, func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """What gloo makes of it."""
+    lent = Lent(call.name)
     given = args
     if call.operator in _OF_ROWS:
         given = (*(tensor.as_strided((tensor.numel(),), (1,)) for tensor in args[:2]), *args[2:])

@@ -90,7 +90,7 @@ class Lent:
         self.has_returned(_SOON_S)
         # gloo also makes views, and nobody else has made any meanwhile.
         _wait_while(self._has_users, _MAYBE_NEVER_S)
-        result.append(dist.Work.boxed(PythonCallbackWork(_done)))
+        result.append(dist.Work.boxed(PythonCallbackWork(done)))
 
     def until_dropped(self, work: dist.Work) -> None:
         """Its caller waits for the work, and then drops it."""
@@ -134,7 +134,8 @@ def _wait_while(condition: Callable[[], bool], limit_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _done(timeout: Any) -> bool:
+def done(timeout: Any) -> bool:
+    """What waiting for work that has ended does."""
     return True
 
 

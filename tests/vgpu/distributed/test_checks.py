@@ -68,6 +68,10 @@ def refused_by_ranks(rank, world, what_is_refused):
     dist.all_reduce(images)
     gathered = torch.empty(4, 3, 4, 4, device=device).to(memory_format=torch.channels_last)
     dist.all_gather_into_tensor(gathered, images + rank)
+    parts = [torch.empty(1 + each, device=device) for each in range(2)]
+    work = dist.all_gather(parts, torch.full((1 + rank,), 7.0 + rank, device=device), async_op=True)
+    work.wait()
+    assert [part.tolist() for part in parts] == [[7], [8, 8]]
     return refused, row.tolist(), images.sum().item(), gathered.sum(dim=(1, 2, 3)).tolist()
 
 

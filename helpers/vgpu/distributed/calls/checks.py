@@ -86,6 +86,8 @@ def _list_of_parts(call: Call) -> None:
     if call.name == "all_gather":
         _check_length(call, call.received)
         _check_own_part(call, call.given[0].numel(), call.received[rank].numel())
+        if len({part.shape for part in call.received}) > 1:  # broadcast one by one, not copied
+            _check_contiguous(call.received)
     else:
         _check_length(call, call.given)
         _check_own_part(call, call.given[rank].numel(), call.received[0].numel())
