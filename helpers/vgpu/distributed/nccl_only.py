@@ -35,6 +35,9 @@ def install(changes: Changes) -> None:
         return
     changes.wrap(distributed_c10d, "_new_process_group_helper", _explaining_nccl)
     changes.wrap(distributed_c10d, "_get_split_source", _never_gloo)
+    coalescing = _coalescing(distributed_c10d._coalescing_manager)
+    for module in (distributed_c10d, dist):
+        changes.set(module, "_coalescing_manager", coalescing)
     split_group = _splitting(distributed_c10d.split_group)
     for module in (distributed_c10d, dist, dist.device_mesh):
         changes.set(module, "split_group", split_group)
@@ -82,6 +85,19 @@ def _never_gloo(plain: Callable[..., Any]) -> Callable[..., Any]:
         return None if isinstance(found, dist.ProcessGroupGloo) else found
 
     return source
+
+
+def _coalescing(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``_coalescing_manager``; given a device, it has the group start and end, as only NCCL does.
+
+    Without one it sends collectives of a kind together, and others each by itself.
+    """
+
+    @functools.wraps(plain)
+    def manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
+        return plain(group, None if is_virtual_device(device) else device, async_ops)
+
+    return manager
 
 
 def _splitting(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -258,6 +258,7 @@ RELIANCES = (
             "torch.distributed.ProcessGroup._get_backend",
             "torch.distributed.ProcessGroup._register_backend",
             "torch.distributed.ProcessGroup._set_default_backend",
+            "torch.distributed.distributed_c10d._coalescing_manager",
             "torch.distributed.distributed_c10d._get_split_source",
             "torch.distributed.distributed_c10d._new_process_group_helper",
         ),

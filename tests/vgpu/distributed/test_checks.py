@@ -72,6 +72,10 @@ def refused_by_ranks(rank, world, what_is_refused):
     work = dist.all_gather(parts, torch.full((1 + rank,), 7.0 + rank, device=device), async_op=True)
     work.wait()
     assert [part.tolist() for part in parts] == [[7], [8, 8]]
+    with dist._coalescing_manager(device=device):
+        for part in parts:
+            dist.all_reduce(part)
+    assert [part.tolist() for part in parts] == [[14], [16, 16]]
     return refused, row.tolist(), images.sum().item(), gathered.sum(dim=(1, 2, 3)).tolist()
 
 
