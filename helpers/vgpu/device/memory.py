@@ -107,6 +107,7 @@ class DeviceMemory:
         self.peak_bytes = 0
         self.allocation_count = 0
         self.freed_count = 0
+        self.out_of_memory_count = 0
         self.is_gone = False
         self._depth = _depth
         self.reserve = Reserve(device, capacity_bytes)
@@ -127,6 +128,7 @@ class DeviceMemory:
         size_bytes = rounded(request_bytes)
         most_bytes = self.capacity_bytes if self.allowed_bytes is None else self.allowed_bytes
         if self.allocated_bytes + size_bytes > most_bytes:
+            self.out_of_memory_count += 1
             raise torch.OutOfMemoryError(self._out_of_memory(size_bytes))
         return size_bytes
 
@@ -185,6 +187,9 @@ class DeviceMemory:
     def begin_anew(self) -> None:
         """What still lives stays; whatever else a program did here is over."""
         self.allowed_bytes = None
+        self.out_of_memory_count = 0
+        with _lock:
+            self.reserve.forget_retries()
         self.empty_cache()
         self.reset_peak()
 
@@ -203,6 +208,12 @@ class DeviceMemory:
         with _lock:
             allocator = self.reserve.now()
             return allocator.reserved_bytes, allocator.peak_reserved_bytes
+
+    @property
+    def retries(self) -> int:
+        """How often the allocator would have given back what it kept, and tried again."""
+        with _lock:
+            return self.reserve.now().retries + self.out_of_memory_count
 
     @property
     def free_bytes(self) -> int:

@@ -20,7 +20,7 @@ _STREAM_BITS = 11  # a block is a multiple of 512 bytes, so this many more leave
 _STREAM_MASK = 2**20 - 1
 # Notes below 0. After _RESIZE come a block's number, and its bytes and stream; _FREE less a block's
 # number is its end.
-_RESET_PEAK, _EMPTY_CACHE, _RESIZE, _FREE = -1, -2, -3, -4
+_RESET_PEAK, _EMPTY_CACHE, _RESIZE, _FORGET_RETRIES, _FREE = -1, -2, -3, -4, -5
 
 
 class Reserve:
@@ -61,6 +61,10 @@ class Reserve:
         """Give back what lies free in whole segments."""
         self._add(_EMPTY_CACHE)
 
+    def forget_retries(self) -> None:
+        """Count from now on how often the allocator gives back what it kept for want of memory."""
+        self._add(_FORGET_RETRIES)
+
     def set_capacity(self, capacity_bytes: int) -> None:
         """From now on the GPU has so many bytes."""
         if capacity_bytes != self._allocator.capacity_bytes:
@@ -93,6 +97,8 @@ class Reserve:
             self._place(next(following), next(following))
         elif note == _RESET_PEAK:
             self._allocator.reset_peaks()
+        elif note == _FORGET_RETRIES:
+            self._allocator.retries = 0
         else:
             self._allocator.release_cached()
 

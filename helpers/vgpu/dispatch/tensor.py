@@ -171,7 +171,9 @@ class VirtualTensor(torch.Tensor):
         if not is_leaf:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
-                "protocol at the moment."
+                "protocol at the moment.  If you were attempting to deepcopy a module, this may be "
+                "because of a torch.nn.utils.weight_norm usage, "
+                "see https://github.com/pytorch/pytorch/pull/103001"
             )
         result = self._copied(memo)
         result.requires_grad_(self.requires_grad)

@@ -20,7 +20,7 @@ _ACCELERATOR = {
     "_accelerator_getMemoryInfo": device_module.mem_get_info,
     "_accelerator_emptyCache": device_module.empty_cache,
     "_accelerator_isAllocatorInitialized": device_module.is_available,
-    "_accelerator_getDeviceStats": device_module.nested_memory_stats,
+    "_accelerator_getDeviceStats": device_module.memory_stats,
     "_accelerator_resetPeakStats": device_module.reset_peak_memory_stats,
 }
 

@@ -96,6 +96,9 @@ def _gpu(device: Any) -> gpus.VirtualGPU:
 
 
 def set_device(device: Any) -> None:
+    """Make a device current; a negative index changes nothing."""
+    if isinstance(device, int) and device < 0:
+        return
     gpus.exchange_index(_gpu(device).index)
 
 
@@ -221,26 +224,22 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
     return memory.free_bytes, memory.capacity_bytes
 
 
-def nested_memory_stats(device: Any = None) -> dict[str, Any]:
-    """Bytes now and at the peak, in the form that ``torch.accelerator.memory_stats`` flattens."""
+def memory_stats(device: Any = None) -> dict[str, int]:
+    """Bytes now and at the peak, ``allocated_bytes.all.peak`` and the like; how often room was short.
+
+    What is allocated is all that is active: no block waits here until another stream has got to it.
+    """
     memory = _gpu(device).memory.settled()
+    allocated = memory.allocated_bytes, memory.peak_bytes
     kinds = {
-        "allocated_bytes": (memory.allocated_bytes, memory.peak_bytes),
+        "active_bytes": allocated,
+        "allocated_bytes": allocated,
         "reserved_bytes": memory.reserved(),
     }
-    return {
-        name: {"all": {"current": current, "peak": peak}} for name, (current, peak) in kinds.items()
-    }
-
-
-def memory_stats(device: Any = None) -> dict[str, int]:
-    """Bytes now and at the peak, flat: ``allocated_bytes.all.peak`` and the like."""
-    return {
-        f"{name}.{pool}.{when}": size_bytes
-        for name, pools in nested_memory_stats(device).items()
-        for pool, sizes in pools.items()
-        for when, size_bytes in sizes.items()
-    }
+    stats: dict[str, int] = {}
+    for name, (current, peak) in kinds.items():
+        stats |= {f"{name}.all.current": current, f"{name}.all.peak": peak}
+    return stats | {"num_alloc_retries": memory.retries, "num_ooms": memory.out_of_memory_count}
 
 
 def empty_cache() -> None:

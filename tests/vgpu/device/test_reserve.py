@@ -72,10 +72,14 @@ def test_all_ways_to_ask_agree():
         stats
         == torch.accelerator.memory_stats(0)
         == {
+            "active_bytes.all.current": 5 * MIB,
+            "active_bytes.all.peak": stats["allocated_bytes.all.peak"],
             "allocated_bytes.all.current": 5 * MIB,
             "allocated_bytes.all.peak": stats["allocated_bytes.all.peak"],
             "reserved_bytes.all.current": 20 * MIB,
             "reserved_bytes.all.peak": 20 * MIB,
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
         }
     )
     assert torch.accelerator.memory_reserved() == torch.vgpu.memory_reserved() == 20 * MIB
@@ -102,7 +106,16 @@ def test_cached_segments_go_before_memory_runs_out():
     assert reserved_mib() == 200
     z = of(156)
     assert torch.vgpu.memory_allocated() == 256 * MIB
+    counts = ["num_alloc_retries", "num_ooms"]
+    assert [torch.vgpu.memory_stats()[name] for name in counts] == [1, 0]
+    for _ in range(2):  # each time it tries again, and gives up
+        with pytest.raises(torch.OutOfMemoryError):
+            of(1)
+    assert [torch.vgpu.memory_stats()[name] for name in counts] == [3, 2]
     del y, z
+    vgpu.disable()
+    with vgpu.enable(1):
+        assert [torch.vgpu.memory_stats()[name] for name in counts] == [0, 0]
 
 
 def test_where_cuda_would_find_no_room_more_is_reserved_than_there_is():

@@ -1,5 +1,6 @@
 """The errors of a GPU, word for word but for the name; after each the device is usable."""
 
+import copy
 import re
 
 import pytest
@@ -106,6 +107,15 @@ def test_numpy_needs_a_cpu_tensor(convert):
     with pytest.raises(TypeError, match=re.escape(message)):
         convert(on(1, 2))
     assert on(1, 2).numpy(force=True).sum() == 2
+
+
+def test_a_result_is_not_copied_deeply_and_the_message_is_torchs():
+    messages = set()
+    for device in ("cpu", "vgpu:0"):
+        with pytest.raises(RuntimeError, match="pull/103001") as found:
+            copy.deepcopy(torch.ones(1, device=device, requires_grad=True) * 2)
+        messages.add(str(found.value))
+    assert len(messages) == 1
 
 
 @pytest.mark.parametrize(

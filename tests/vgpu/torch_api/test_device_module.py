@@ -17,6 +17,8 @@ def test_the_module_answers_as_torch_cuda_does():
     torch.vgpu.synchronize()
     torch.accelerator.synchronize(2)
     assert torch.vgpu.memory_stats(1)["allocated_bytes.all.current"] == 0
+    torch.vgpu.set_device(-1)
+    assert torch.vgpu.current_device() == 0
     assert torch.vgpu.can_device_access_peer(0, 1) and not torch.vgpu.can_device_access_peer(1, 1)
     assert torch.vgpu.is_bf16_supported()
     missing = [name for name in torch.vgpu.__all__ if not hasattr(torch.vgpu, name)]
