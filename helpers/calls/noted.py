@@ -114,9 +114,7 @@ class _Noted(Watching):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        sends = function.namespace in ("c10d", "_c10d_functional")
-        if sends and not any(word in str(function) for word in ("wait", "_wrap")):
-            name = collective_name(function)
+        if name := collective_name(function):
             self.calls.append((name, _given(function, args)))
             if self._gpu and name != "barrier" and any(t.is_cpu for t in _tensors(args)):
                 self._refuse(name)

@@ -20,9 +20,6 @@ _SENT: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1,
 }
 
-_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
-_ASIDE = ("wait", "_wrap", "mesh_get_process_group", "barrier")
-
 
 class _Collectives(Watching):
     """Shows ``_note`` each collective inside a ``with`` block, also of a backward pass there."""
@@ -30,11 +27,12 @@ class _Collectives(Watching):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back with the tensors of this rank
-        if func.namespace in _NAMESPACES and not any(word in str(func) for word in _ASIDE):
-            self._note(func, args)
+        name = collective_name(func)
+        if name and "barrier" not in name:  # which sends nothing to speak of
+            self._note(name, func, args)
         return func(*args, **(kwargs or {}))
 
-    def _note(self, func: Any, args: tuple[Any, ...]) -> None:
+    def _note(self, name: str, func: Any, args: tuple[Any, ...]) -> None:
         raise NotImplementedError
 
 
@@ -49,8 +47,8 @@ class ParametersGathered(_Collectives):
         super().__init__()
         self.count = 0
 
-    def _note(self, func: Any, args: tuple[Any, ...]) -> None:
-        if "gather" in str(func):
+    def _note(self, name: str, func: Any, args: tuple[Any, ...]) -> None:
+        if "gather" in name:
             tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
             self.count += any(tensor.is_floating_point() for tensor in tensors)
 
@@ -75,8 +73,7 @@ class Sent(_Collectives):
         """The collectives' names, in order."""
         return [name for name, _ in self.calls]
 
-    def _note(self, func: Any, args: tuple[Any, ...]) -> None:
-        name = collective_name(func)
+    def _note(self, name: str, func: Any, args: tuple[Any, ...]) -> None:
         if name not in _SENT:
             raise NotImplementedError(f"Sent counts {', '.join(_SENT)}; {func} is none of them")
         count = _group_of(args).size()

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -24,6 +25,9 @@ def sent_by_plain(rank, world_size):
         dist.reduce_scatter(small, list(large.chunk(world_size)))
         dist.all_to_all_single(torch.empty_like(small), small)
         dist.broadcast(small, src=0)
+        functional.all_reduce(small, "sum", dist.group.WORLD).wait()
+        functional.all_gather_tensor(small, 0, dist.group.WORLD).wait()
+        functional.reduce_scatter_tensor(large, "sum", 0, dist.group.WORLD) + 1
         dist.barrier()
     return sent.calls, sent.size_bytes
 
@@ -38,8 +42,12 @@ def test_collectives_of_plain_tensors_and_the_bytes_of_the_whole_one():
         ("reduce_scatter", 128),
         ("all_to_all", 32),
         ("broadcast", 32),
+        # The functional ones, which are waited for when their result is used.
+        ("all_reduce", 32),
+        ("all_gather", 128),
+        ("reduce_scatter", 128),
     ]
-    assert size_bytes == 3 / 4 * (2 * 32 + 4 * 128 + 32) + 32
+    assert size_bytes == 3 / 4 * (2 * 2 * 32 + 6 * 128 + 32) + 32
     # Numbers, not bytes, and of what is given only: however a collective is called.
     assert given == [
         ("all_reduce", 8),
@@ -49,6 +57,9 @@ def test_collectives_of_plain_tensors_and_the_bytes_of_the_whole_one():
         ("reduce_scatter", 32),
         ("all_to_all", 8),
         ("broadcast", 8),
+        ("all_reduce", 8),
+        ("all_gather", 8),
+        ("reduce_scatter", 32),
         ("barrier", given[-1][1]),
     ]
 

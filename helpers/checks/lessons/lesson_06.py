@@ -33,12 +33,22 @@ def all_reduce_of_two_halves(answer: Callable[[torch.Tensor], torch.Tensor]) -> 
             hint = _hint_for_sum(yours, sum(tensors), tensors[rank])
             expect_close(yours, sum(tensors), given=where, hint=hint)
             if sorted(names) != ["all_gather", "reduce_scatter"]:
+                hint = "The numbers are right; the budget is these two calls, once each."
+                if set(names) == {"all_gather"}:
+                    hint = (
+                        "The numbers are right, at more than the budget. Collecting whole tensors "
+                        "sends n - 1 of them to each rank; parts of the sum are enough."
+                    )
+                elif "all_to_all" in names:
+                    hint = (
+                        "The numbers are right. An all_to_all whose parts you then add is a "
+                        "reduce_scatter: one call does both."
+                    )
                 raise Wrong(
                     yours=f"calls {', '.join(names) or 'no collective'}",
                     expected="one reduce_scatter, then one all_gather",
                     given=where,
-                    hint="The numbers are right, at more than the budget. Collecting whole "
-                    "tensors sends n - 1 of them to each rank; parts of the sum are enough.",
+                    hint=hint,
                 )
     return {
         "sums": "equal on 2 and on 3 ranks, to the last digit",

@@ -81,6 +81,17 @@ def sum_over_ranks(tensor):
         (
             """
 def sum_over_ranks(tensor):
+    parts = torch.empty_like(tensor)
+    dist.all_to_all_single(parts, tensor)
+    total = torch.empty_like(tensor)
+    dist.all_gather_into_tensor(total, parts.view(dist.get_world_size(), -1).sum(0))
+    return total
+""",
+            "one call does both",
+        ),
+        (
+            """
+def sum_over_ranks(tensor):
     part = torch.empty(len(tensor) // dist.get_world_size(), device=tensor.device)
     dist.reduce_scatter_tensor(part, tensor)
     total = torch.empty(len(tensor), device=tensor.device)
