@@ -12,11 +12,11 @@ from torch import nn
 from strategies.training import adamw, device_of, mesh_of, network, parameters_of, sgd, trained
 
 
-def _sharded(rank, world_size, device_type, mesh=None, seed=0, **options):
+def _sharded(rank, world_size, device_type, mesh=None, seed=0, norm=nn.LayerNorm, **options):
     from torch.distributed.fsdp import fully_shard
 
     device = device_of(device_type, rank)
-    model = network(seed).to(device)
+    model = network(seed, norm=norm).to(device)
     mesh = mesh_of(device_type, world_size) if mesh is None else mesh
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -59,10 +59,11 @@ def fsdp_with_prefetching(rank, world_size, device_type):
 
 
 def fsdp_in_mixed_precision(rank, world_size, device_type):
+    """Without a norm, whose statistics are float32 on a GPU and bfloat16 on the CPU."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return _fsdp(rank, world_size, device_type, mp_policy=policy)
+    return _fsdp(rank, world_size, device_type, norm=nn.Identity, mp_policy=policy)
 
 
 def fsdp_with_offloading(rank, world_size, device_type):

@@ -19,10 +19,10 @@ def device_of(device_type, rank):
     return torch.device(device_type, rank) if device_type != "cpu" else torch.device("cpu")
 
 
-def network(seed, width=16):
+def network(seed, width=16, norm=nn.LayerNorm):
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Linear(8, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, width), nn.Tanh(),
+        nn.Linear(8, width), norm(width), nn.GELU(), nn.Linear(width, width), nn.Tanh(),
         nn.Linear(width, 4),
     )  # fmt: skip
 
