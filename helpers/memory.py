@@ -124,14 +124,14 @@ def capacity(gpu: torch.device, size_bytes: int) -> Iterator[None]:
     if size_bytes <= 0 or (gpu.type != "cuda" and virtual is None):
         raise ValueError(f"a GPU can hold a number of bytes, got {size_bytes} for {gpu}")
     torch.get_device_module(gpu).empty_cache()
-    if virtual is None:
+    if gpu.type == "cuda":
         whole = torch.cuda.get_device_properties(gpu).total_memory
         torch.cuda.set_per_process_memory_fraction(size_bytes / whole, gpu)
         try:
             yield
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, gpu)
-    else:
+    elif virtual is not None:
         before_bytes = virtual.memory.capacity_bytes
         virtual.memory.set_capacity(size_bytes)
         try:
