@@ -42,7 +42,7 @@ def binary_cross_entropy(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 
 def is_reduced(args: Args, kwargs: Kwargs) -> bool:
-    """Whether a mean or sum is asked for; ``reduction`` is the one integer that is not a tensor."""
+    """Whether a mean or sum is asked for; ``reduction`` is the first integer behind the tensors."""
     given = [one for one in args[2:4] if type(one) is int]
     return (given[0] if given else kwargs.get("reduction", _MEAN)) != _NONE
 
@@ -64,7 +64,7 @@ def logsumexp(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 def masked_select(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """By index, as CUDA's kernel (``masked_select_out_cuda_impl``, IndexKernel.cpp)."""
     named = named_arguments(func, args, kwargs)
-    source, mask = torch.broadcast_tensors(*torch.atleast_1d(named["self"], named["mask"]))
+    mask, source = torch.broadcast_tensors(*torch.atleast_1d(named["mask"], named["self"]))
     return aten.index.Tensor(source, [mask])
 
 
