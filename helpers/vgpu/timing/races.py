@@ -56,7 +56,7 @@ class Uses:
             gradient = made.backward and use.backward
             if use.stream is not made.stream and use.stream not in self.recorded and not gradient:
                 writer = last if last.stream is made.stream else made
-                self.judge.freed_in_use.append((writer, use))
+                self.judge.freed_in_use.append((_only_the_time(writer), _only_the_time(use)))
 
 
 class Accesses:
@@ -131,9 +131,10 @@ class Accesses:
         """Remember what an operation has read and changed."""
         several = self._clock.several_streams
         if several:
+            reading = _only_the_time(done)
             for used in read:
                 block = tensor.block_of(used)
-                Uses.of(block).reads[done.stream] = done
+                Uses.of(block).reads[done.stream] = reading
                 self._watch(block, done)
         for used in written:
             block = tensor.block_of(used)
@@ -185,6 +186,11 @@ class Accesses:
                         other_stream=use.stream.number,
                     )
                 )
+
+
+def _only_the_time(done: Done) -> Done:
+    """Without what is put off, which lives no longer than the blocks that it makes."""
+    return done if done.put_off is None else done._replace(put_off=None)
 
 
 def _last_write(block: Block) -> Done | None:

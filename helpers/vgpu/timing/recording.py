@@ -305,18 +305,26 @@ class Recording:
         return done
 
     def wait_for(self, done: Done, gpu: VirtualGPU, by_host: bool = False) -> None:
-        """The current stream of the GPU, or the host, goes on when a collective has ended."""
+        """The current stream of the GPU, or the host, goes on when a collective has ended.
+
+        A compiled program ends before it: what the stream has got so far does not wait.
+        """
         current, host = self.place("wait", gpu, note=False)
         if by_host:
             self.clock.host_waits([done.stream], done.operation, host)
         else:
+            self.settle(current)
             self.clock.wait_done(current, done)
 
     def wait_for_last_write(self, tensor: VirtualTensor) -> None:
-        """``wait_tensor``: the current stream goes on when the tensor has been written."""
+        """``wait_tensor``: the current stream goes on when the tensor has been written.
+
+        It stands within compiled programs: chains go on across it.
+        """
         done = self._accesses.last_write(tensor) if gpu_of(tensor) is not None else None
         if done is not None:
-            self.wait_for(done, tensor._gpu)
+            current, _ = self.place("wait", tensor._gpu, note=False)
+            self.clock.wait_done(current, done)
 
     def keep(self, work: object) -> None:
         """Let something live as long as the recording."""

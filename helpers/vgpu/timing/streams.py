@@ -77,14 +77,16 @@ class Stream(torch.Stream):
         """Work given later starts after ``event`` has happened."""
         now = recording.under_way
         if now is not None:
-            now.clock.wait_event(_time_of(self, now), event)
+            _wait_event(_time_of(self, now), event, now)
 
     def wait_stream(self, stream: torch.Stream) -> None:
         """Work given later starts after all work that ``stream`` has got so far."""
         now = recording.under_way
         if now is not None:
-            now.settle(_time_of(stream, now))
-            now.clock.wait_stream(_time_of(self, now), _time_of(stream, now))
+            waiting, given = _time_of(self, now), _time_of(stream, now)
+            now.settle(waiting)
+            now.settle(given)
+            now.clock.wait_stream(waiting, given)
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
         event = Event() if event is None else event
@@ -143,8 +145,7 @@ class Event(torch.Event):
         """Work given later to ``stream``, or to the current one, starts after the event."""
         now = recording.under_way
         if now is not None:
-            waiting = _time_of(current_stream() if stream is None else stream, now)
-            now.clock.wait_event(waiting, self)
+            _wait_event(_time_of(current_stream() if stream is None else stream, now), self, now)
 
     def synchronize(self) -> None:
         """Wait until the event has happened."""
@@ -211,6 +212,11 @@ def current_number(index: int) -> int:
 
 def _time_of(stream: torch.Stream, now: Recording) -> StreamTime:
     return now.clock.stream(gpus.by_index(stream.device_index), stream.stream_id)
+
+
+def _wait_event(waiting: StreamTime, event: torch.Event, now: Recording) -> None:
+    now.settle(waiting)  # what it got before the wait does not wait
+    now.clock.wait_event(waiting, event)
 
 
 def current_stream(device: Any = None) -> Stream:

@@ -9,6 +9,7 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 from toy_gpu import KB, PLAIN, SPEC
 
 from helpers import vgpu
@@ -102,3 +103,26 @@ def test_some_multiprocessors_are_left(count):
         ValueError, match="collective_processors must be at least 0 and below the 4"
     ):
         vgpu.CostModel(GPU, collective_processors=count)
+
+
+def test_a_compiled_program_ends_before_a_wait_for_a_collective(rank):
+    sent, read = kilobytes(40), kilobytes(10)
+    with vgpu.record(dataclasses.replace(COSTS, fuses=True)) as timeline:
+        sending = dist.all_reduce(sent, async_op=True)
+        before = read.neg()
+        sending.wait()
+        after = before + sent[: read.numel()]
+    # Put off until behind the wait, both would be one kernel.
+    assert times_us(timeline, "kernel") == us((0, 20), (40, 70))
+    assert after.device == read.device
+
+
+def test_a_compiled_program_goes_on_across_wait_tensor(rank):
+    sent, read = kilobytes(40), kilobytes(10)
+    with vgpu.record(dataclasses.replace(COSTS, fuses=True)) as timeline:
+        summed = functional.all_reduce(sent, "sum", dist.group.WORLD)
+        before = read.neg()
+        after = functional.wait_tensor(summed)[: read.numel()] + before
+        del before  # so it is never written
+    assert times_us(timeline, "kernel") == us((40, 70))
+    assert after.device == read.device

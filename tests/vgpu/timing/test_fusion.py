@@ -93,6 +93,17 @@ def test_what_is_never_needed_is_never_launched():
     assert timeline.events == []
 
 
+def test_another_stream_keeps_nothing_alive():
+    x, y, other = matrix(), matrix(), torch.Stream("vgpu")
+    with vgpu.record(FUSED) as timeline:
+        with other:
+            z = y * 2
+        x.neg()  # the last that reads x, which lives on
+    assert launched(timeline) == [("fused", 2 * KILO)]
+    assert timeline.events[0].stream == other.stream_id
+    assert z.device == x.device
+
+
 def test_what_still_lives_at_the_end_is_written():
     x = matrix()
     with vgpu.record(FUSED) as timeline:
@@ -113,6 +124,29 @@ def test_another_stream_gets_what_it_waits_for():
     fused, product = timeline.events
     assert (fused.stream, product.start_s) == (0, fused.end_s)
     assert timeline.races == []
+
+
+STREAM_WAITS = {
+    "stream": lambda waiting, other: waiting.wait_stream(other),
+    "event": lambda waiting, other: waiting.wait_event(other.record_event()),
+    "event's wait": lambda waiting, other: other.record_event().wait(waiting),
+}
+
+
+@pytest.mark.parametrize("name", STREAM_WAITS)
+def test_what_a_stream_got_before_a_wait_does_not_wait(name):
+    x, other = matrix(), torch.Stream("vgpu")
+    of_host = torch.rand(20 * SIDE, SIDE).pin_memory()
+    with vgpu.record(FUSED) as timeline:
+        with other:
+            copied = of_host.to("vgpu", non_blocking=True)
+        y = x * 2
+        STREAM_WAITS[name](torch.accelerator.current_stream(), other)
+        z = y + copied[:SIDE]
+    before, after = (event for event in timeline.events if event.name == "fused")
+    copy = next(event for event in timeline.events if event.kind == "copy")
+    assert before.end_s < copy.end_s <= after.start_s
+    assert z.device == y.device
 
 
 def test_the_host_waits_for_a_value():

@@ -1,11 +1,12 @@
 """Elementwise operations fused as ``torch.compile`` does it: chains go once through memory.
 
 An elementwise operation or a reduction is put off until something else needs its result: a matrix
-product, a collective, another stream, or the host. Then one kernel reads what the chain began with
-and writes the result. Whatever else needs an intermediate result computes it again from the same
-beginnings, as torch.compile's partitioner has it between forward and backward pass; one that is
-never needed outside its chain is never written. The source of the limit on a chain's length is
-TorchInductor (torch/_inductor/config.py, ``realize_acc_reads_threshold``).
+product, a collective, another stream, or the host; or until its own stream waits for another, since
+compiled code ends there. Then one kernel reads what the chain began with and writes the result.
+Whatever else needs an intermediate result computes it again from the same beginnings, as
+torch.compile's partitioner has it between forward and backward pass; one that is never needed
+outside its chain is never written. The source of the limit on a chain's length is TorchInductor
+(torch/_inductor/config.py, ``realize_acc_reads_threshold``).
 
 Left out: what a compiled program saves of memory; templates that fuse into matrix products; CUDA
 graphs; kernels that are faster or slower than the ones they replace.
