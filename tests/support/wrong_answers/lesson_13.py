@@ -221,6 +221,13 @@ def split_loss(logits, targets):
             ),
             "Too long",
         ),
+        (
+            _FAR.format(
+                time="max(host_s, split_s / n + whole_s + 4 * sent_s * n / max(n - 1, 1))",
+                result="times_s",
+            ),
+            "2(n - 1)/n of a tensor",
+        ),
         (_FAR.format(time="host_s", result="list(times_s.values())"), "Return a dict"),
     ],
 }
