@@ -31,6 +31,8 @@ override WHEELS := $(call at_home,$(WHEELS))
 help:
 	@echo "make lab      set up and open JupyterLab at lesson 00 (ARGS=\"--no-browser --port 9999\")"
 	@echo "make test     set up, then run the tests and every lesson (ARGS=\"tests/launch -k hang\")"
+# An edition has the lessons alone.
+ifneq ($(wildcard teaching),)
 	@echo "make test-browser   open and run every lesson in JupyterLab, in Chromium"
 	@echo "make test-gpu       compare virtual with real GPUs, and run ranks and lessons on real ones"
 	@echo "make check    the quick checks: style, types, structure"
@@ -43,6 +45,7 @@ help:
 	@echo "make slides   slides of each lesson in build/slides"
 	@echo "make lesson TITLE=\"...\"   the skeleton of the next lesson"
 	@echo "make book     the course as a site to read, in build/book"
+endif
 	@echo "make clean    remove .venv, caches and what was built"
 	@echo "PYTHON=python3.13   with any of them: the Python to make .venv with"
 	@echo "CPU=1 or CUDA=1   with any of them, on Linux: PyTorch without or with CUDA, by hand"

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 
 import pytest
 
@@ -71,6 +73,17 @@ def _leads_nowhere_else(root, readme):
     places = [line.split()[0] for line in tree.splitlines() if not line.startswith(" ")]
     assert "helpers/" in places and "  vgpu/ " in tree and "  *.py " in tree
     assert all((root / place).exists() for place in places), places
+    if shutil.which("make"):
+        offered = subprocess.run(
+            ["make", "--no-print-directory", "help"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        named = set(re.findall("make ([a-z-]+)", offered))
+        assert named == {"lab", "test", "wheels", "clean"}, offered
     makefile = (root / "Makefile").read_text("utf-8").replace("$(wildcard tests)", "")
     for target in set(re.findall(r"\bmake ([a-z-]+)", readme.partition("## Contribute")[0])):
         (recipe,) = re.findall(rf"^{target}: venv\n((?:\t.*\n)*)", makefile, re.MULTILINE) or [""]
