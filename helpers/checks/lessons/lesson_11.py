@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from helpers import devices
-from helpers.calls import counted
+from helpers.calls import Calls, counted
+from helpers.calls.graphs import WatchedLinear
 from helpers.checks.core import Wrong, exercise, for_input
 from helpers.checks.on_ranks import on_ranks
 from helpers.memory import Moment, StepRecord, peaks_during
@@ -29,10 +30,18 @@ def peak_of_a_step(answer: Callable[[list[int], int, str], float]) -> dict[str, 
     cases = _networks()
     for number, (sizes, batch_size, name) in enumerate(cases, 1):
         given = f"sizes {sizes}, a batch of {batch_size}, {name} (case {number} of {len(cases)})"
-        with for_input(given, "Return the bytes as one number, from the sizes alone."):
+        with for_input(given, _FROM_SIZES), Calls() as calls:
             yours = answer(list(sizes), batch_size, name)
             if isinstance(yours, bool) or not isinstance(yours, int | float):
                 raise Wrong(yours=repr(yours), expected="a number of bytes")
+        if calls.names:
+            raise Wrong(
+                yours=f"an answer that has PyTorch compute: {len(calls.names)} operations",
+                expected="no tensors, arithmetic with the sizes alone",
+                given=given,
+                hint="Measured after the run, it is not said before. Which tensors are there, and "
+                "how many numbers has each?",
+            )
         peak = _peak(sizes, batch_size, name)
         off = yours / peak.total_bytes - 1
         if not abs(off) <= 0.05:
@@ -46,6 +55,9 @@ def peak_of_a_step(answer: Callable[[list[int], int, str], float]) -> dict[str, 
             f"{format_bytes(yours)}, counted {format_bytes(peak.total_bytes)} in {peak.phase}"
         )
     return shown
+
+
+_FROM_SIZES = "Return the bytes as one number, from the sizes alone."
 
 
 def _networks() -> list[tuple[list[int], int, str]]:
@@ -62,6 +74,10 @@ def _networks() -> list[tuple[list[int], int, str]]:
         ([64, some(64, 100), some(600, 800), 10], some(300, 600), "sgd"),  # the last hidden
         ([64, some(600, 800), some(64, 100), some(64, 100), 10], some(300, 600), "adam"),
         ([128, some(64, 128), some(800, 1000)], some(500, 700), "sgd"),  # many classes
+        # Most of it is the batch, which needs no gradient.
+        ([some(1450, 1550), some(75, 85), 10], some(440, 460), "sgd"),
+        # The gradient of a weight that is larger than what flows.
+        ([some(250, 260), some(1000, 1050), 10], some(60, 68), "sgd"),
     ]
 
 
@@ -120,7 +136,7 @@ def accumulate_over_ranks(answer: Callable[..., None]) -> dict[str, str]:
         expected = 2 * ((x @ weight.T - y) * x).mean(0, keepdim=True)
         with for_input(given, "Every rank accumulates over its own micro-batches."):
             results = on_ranks(_accumulate, ranks, answer, batches, weight, given=given)
-        for rank, (gradient, sent, calls, largest) in enumerate(results):
+        for rank, (gradient, sent, calls, largest, held) in enumerate(results):
             allowed = max(sizes[rank])
             _judge_rank(rank, gradient, expected, sent, calls, given, batches)
             if largest > allowed:
@@ -129,6 +145,13 @@ def accumulate_over_ranks(answer: Callable[..., None]) -> dict[str, str]:
                     expected=f"at most {allowed}, its largest micro-batch",
                     given=given,
                     hint="Joined micro-batches need the memory that accumulating saves.",
+                )
+            if held:
+                raise Wrong(
+                    yours=f"the graphs of {held + 1} micro-batches at once on rank {rank}",
+                    expected="the graph of one at a time",
+                    given=given,
+                    hint="Call backward for each micro-batch: a sum of losses keeps every graph.",
                 )
             others = [f"{name} of {size}" for name, size in calls if size < weight.numel()]
             shown[f"rank {rank}, {len(sizes[rank])} micro-batches"] = (
@@ -144,12 +167,13 @@ def _accumulate(
     answer: Callable[..., None],
     batches: list[list[tuple[torch.Tensor, torch.Tensor]]],
     weight: torch.Tensor,
-) -> tuple[torch.Tensor | None, int, list[tuple[str, int]], int]:
-    """On a rank: the gradient, how often DDP sent, all collectives, and the largest forward."""
-    model = nn.Linear(7, 1, bias=False)
+) -> tuple[torch.Tensor | None, int, list[tuple[str, int]], int, int]:
+    """On a rank: the gradient, how often DDP sent, all collectives, the largest forward, and the
+    most graphs of earlier forwards that there were at one."""
+    model = WatchedLinear(7, 1, bias=False)
     model.weight.data.copy_(weight)
     parallel = DistributedDataParallel(model)
-    sent, largest = [0], [0]
+    sent = [0]
     world = dist.group.WORLD
     assert world is not None
 
@@ -157,13 +181,10 @@ def _accumulate(
         sent[0] += 1
         return allreduce_hook(world, bucket)
 
-    def note_size(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        largest[0] = max(largest[0], len(inputs[0]))
-
     parallel.register_comm_hook(None, count)
-    model.register_forward_pre_hook(note_size)
     _, calls = counted(rank, world_size, lambda *_: answer(parallel, batches[rank]))
-    return model.weight.grad, sent[0], calls, largest[0]
+    largest, held = max(model.samples, default=0), max(model.graphs_held, default=0)
+    return model.weight.grad, sent[0], calls, largest, held
 
 
 def _judge_rank(
@@ -246,16 +267,17 @@ def _peak_units(layers: Sequence[int], chosen: Sequence[int]) -> int:
 
 @exercise("11.3", "Fit a budget with the least recomputation")
 def fit_a_budget(answer: Callable[[list[int], int, int], Any]) -> dict[str, str]:
-    cases = [[6, 1, 1, 6], [5, 3, 2, 1], [2, 2, 6, 2]]
+    cases = [[6, 1, 1, 6], [5, 3, 2, 1], [2, 2, 6, 2], [6, 3, 3, 5]]
     cases += [[random.randint(1, 6) for _ in range(random.randint(3, 6))] for _ in range(4)]
     shown: dict[str, str] = {}
     for number, layers in enumerate(cases):
         stages = range(len(layers))
         sets = [set(c) for size in range(len(layers) + 1) for c in combinations(stages, size)]
         peaks = [_peak_units(layers, tuple(chosen)) for chosen in sets]
-        # Everything fits in the second case, nothing in the third; else a choice is needed.
+        # Everything fits in the second case, nothing in the third, and in the fourth the fewest
+        # stages are not the fewest layers; else a choice is needed.
         units = random.choice(sorted(set(peaks))[:-1] or peaks)
-        units = peaks[0] if number == 1 else min(peaks) - 1 if number == 2 else units
+        units = {1: peaks[0], 2: min(peaks) - 1, 3: 17}.get(number, units)
         fits = [c for c, peak in zip(sets, peaks, strict=True) if peak <= units]
         budget = units * _UNIT_BYTES
         given = f"layers {layers}, {format_bytes(_UNIT_BYTES)} an output, {format_bytes(budget)}"

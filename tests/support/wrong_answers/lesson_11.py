@@ -1,5 +1,7 @@
 """Typical mistakes in the exercises of lesson 11, and what the learner must be told."""
 
+import re
+
 _PEAK = (
     "def peak_bytes(sizes, batch_size, optimizer):\n"
     "    weights = [i * o + o for i, o in zip(sizes, sizes[1:])]\n"
@@ -7,6 +9,25 @@ _PEAK = (
     "    always = sum(weights) * (1 + states) + batch_size * (sizes[0] + 2)\n"
     "    hidden = sum(sizes[1:-1]) * batch_size\n"
     "    return {}"
+)
+_PEAKS = (
+    "def peak_bytes(sizes, batch_size, optimizer):\n"
+    "    weights = [i * o + o for i, o in zip(sizes, sizes[1:])]\n"
+    "    adam = optimizer == 'adam'\n"
+    "    batch = {batch}\n"
+    "    moments = [sum(weights) + {update}]\n"
+    "    for at, (i, o) in enumerate(zip(sizes, sizes[1:])):\n"
+    "        below, later = batch_size * sum(sizes[1 : at + 1]), sum(weights[at + 1 :])\n"
+    "        moments.append(below + 3 * batch_size * o + later)\n"
+    "        into = {into}\n"
+    "        moments.append({second})\n"
+    "    return 4 * (sum(weights) * (3 if adam else 1) + batch + max(moments))"
+)
+_MOMENTS = dict(
+    batch="batch_size * (sizes[0] + 2)",
+    update="(2 * max(weights) if adam else 0)",
+    into="batch_size * (i if at else 0)",
+    second="below + batch_size * o + into + weights[at] + later",
 )
 _ACCUMULATE = (
     "def accumulate(parallel, micro_batches):\n"
@@ -42,7 +63,7 @@ WRONG = {
         (
             # The larger of two moments, of which one is counted too low.
             _PEAK.format("4 * (always + max(hidden, sum(weights) + states * max(weights)))"),
-            "case 1 of 6",
+            "case 1 of 8",
         ),
         (
             _PEAK.format(
@@ -52,6 +73,23 @@ WRONG = {
             "a float32 has 4 bytes",
         ),
         (_PEAK.format("0"), "There are then"),
+        # The formula of the solution, each time without one thing of it.
+        (_PEAKS.format(**_MOMENTS | {"batch": "0"}), re.compile(r"inputs 2\.\d+ MiB")),
+        (_PEAKS.format(**_MOMENTS | {"into": "batch_size * i"}), "The peak is in"),
+        (_PEAKS.format(**_MOMENTS | {"update": "2 * max(weights)"}), "The peak is in"),
+        (_PEAKS.format(**_MOMENTS | {"second": "0"}), "The peak is in backward"),
+        (
+            # Right, and no prediction.
+            "def peak_bytes(sizes, batch_size, optimizer):\n"
+            "    (gpu,) = devices.lab(1)\n"
+            "    layers = [m for i, o in zip(sizes, sizes[1:]) for m in (nn.Linear(i, o), nn.ReLU())]\n"
+            "    model = nn.Sequential(*layers[:-1]).to(gpu)\n"
+            "    x = torch.randn(batch_size, sizes[0], device=gpu)\n"
+            "    torch.accelerator.reset_peak_memory_stats(gpu)\n"
+            "    model(x).sum().backward()\n"
+            "    return torch.accelerator.max_memory_allocated(gpu)",
+            "no tensors",
+        ),
         ("def peak_bytes(sizes, batch_size, optimizer):\n    return '1 MiB'", "a number of bytes"),
     ],
     "11.2": [
@@ -95,9 +133,27 @@ WRONG = {
             f"    ({_RIGHT}).backward()",
             "Joined micro-batches",
         ),
+        (
+            "def accumulate(parallel, micro_batches):\n"
+            "    total = torch.tensor(sum(len(x) for x, _ in micro_batches))\n"
+            "    dist.all_reduce(total)\n"
+            f"    sum({_RIGHT} for x, y in micro_batches).backward()",
+            "a sum of losses keeps every graph",
+        ),
         ("def accumulate(parallel, micro_batches):\n    pass", "Call backward() on the loss"),
     ],
     "11.3": [
+        (
+            # The fewest stages, which are not the fewest layers.
+            "def choose(layers, unit_bytes, budget_bytes):\n"
+            "    for size in range(len(layers) + 1):\n"
+            "        for c in combinations(range(len(layers)), size):\n"
+            "            held = [1 if i in c else n for i, n in enumerate(layers)]\n"
+            "            most = max(sum(held[:i]) + n for i, n in enumerate(layers))\n"
+            "            if (most + 2) * unit_bytes <= budget_bytes:\n"
+            "                return c",
+            "computes less",
+        ),
         ("def choose(layers, unit_bytes, budget_bytes):\n    return []", "Over the budget"),
         (
             "def choose(layers, unit_bytes, budget_bytes):\n    return range(len(layers))",
