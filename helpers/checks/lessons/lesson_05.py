@@ -241,19 +241,21 @@ def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
 @exercise("5.3", "A counter that survives")
 def counting_model(answer: Callable[[], nn.Module]) -> dict[str, Any]:
     gpus = devices.lab(3)
-    counted = {}
-    for count in (2, 3, 1):
-        batches = random.randint(2, 5)
-        given = f"{batches} batches on {count} GPU{'s' if count > 1 else ''}"
+    counted: dict[str, str] = {}
+    # Besides the usual: where no GPU 0 is, and where no GPU is.
+    for used in (gpus, gpus[:0:-1], random.sample(gpus, 1), []):
+        count, batches = len(used), random.randint(2, 5)
+        where = ", ".join(map(str, used)) or "the CPU, without DataParallel"
+        given = f"{batches} batches on {where}"
         hint = (
             "Try it without DataParallel first: model = CountingModel(); model(torch.ones(6, 2))."
         )
         with for_input(given, hint):
-            model = answer().to(gpus[0])
-            parallel = nn.DataParallel(model, gpus[:count])
+            model = answer().to(used[0] if used else "cpu")
+            parallel = nn.DataParallel(model, used) if used else model
             for _ in range(batches):
                 x = torch.randn(6, 2)
-                output = parallel(x.to(gpus[0]))
+                output = parallel(x.to(used[0] if used else "cpu"))
                 expect_close(output.cpu(), x * 2, hint="forward must still double x.")
         found = getattr(model, "calls", None)
         one = isinstance(found, torch.Tensor) and found.numel() == 1
@@ -268,6 +270,8 @@ def counting_model(answer: Callable[[], nn.Module]) -> dict[str, Any]:
         hint = "Changes of plain attributes are made on replicas, and those are thrown away."
         if yours == batches * count and count > 1:
             hint = "You count once for each replica; one count for each batch was wanted."
+        elif counted and yours == 0:
+            hint = "The device does not matter: forward counts each batch, wherever it runs."
         elif isinstance(found, torch.Tensor) and yours == 0:
             hint = "A new tensor on the replica is lost too: change the buffer in place."
         expect_equal(yours, batches, given=given, hint=hint)

@@ -269,6 +269,12 @@ def balanced_cut(answer: Callable[..., int]) -> dict[str, str]:
 @exercise("8.4", "Slower, or chance")
 def compare(answer: Callable[[list[float], list[float]], str]) -> dict[str, str]:
     seen: Counter[str] = Counter()
+    for mean_s in (2.0, 6.0):  # just two errors of 1 s: not more
+        first, second = [1.0, 5.0, 5.0, 5.0], [mean_s] * 2
+        given = f"first {first}, second {second}"
+        with for_input(given, 'Return "slower", "faster" or "cannot tell".'):
+            yours = answer(list(first), list(second))
+        expect_equal(yours, "cannot tell", given=given, hint=_why(yours, first, second))
     while len(seen) < 3:
         first, second = _times(), _times()
         # Close to the border on both sides, and around it, in both directions.
@@ -317,7 +323,7 @@ def _why(yours: object, first: Sequence[float], second: Sequence[float]) -> str:
         return f"{numbers} Divide each variance by its number of repeats, add, then take the root."
     if _verdict(first, second) == "cannot tell":
         return (
-            f"{numbers} That is less than two errors. (Each list's variance is statistics.variance, "
+            f"{numbers} That is not more than two errors. (Each list's variance is statistics.variance, "
             "which divides by one less than the number of repeats.)"
         )
     return f"{numbers} The answer is about the second list."

@@ -153,10 +153,11 @@ def _shortest_step(layer_times: Sequence[float], devices: int) -> float:
 def _unequal_networks() -> list[tuple[list[float], int]]:
     """An embedding in front, a loss behind, and one with layers of all sizes."""
     networks = [
+        ([5.0] + [1.0] * 10, 4),  # with an empty stage, the longest would be as short
         ([float(random.randint(4, 6))] + [1.0] * random.randint(10, 14), 4),
         ([1.0] * random.randint(10, 14) + [float(random.randint(4, 6))], 3),
     ]
-    while len(networks) < 4:
+    while len(networks) < 5:
         layer_times = [float(random.choice((1, 2, 4, 7))) for _ in range(random.randint(9, 14))]
         even = len(layer_times) // 4
         equal = [even, even, even, len(layer_times) - 3 * even]

@@ -171,17 +171,18 @@ def _judge_collectives(
 def what_to_wrap(answer: Callable[[list[int], int], Any]) -> dict[str, str]:
     mib = 2**20
     shown = {}
-    for number in range(7):
-        count = (1, 4, 4)[number] if number < 3 else random.randint(5, 9)
-        layers = [random.randint(1, 9) * mib for _ in range(count)]
+    for number in range(8):
+        count = (1, 4, 4, 4)[number] if number < 4 else random.randint(5, 9)
+        layers = [(5 if number == 3 else random.randint(1, 9)) * mib for _ in range(count)]
         every = [
             [b - a for a, b in pairwise([0, *places, count])]
             for cuts in range(count)
             for places in combinations(range(1, count), cuts)
         ]
         least, most = _gathered_at_once(layers, every[-1]), sum(layers)
-        # Too little for any choice, enough for one unit, else something in between.
-        budget = {1: least - mib, 2: most}.get(
+        # Too little for any choice, enough for one unit, just enough for each layer alone, else
+        # something in between.
+        budget = {1: least - mib, 2: most, 3: least}.get(
             number, random.randint(least // mib, most // mib) * mib
         )
         fits = [choice for choice in every if _gathered_at_once(layers, choice) <= budget]

@@ -74,19 +74,24 @@ def attend(answer: Callable[[torch.Tensor, Iterator[Any]], torch.Tensor]) -> dic
     # that right answers differ by more than wrong ones.
     for scale in (1.0, 20.0):
         lengths = [random.randint(8, 16) for _ in range(random.randint(3, 5))]
-        query = scale * torch.randn(2, 3, 12, 8)
+        given_query = scale * torch.randn(2, 3, 12, 8)
         blocks = [(scale * torch.randn(2, 3, n, 8), torch.randn(2, 3, n, 8)) for n in lengths]
         if scale > 1:  # the highest score comes last, and then first
-            blocks.sort(key=lambda block: (query @ block[0].mT).amax().item())
-        for order in (blocks, blocks[::-1]):
+            blocks.sort(key=lambda block: (given_query @ block[0].mT).amax().item())
+        below = [(-keys.abs(), values) for keys, values in blocks]  # 0 is no score to start from
+        turns = (given_query, blocks), (given_query, blocks[::-1]), (given_query.abs(), below)
+        for query, order in turns:
             keys, values = (torch.cat(parts, dim=-2) for parts in zip(*order, strict=True))
             expected = _exactly(query, keys, values)
-            highest = (query @ keys.mT / 8**0.5).abs().amax().item()
-            given = f"blocks of {[len(k[0, 0]) for k, _ in order]} keys, scores up to {highest:.0f}"
+            scores = query @ keys.mT / 8**0.5
+            given = f"blocks of {[len(k[0, 0]) for k, _ in order]} keys, "
+            given += f"scores from {scores.amin():.0f} to {scores.amax():.0f}"
             held: list[int] = []
             with for_input(given, "Return a tensor of the query's shape."), _Largest() as seen:
                 yours = answer(query, _one_at_a_time(order, held))
             hint = _hint_for_softmax(yours, query, order, expected)
+            if scores.amax() < 0:
+                hint += " Before the first block that is minus infinity: all scores may be below 0."
             expect_close(yours, expected, given=given, hint=hint, rtol=1e-3, atol=1e-4)
             room = 2 * 3 * 12 * max(8, *(k.size(-2) for k, _ in order))
             if seen.numel > room:
@@ -106,7 +111,7 @@ def attend(answer: Callable[[torch.Tensor, Iterator[Any]], torch.Tensor]) -> dic
                 )
             largest = max(largest, seen.numel / (2 * 3 * 12 * keys.size(-2)))
     return {
-        "largest scores": f"{highest:.0f}, and nothing overflowed",
+        "scores": f"down to {scores.amin():.0f}, and no query's weights were all 0",
         "your largest tensor": f"{largest:.0%} of the whole matrix of scores",
     }
 

@@ -125,6 +125,13 @@ WRONG = {
             "once for each replica",
         ),
         (_counter("self.calls = 3", "pass"), "expected"),
+        *(
+            (_counter("self.register_buffer('calls', torch.zeros(()))", count), "wherever it runs")
+            for count in (
+                "self.calls += x.device.index == 0",
+                "if x.is_cpu: pass\n        else: self.calls += 1",
+            )
+        ),
     ],
     "5.2": [
         (

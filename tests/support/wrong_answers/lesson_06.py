@@ -321,6 +321,29 @@ def stop_together(rank, world_size, losses, limit):
 """,
             "does not know the losses of the others",
         ),
+        (
+            AVERAGED.format(rest="if average <= limit: break\n        averages.append(average)"),
+            "equals the limit",
+        ),
+        (
+            AVERAGED.format(
+                rest="if average < limit: return averages\n        averages.append(average)"
+            ).removesuffix("    return averages\n"),
+            "all of them if none is",
+        ),
+        (
+            """
+def stop_together(rank, world_size, losses, limit):
+    averages, step, average = [], 0, limit
+    while average >= limit:
+        total = torch.tensor(losses[rank][step], device=my_gpu())
+        dist.all_reduce(total)
+        average, step = total.item() / world_size, step + 1
+        averages.append(average)
+    return averages[:-1]
+""",
+            "IndexError",
+        ),
         ("stop_together = 3", "without calling it"),
     ],
 }

@@ -149,7 +149,8 @@ WRONG = {
         ("def balanced_cut(layers, batch, gpus):\n    return layers[:3]", "how many layers"),
     ],
     "8.4": [
-        (_COMPARE.format(error="0", said=_SAID), "less than two errors"),
+        (_COMPARE.format(error="0", said=_SAID), "not more than two errors"),
+        (_COMPARE.format(error=_ERROR, said=_SAID).replace("<=", "<"), "not more than two errors"),
         (
             _COMPARE.format(error="statistics.stdev(first) + statistics.stdev(second)", said=_SAID),
             "its number of repeats",

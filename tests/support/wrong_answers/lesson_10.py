@@ -61,6 +61,17 @@ WRONG = {
         (_CUT.format("return [0] * (devices - 1) + [count]"), "whole numbers from 1"),
         (_CUT.format("return [sum(layer_times) / devices] * devices"), "how many layers"),
         (_CUT.format("return 4"), "how many layers"),
+        (
+            # The shortest cut, and a stage may be empty.
+            _CUT.format(
+                "from itertools import combinations, pairwise\n"
+                "    def longest(cuts):\n"
+                "        return max(sum(layer_times[a:b]) for a, b in pairwise([0, *cuts, count]))\n"
+                "    cuts = min(combinations(range(count), devices - 1), key=longest)\n"
+                "    return [b - a for a, b in pairwise([0, *cuts, count])]"
+            ),
+            "whole numbers from 1",
+        ),
     ],
     "10.3": [
         (_LOSSES.format("return [step(batch).item() for batch in batches]"), "no .item() in"),

@@ -85,6 +85,16 @@ WRONG = {
             "too much",
         ),
         ("def units(layer_bytes, budget_bytes):\n    return None", "cut more"),
+        # Never a cut behind the first layer, or before the last.
+        *(
+            (
+                _UNITS.format(cuts="range(count)", most=_NEIGHBOURS, otherwise="None").replace(
+                    "range(1, count)", cut
+                ),
+                "cut more",
+            )
+            for cut in ("range(2, count)", "range(1, count - 1)")
+        ),
         ("def units(layer_bytes, budget_bytes):\n    return [0]", "exactly one unit"),
         ("def units(layer_bytes, budget_bytes):\n    return 3", "exactly one unit"),
     ],

@@ -130,6 +130,12 @@ WRONG = {
             "shrink by",
         ),
         (_ATTEND.format(factor="1.0", total=_TOTAL, output=_OUTPUT), "lack their factor"),
+        (
+            _ATTEND.format(factor="query.size(-1) ** -0.5", total=_TOTAL, output=_OUTPUT).replace(
+                "-math.inf", "0.0"
+            ),
+            "all scores may be below 0",
+        ),
         ("def attend(query, blocks):\n    return query.sum()", "the query's shape"),
     ],
     "14.3": [
