@@ -7,9 +7,16 @@ import torch
 
 from helpers.vgpu.device import gpus
 from helpers.vgpu.device.generators import default_generator
-from helpers.vgpu.dispatch.operations import compute, counting_versions, unwrap, wrap_result
+from helpers.vgpu.dispatch.operations import (
+    compute,
+    counting_versions,
+    refresh,
+    unwrap,
+    wrap_result,
+)
 from helpers.vgpu.dispatch.operators import Args, Handler, Kwargs, Operator
 from helpers.vgpu.dispatch.refusals import refuse_tangents
+from helpers.vgpu.dispatch.rules import one_by_one
 from helpers.vgpu.dispatch.same_device import check_for
 from helpers.vgpu.dispatch.tensor import VirtualTensor, wrap
 
@@ -52,6 +59,8 @@ def copy_(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     refuse_tangents(args)
     if not _are_same_values(target, source):
         values_of(target).copy_(values_of(source), *rest, **kwargs)
+        if target.layout is not torch.strided and isinstance(target, VirtualTensor):
+            refresh(target, "copy_")  # it has other indices and values now
     return target
 
 
@@ -80,6 +89,9 @@ def _are_same_values(target: torch.Tensor, source: torch.Tensor) -> bool:
 @special("aten::_foreach_copy_")
 def foreach_copy_(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     refuse_tangents(args)
+    if any(target.layout is not torch.strided for target in args[0]):
+        one_by_one(func, args, kwargs)
+        return
     inner_args, _, _ = unwrap(args, None, False)
     counting_versions(func, args, inner_args, kwargs, (0,))
 

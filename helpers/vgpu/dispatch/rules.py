@@ -83,8 +83,8 @@ class Rule:
         elif func.name() in _OF_SEVERAL:
             self.divides, self.parts = always, _run_explicit
         elif self.name.startswith("_foreach_"):
-            # One kernel for lists of tensors, which may lie on several devices.
-            self.divides, self.parts = on_several_devices, one_by_one
+            # One kernel for lists of dense tensors on one device; no other lists are fit for it.
+            self.divides, self.parts = not_in_one_kernel, one_by_one
 
 
 # Whether a call with these arguments is several operators on CUDA.
@@ -193,15 +193,21 @@ def decompose(func: Operator, args: Args, kwargs: Kwargs) -> Any:
         return func._op_dk(_COMPOSITE, *args, **kwargs)
 
 
-def on_several_devices(args: Args, kwargs: Kwargs) -> bool:
-    """Whether the tensors in the lists of a foreach operator lie on more than one device."""
-    lists = [value for value in args if isinstance(value, list | tuple)]
-    tensors = (item for items in lists for item in items if isinstance(item, torch.Tensor))
-    return len({tensor.device for tensor in tensors}) > 1
+def not_in_one_kernel(args: Args, kwargs: Kwargs) -> bool:
+    """Whether the lists of a foreach operator hold a sparse tensor, or lie on several devices."""
+    device = None
+    for items in args:
+        if isinstance(items, list | tuple):
+            for item in items:
+                if isinstance(item, torch.Tensor):
+                    if item.layout is not torch.strided or device not in (None, item.device):
+                        return True
+                    device = item.device
+    return False
 
 
 def one_by_one(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Run a foreach operator tensor by tensor, as CUDA does where its lists span devices."""
+    """Run a foreach operator tensor by tensor, as CUDA does with what has no kernel for lists."""
     with _excluding(_IN_PLACE_OR_VIEW, False):  # each changed tensor counts its version
         return func._op_dk(_EXPLICIT, *args, **kwargs)
 

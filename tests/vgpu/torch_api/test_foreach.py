@@ -112,6 +112,38 @@ def test_clipping_handles_all_gradients_at_once_by_default(clip, block):
     assert len(runs[0][0]) < len(runs[2][0])
 
 
+def test_sparse_gradients_are_changed_too():
+    """By momentum and by clipping, which write to lists of them."""
+
+    def trained(device):
+        torch.manual_seed(0)
+        model = nn.Embedding(10, 4, sparse=True).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        norms = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.tensor([1, 2, 2], device=device)).square().sum().backward()
+            norms.append(clip_grad_norm_(model.parameters(), 0.5).cpu())
+            optimizer.step()
+        return model.weight.detach().cpu(), norms, model.weight.grad.cpu()
+
+    torch.testing.assert_close(trained("vgpu"), trained("cpu"))
+
+
+def test_lists_of_sparse_tensors_change_in_place():
+    before = torch.vgpu.memory_allocated()
+    ones, one = torch.ones(2000, device="vgpu").to_sparse(), torch.ones(1).to_sparse()
+    sizes = torch.vgpu.memory_allocated() - before
+    target = torch.sparse_coo_tensor(one.indices(), one.values(), (2000,), check_invariants=False)
+    target = target.to("vgpu")
+    torch._foreach_copy_([target], [ones])
+    assert torch.vgpu.memory_allocated() - before == 2 * sizes
+    torch._foreach_mul_([target], 0.5)
+    assert target.to_dense().sum().item() == 1000 and target._version == 2
+    torch._foreach_zero_([target])
+    assert target._nnz() == 0 and torch.vgpu.memory_allocated() - before == sizes
+
+
 @pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.9)])
 def test_averages_are_updated_all_at_once(average):
     model = network()
