@@ -5,10 +5,12 @@ Each file that replaces something of torch's has a function ``install(changes)``
 """
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, MutableSet
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 _MISSING = object()
 
@@ -29,6 +31,23 @@ class Changes(contextlib.ExitStack):
         """Replace an attribute by what ``make`` makes of torch's own."""
         self.set(owner, name, make(getattr(owner, name)))
 
+    def wrap_function(self, name: str, make: Callable[[Any], Any], *owners: Any) -> None:
+        """Replace a function in all modules that have it, for classes and modes that override it.
+
+        They are handed what the modules have now: some ask whether it is the one that they mean.
+        """
+        within = make(getattr(owners[0], name))
+
+        @functools.wraps(within)
+        def public(*args: Any, **kwargs: Any) -> Any:
+            given = *args, *kwargs.values()
+            if has_torch_function(given):
+                return handle_torch_function(public, given, *args, **kwargs)
+            return within(*args, **kwargs)
+
+        for owner in owners:
+            self.set(owner, name, public)
+
     def item(self, table: dict[Any, Any], key: object, value: object) -> None:
         """Replace an entry of a dict, or add it."""
         before = table.get(key, _MISSING)
@@ -42,6 +61,11 @@ class Changes(contextlib.ExitStack):
         """Add to a list, to whose end others may add too."""
         items.append(value)
         self.callback(items.remove, value)
+
+    def add(self, items: MutableSet[Any], value: object) -> None:
+        """Add to a set what it does not have yet."""
+        items.add(value)
+        self.callback(items.discard, value)
 
     def library(self, namespace: str) -> torch.library.Library:
         """A library whose registrations go when the changes are undone."""

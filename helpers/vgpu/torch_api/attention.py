@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.dispatch.autocast import casting
+from helpers.vgpu.dispatch.device_names import naming_devices
 
 _HALF = (torch.float16, torch.bfloat16)
 _IS_ENABLED = {
@@ -30,10 +31,13 @@ _IS_ENABLED = {
 
 
 def install(changes: Changes) -> None:
-    changes.wrap(F, "scaled_dot_product_attention", _fused)
+    # CausalBias overrides it, and knows it by this name; C++ hands on what torch._C._nn has.
+    changes.wrap_function("scaled_dot_product_attention", _fused, F, torch._C._nn)
 
 
 def _fused(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    named = naming_devices(plain)
+
     @functools.wraps(plain)
     def scaled_dot_product_attention(
         query: torch.Tensor,
@@ -46,7 +50,7 @@ def _fused(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         enable_gqa: bool = False,
     ) -> Any:
         def unfused() -> Any:
-            return plain(
+            return named(
                 query,
                 key,
                 value,

@@ -15,8 +15,7 @@ import torch.nn.utils.clip_grad
 import torch.utils._foreach_utils
 from torch import nn
 from torch.optim.optimizer import _foreach_supported_types
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._device import _device_constructors
 
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
@@ -24,30 +23,27 @@ from helpers.vgpu.device.memory import Block
 from helpers.vgpu.dispatch.device_names import naming_devices
 from helpers.vgpu.dispatch.tensor import VirtualTensor, cpp_device
 
-# Functions that compare devices in C++ before they reach any kernel.
-_CHECK_IN_CPP = (
-    (torch._VF, "lstm"),
-    (torch._VF, "gru"),
-    (torch._VF, "rnn_tanh"),
-    (torch._VF, "rnn_relu"),
-    (torch, "grid_sampler"),
-    (torch, "tensor_split"),
+# What compares devices in C++ before it reaches any kernel: functions, and what is not overridden.
+_CHECK_IN_CPP = ("lstm", "gru", "rnn_tanh", "rnn_relu", "grid_sampler", "tensor_split")
+_ALSO_IN_CPP = (
     (torch, "to_dlpack"),
     (torch.utils.dlpack, "to_dlpack"),
     (torch.Tensor, "__dlpack__"),
     (torch.Tensor, "new"),
-    (torch.nn.functional, "scaled_dot_product_attention"),
     (torch.autograd, "_engine_run_backward"),
 )
 
 
 def install(changes: Changes) -> None:
-    _device_constructors()  # torch keeps the list of its first call: it must name torch's own
-    changes.wrap(torch, "as_tensor", as_tensor)
-    changes.wrap(torch, "asarray", asarray)
-    changes.wrap(torch, "ctc_loss", ctc_loss)
+    constructors = _device_constructors()  # torch keeps the list of its first call
+    for name, make in (("as_tensor", as_tensor), ("asarray", asarray)):
+        changes.wrap_function(name, make, torch)
+        changes.add(constructors, getattr(torch, name))
+    changes.wrap_function("ctc_loss", ctc_loss, torch)
     changes.wrap(torch.UntypedStorage, "resize_", resize_storage)
-    for owner, name in _CHECK_IN_CPP:
+    for name in _CHECK_IN_CPP:
+        changes.wrap_function(name, naming_devices, torch, torch._VF)
+    for owner, name in _ALSO_IN_CPP:
         changes.wrap(owner, name, naming_devices)
     changes.append(_foreach_supported_types, VirtualTensor)  # shapes/block.py has that of shapes
     for owner in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
@@ -61,7 +57,7 @@ def as_tensor(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     @functools.wraps(plain)
     def as_tensor(data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
         if isinstance(data, VirtualTensor):
-            return data.to(device=device or _default_device() or data.device, dtype=dtype)
+            return data.to(device=data.device if device is None else device, dtype=dtype)
         return plain(data, dtype=dtype, device=device)
 
     return as_tensor
@@ -105,14 +101,6 @@ def resize_storage(
         return plain(storage, size_bytes)
 
     return resize_
-
-
-def _default_device() -> torch.device | None:
-    """The device of ``torch.set_default_device`` or ``with torch.device(...)``; None without."""
-    for mode in reversed(_get_current_function_mode_stack()):
-        if isinstance(mode, DeviceContext):
-            return mode.device
-    return None
 
 
 # Optimizers and clipping have a loop and a form of ``torch._foreach_*``. Unless told, they take the

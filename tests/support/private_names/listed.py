@@ -181,8 +181,6 @@ RELIANCES = (
             "torch._utils._handle_complex",
             "torch.autograd.forward_ad._current_level",
             "torch.nn.parameter.UninitializedTensorMixin._allowed_methods",
-            "torch.overrides._get_current_function_mode_stack",
-            "torch.utils._device.DeviceContext",
             "torch.utils._device._device_constructors",
         ),
     ),

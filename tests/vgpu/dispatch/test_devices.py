@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import vgpu
@@ -180,6 +182,35 @@ def test_as_tensor_heeds_the_default_device():
     finally:
         torch.set_default_device(None)
     assert str(torch.as_tensor(torch.ones(1, device="vgpu:2")).device) == "vgpu:2"
+
+
+class Names(TorchFunctionMode):
+    """Notes the functions that it is handed, if torch has them by that name."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if any(getattr(owner, func.__name__, None) is func for owner in (torch, F)):
+            self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_are_handed_functions_as_torch_names_them():
+    q = torch.randn(1, 1, 2, 8)
+    calls = {
+        "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(q, q, value=q),
+        "as_tensor": lambda: torch.as_tensor([1.0]),
+        "asarray": lambda: torch.asarray([1.0]),
+        "grid_sampler": lambda: torch.grid_sampler(q, torch.zeros(1, 1, 1, 2), 0, 0, False),
+        "tensor_split": lambda: torch.tensor_split(q, 1),
+        "gru": lambda: nn.GRU(8, 8)(q[0]),
+    }
+    for name, call in calls.items():
+        with Names() as names:
+            call()
+        assert name in names.seen
 
 
 def test_printing_looks_like_cudas():

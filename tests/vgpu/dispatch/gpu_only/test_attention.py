@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from helpers import vgpu
 
@@ -221,3 +222,19 @@ def test_operands_on_two_devices_are_refused():
     parts = [torch.randn(2, 4, 8, 16, device=f"vgpu:{i % 2}") for i in range(3)]
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         F.scaled_dot_product_attention(*parts)
+
+
+@pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
+def test_causal_biases_override_it(bias):
+    """With a mask's result, by whichever name the function was imported and when."""
+    vgpu.disable()
+    imported_before = F.scaled_dot_product_attention
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
+    expected = F.scaled_dot_product_attention(query, key, key, bias(3, 5)._materialize())
+    vgpu.enable(1, gpu="A100")
+    for attend in (F.scaled_dot_product_attention, imported_before):
+        for device in ("cpu", "vgpu"):
+            parts = [part.to(device) for part in (query, key, key)]
+            found = attend(*parts, attn_mask=bias(3, 5))
+            torch.testing.assert_close(found.cpu(), expected)
