@@ -57,7 +57,8 @@ class _Choices(threading.local):
         self.index = 0
         self.of_node: tuple[tuple[int, int] | None, int] = None, 0
         self.streams: dict[int, Any] = {}
-        self.of_backward: tuple[int, dict[int, Any]] = -1, {}
+        # What hooks set in backward passes that run one within another, by their numbers.
+        self.of_backward: list[tuple[int, dict[int, Any]]] = []
 
 
 class Use:

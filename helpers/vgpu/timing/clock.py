@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from helpers.vgpu.device import gpus
 from helpers.vgpu.device.gpus import VirtualGPU
 from helpers.vgpu.timing.costs import CostModel, Work
 from helpers.vgpu.timing.lanes import (
@@ -46,25 +47,28 @@ class Clock:
     def __init__(
         self,
         model: CostModel,
-        current_stream: Callable[[int], int],
         priority_of: Callable[[int], int],
+        settle: Callable[[StreamTime], None],
         rank: int = 0,
     ) -> None:
-        """current_stream: for the index of a GPU, the number of the thread's current stream.
+        """priority_of: for the number of a stream, its priority.
 
-        priority_of: for the number of a stream, its priority.
+        settle: launches what a stream has put off.
         """
+        self.recording = object()  # what tells its streams from those of other recordings
         self.steps: list[Step] = []
         self.player = Player(model, rank)
         self._lock = threading.Lock()  # steps are numbered, and DataParallel has several threads
         self.hosts = Hosts(self._begin_thread, self._do)
         self.several_streams = False  # whether a GPU has had more than its default stream
-        self._current_stream = current_stream
+        self.settle = settle
         self._priority_of = priority_of
         self._streams: dict[tuple[int, int], StreamTime] = {}
         self._marks: dict[int, Marked] = {}  # by the id of their event
         self._host_known: Known = {}
-        self._backward_streams: set[StreamTime] = set()
+        # Of the backward pass that runs or has just ended: the stream that its caller had made
+        # current on the same GPU.
+        self._callers_streams: dict[StreamTime, StreamTime] = {}
 
     def _do(self, step: Step) -> int | None:
         with self._lock:
@@ -82,6 +86,7 @@ class Clock:
 
     def stream(self, gpu: VirtualGPU, number: int) -> StreamTime:
         """A stream of ``gpu``; 0 is the default one."""
+        self._end_backward()
         key = (gpu.index, number)
         stream = self._streams.get(key)
         if stream is None:
@@ -90,7 +95,8 @@ class Clock:
                 self.steps.append(step)
                 self.player.do(step)
                 index = len(self.player.lanes) - 1
-            stream = self._streams[key] = StreamTime(self, index, self.player.lanes[index])
+            lane = self.player.lanes[index]
+            stream = self._streams[key] = StreamTime(self.recording, index, lane)
             self.several_streams = self.several_streams or number != 0
         return stream
 
@@ -99,28 +105,39 @@ class Clock:
         return [stream for stream in self._streams.values() if stream.device == gpu.device]
 
     def host(self) -> HostTime:
-        """The calling thread."""
-        if self.hosts.engines and not in_backward():
-            self.hosts.join_engines()
-            self._join_backward_streams()
+        """The calling thread; in a backward pass, the engine's that runs the node."""
+        if in_backward():
+            return self.hosts.engine(gpus.current_index())
+        self._end_backward()
         return self.hosts.current()
 
     def follow(self, host: HostTime, other: HostTime) -> None:
         """A thread goes on when another has got as far."""
         self._do(Join(host.index, (other.index,)))
 
-    def in_backward(self, stream: StreamTime) -> None:
-        """The autograd engine gives work to the stream."""
-        self._backward_streams.add(stream)
+    def in_backward(self, gpu: VirtualGPU, stream: StreamTime, callers_number: int) -> None:
+        """The autograd engine gives work to the stream.
 
-    def _join_backward_streams(self) -> None:
-        """The engine makes the caller's streams wait for those on which gradients came."""
-        for stream in sorted(self._backward_streams, key=lambda s: (s.device.index, s.number)):
-            index = stream.device.index
-            current = self._streams.get((index, self._current_stream(index)))
-            if current is not None and current is not stream:
+        callers_number: of the stream that was current on ``gpu`` when the backward pass was called.
+        """
+        if stream not in self._callers_streams:
+            self._callers_streams[stream] = self.stream(gpu, callers_number)
+
+    def _end_backward(self) -> None:
+        """When a backward pass has returned: its caller has waited for the engine's threads.
+
+        The caller's streams wait for those on which gradients came.
+        """
+        if not self.hosts.engines or in_backward():
+            return
+        self.hosts.join_engines()
+        ended, self._callers_streams = self._callers_streams, {}
+        for stream in sorted(ended, key=lambda s: (s.device.index, s.number)):
+            current = ended[stream]
+            if current is not stream:
+                self.settle(current)
+                self.settle(stream)
                 self.wait_stream(current, stream)
-        self._backward_streams.clear()
 
     def wait_stream(self, stream: StreamTime, other: StreamTime) -> None:
         """What comes later on ``stream`` starts after all that ``other`` has been given."""

@@ -28,6 +28,12 @@ class Done(NamedTuple):
     # where no kernel has been handed over yet: what it would do (compiled/fusion.py)
     put_off: Any = None
 
+    @property
+    def launched(self) -> "Done":
+        """The kernel that made it, where it was put off and there is one by now."""
+        made: Done | None = None if self.put_off is None else self.put_off.made
+        return made or self
+
 
 class Marked(NamedTuple):
     """A recorded event: its stream as it was then."""
@@ -50,10 +56,11 @@ def learn(known: Known, stream: "StreamTime", position: int, also: Known) -> Non
 class StreamTime:
     """One stream, and which operations are sure to have ended before its next."""
 
-    __slots__ = ("_lane", "clock", "count", "index", "known")
+    __slots__ = ("_lane", "count", "index", "known", "recording")
 
-    def __init__(self, clock: object, index: int, lane: Lane) -> None:
-        self.clock = clock  # only compared, to tell the streams of one recording from another's
+    def __init__(self, recording: object, index: int, lane: Lane) -> None:
+        # Only compared, to tell the streams of one recording from another's.
+        self.recording = recording
         self.index = index  # among the streams of the recording
         self._lane = lane
         self.count = 0  # operations that it has been given
@@ -134,6 +141,11 @@ class Hosts:
             self._of_thread.host = host
             self._forked.append(host)
             return host
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether the calling thread is one of those that the recording's has started."""
+        return getattr(self._of_thread, "host", None) is not self.main
 
     def engine(self, index: int) -> HostTime:
         """The autograd engine's thread that launches the backward pass on the GPU ``index``."""

@@ -61,6 +61,10 @@ def _leave(module: nn.Module, inputs: Any, output: Any) -> None:
 _next_node_number = torch._C._autograd._get_sequence_nr
 
 
+class _OfThread(threading.local):
+    last = -1  # the number of the last node that was seen
+
+
 class Nodes:
     """The nodes of autograd's graphs in one recording: which module and which stream made them.
 
@@ -73,17 +77,21 @@ class Nodes:
         self._of_forks: dict[int, tuple[str, str]] = {}
         # The index of a GPU and the number of a stream of its own, for nodes not on the default.
         self._streams: dict[int, tuple[int, int]] = {}
+        self._of_thread = _OfThread()
+        self._of_thread.last = _next_node_number() - 1  # what was made before is none of these
 
-    def note(self, operation: str, gpu: int, stream: int, forked: bool) -> None:
-        """Remember the node that was made last: torch makes it before the operation's kernel."""
-        if not torch.is_grad_enabled():
-            return
+    def note(self, operation: str, module: str, gpu: int, stream: int, forked: bool) -> None:
+        """Remember the node that was made last, if it is new: torch makes it before the kernel.
+
+        Without gradients as well: the node of a ``Function`` is made before its forward.
+        """
         number = _next_node_number() - 1
-        nodes = self._of_forks if forked else self._of_main
-        if number not in nodes:
-            nodes[number] = (operation, current())
-            if stream:
-                self._streams[number] = (gpu, stream)
+        if number <= self._of_thread.last:
+            return
+        self._of_thread.last = number
+        (self._of_forks if forked else self._of_main)[number] = (operation, module)
+        if stream:
+            self._streams[number] = (gpu, stream)
 
     def running(self, gpu: int) -> tuple[str, int]:
         """The module of the node that runs, and the stream on which it runs on ``gpu``.

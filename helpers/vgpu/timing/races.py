@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 
+from helpers.vgpu.device import memory
 from helpers.vgpu.device.memory import Block
 from helpers.vgpu.dispatch import tensor
 from helpers.vgpu.dispatch.operators import Args, Kwargs
 from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.timing import module_names
 from helpers.vgpu.timing.clock import Clock
+from helpers.vgpu.timing.costs import touched_bytes
 from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime, in_backward
 from helpers.vgpu.timing.trace import FreedInUse, Race, Timeline
 
@@ -91,6 +93,7 @@ class Accesses:
             write = _last_write(tensor.block_of(used))
             if write is None or write.stream is stream:
                 continue
+            write = write.launched
             races = self._races(name, stream, write)
             if races and write.end_s > self._clock.ready_s(stream, host):
                 late.append(used)
@@ -104,9 +107,13 @@ class Accesses:
 
     def _races(self, name: str, stream: StreamTime, before: Done) -> bool:
         """Whether the stream's next operation may start before ``before`` has ended."""
-        if before.stream.clock is not self._clock or self._clock.comes_after(stream, before):
+        if not self._is_of_this(before) or self._clock.comes_after(stream, before):
             return False
         if in_backward():
+            self._clock.settle(stream)
+            self._clock.settle(before.stream)
+            if self._clock.comes_after(stream, before):
+                return False
             self._clock.wait_done(stream, before)
             return False
         self._note(
@@ -129,20 +136,22 @@ class Accesses:
         self, done: Done, read: Iterable[VirtualTensor], written: Iterable[VirtualTensor]
     ) -> None:
         """Remember what an operation has read and changed."""
-        several = self._clock.several_streams
-        if several:
-            reading = _only_the_time(done)
-            for used in read:
-                block = tensor.block_of(used)
-                Uses.of(block).reads[done.stream] = reading
-                self._watch(block, done)
+        reading = _only_the_time(done)
+        for used in read:  # also while there is one stream: others may write it later
+            block = tensor.block_of(used)
+            reads = Uses.of(block).reads
+            if reads and not self._is_of_this(next(iter(reads.values()))):
+                reads.clear()
+            reads[done.stream] = reading
+            self._watch(block, done)
         for used in written:
             block = tensor.block_of(used)
             uses = Uses.of(block)
             uses.write = done
             uses.reads.clear()
-            if several:
-                self._watch(block, done)
+            if block.made is not None and is_whole(used):
+                block.made = _only_the_time(block.made)  # nobody reads it any more
+            self._watch(block, done)
 
     def note_made(self, done: Done, made: Iterable[VirtualTensor]) -> None:
         """Remember for which operation tensors that are new were allocated."""
@@ -161,7 +170,11 @@ class Accesses:
     def last_write(self, tensor_: VirtualTensor) -> Done | None:
         """What wrote the tensor last in this recording."""
         write = _last_write(tensor.block_of(tensor_))
-        return write if write is not None and write.stream.clock is self._clock else None
+        return write if write is not None and self._is_of_this(write) else None
+
+    def _is_of_this(self, done: Done) -> bool:
+        """Whether it belongs to this recording."""
+        return done.stream.recording is self._clock.recording
 
     def _judge_freed(self, stream: StreamTime) -> None:
         """Whether the stream has waited for those that used its freed blocks.
@@ -173,10 +186,10 @@ class Accesses:
         freed, self.freed_in_use = self.freed_in_use, []
         for writer, use in freed:
             if writer.stream is not stream:
-                if writer.stream.clock is self._clock:
+                if self._is_of_this(writer):
                     self.freed_in_use.append((writer, use))
                 continue
-            if use.stream.clock is self._clock and not self._clock.comes_after(stream, use):
+            if self._is_of_this(use) and not self._clock.comes_after(stream, use):
                 self._note(
                     FreedInUse(
                         operation=writer.operation,
@@ -186,6 +199,11 @@ class Accesses:
                         other_stream=use.stream.number,
                     )
                 )
+
+
+def is_whole(part: VirtualTensor) -> bool:
+    """Whether a tensor takes all of its block."""
+    return memory.rounded(touched_bytes(part)) >= tensor.block_of(part).size_bytes
 
 
 def _only_the_time(done: Done) -> Done:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from helpers.vgpu.device import gpus
 from helpers.vgpu.device.gpus import VirtualGPU
 from helpers.vgpu.dispatch import handlers, operations
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
@@ -24,7 +25,7 @@ from helpers.vgpu.timing.costs import CostModel, Work, work_of
 from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime, in_backward
 from helpers.vgpu.timing.module_names import Nodes
 from helpers.vgpu.timing.play.steps import NOT_KNOWN, Operands
-from helpers.vgpu.timing.races import Accesses, poisoned, replaced
+from helpers.vgpu.timing.races import Accesses, is_whole, poisoned, replaced
 from helpers.vgpu.timing.trace import Timeline
 from helpers.vgpu.timing.traits import Traits, traits_of
 
@@ -100,7 +101,7 @@ class Recording:
 
         priority_of: for the number of a stream, its priority.
         """
-        self.clock = Clock(costs, self.current_stream, priority_of, rank)
+        self.clock = Clock(costs, priority_of, self.settle, rank)
         self._accesses = Accesses(self.clock, timeline)
         self._fusion = Fusion(self.clock, self._accesses.last_write) if costs.fuses else None
         self._set_stream = set_stream
@@ -125,6 +126,7 @@ class Recording:
         written = _virtual(traits.written(args, kwargs)) if traits.writes else []
         if inputs:
             stream, host = self.place(traits.name, inputs[0]._gpu)
+            self._written_by_others((*inputs, *written), stream, host)
             late = self._accesses.check(traits.name, inputs, written, stream, host)
             if late:
                 args, kwargs = replaced(late, written, args, kwargs)
@@ -135,7 +137,7 @@ class Recording:
                 return result  # a factory of another device
             stream, host = self.place(traits.name, outputs[0]._gpu)
         work = self._work_of(func, args, kwargs, result)
-        done = self._kernel(traits.name, traits.fuses, stream, host, inputs, work)
+        done = self._kernel(traits.name, traits.fuses, stream, host, inputs, written, work)
         self._accesses.note(done, inputs, written)
         if written:  # an in-place operation gives back what it was given
             outputs = [out for out in outputs if not any(out is given for given in written)]
@@ -154,7 +156,7 @@ class Recording:
     ) -> Any:
         """An operator that launches nothing."""
         if inputs:
-            self._note_node(traits.name, inputs[0]._gpu, self.clock.host())
+            self._note_node(traits.name, inputs[0]._gpu)
         if traits.records_stream:
             self.record_stream(*args)
         result = operations.run(func, args, kwargs)
@@ -203,14 +205,14 @@ class Recording:
         waits: whether the host needs a value before it can go on.
         """
         if traits.free:
-            self._note_node(traits.name, gpu, self.clock.host())
+            self._note_node(traits.name, gpu)
             return self._allocation(traits.name, gpu) if traits.allocates else None
         stream, host = self.place(traits.name, gpu)
         if self.clock.several_streams:
+            self._written_by_others((*inputs, *written), stream, host)
             self._accesses.check(traits.name, inputs, written, stream, host)
-        done = self._kernel(traits.name, traits.fuses, stream, host, inputs, work)
-        if written or self.clock.several_streams:
-            self._accesses.note(done, inputs, written)
+        done = self._kernel(traits.name, traits.fuses, stream, host, inputs, written, work)
+        self._accesses.note(done, inputs, written)
         if waits:
             self.clock.host_waits([stream], traits.name, host)
         return done
@@ -230,6 +232,7 @@ class Recording:
         if not isinstance(source, VirtualTensor) or gpu_of(source) is None:
             return []
         stream, host = self.place("copy", source._gpu, note=False)
+        self._written_by_others([source], stream, host)
         return self._accesses.check("copy", [source], [], stream, host)
 
     def copied(
@@ -245,9 +248,10 @@ class Recording:
             if source_gpu is None:
                 return
             stream, host = self.place("copy", source_gpu)
+            self._written_by_others(overwritten, stream, host)
             self._accesses.check("copy", [], overwritten, stream, host)
             work = Work(0, size_bytes + target.numel() * target.element_size())
-            done = self._kernel("copy", True, stream, host, read, work)
+            done = self._kernel("copy", True, stream, host, read, overwritten, work)
             self._accesses.note(done, read, overwritten)
             if not in_place:
                 self._accesses.note_made(done, written)
@@ -256,6 +260,8 @@ class Recording:
         operands = self._written_for("copy", read, self.clock.host())
         if target_gpu is not None:
             there, host = self.place("copy", target_gpu)
+            self._before_a_part(overwritten, host)
+            self._written_by_others(overwritten, there, host)
             self._accesses.check("copy", [], overwritten, there, host)
         if source_gpu is not None:
             here, host = self.place("copy", source_gpu)
@@ -276,6 +282,8 @@ class Recording:
         """Record one collective of the GPUs, on their current streams."""
         places = [self.place(name, gpu, note=False) for gpu in gpus]
         streams = [stream for stream, _ in places]
+        for stream in streams:
+            self.settle(stream)
         self.clock.collective(name, streams, places[0][1], size_bytes)
 
     def joined(self, name: str, gpu: VirtualGPU, part: "Part", number: int) -> Done:
@@ -286,8 +294,10 @@ class Recording:
         current, host = self.place(name, gpu, note=False)
         read, written, made = _virtual(part.given), _virtual(part.received), _virtual(part.made)
         operands = self._written_for(name, read, host)
+        self._before_a_part(written, host)
         stream = self.clock.stream(gpu, number)
         self.clock.wait_stream(stream, current)
+        self._written_by_others((*read, *written), stream, host)
         self._accesses.check(name, read, written, stream, host)
         done = self.clock.joined(
             name,
@@ -344,9 +354,7 @@ class Recording:
     def settle(self, stream: StreamTime) -> None:
         """Before someone asks for all that the stream has been given: nothing stays put off."""
         if self._fusion is not None:
-            hosts = self.clock.hosts
-            engine = hosts.engine(stream.device.index) if in_backward() else None
-            self._fusion.settle(stream, engine or self.clock.host())
+            self._fusion.settle(stream, self.clock.host())
 
     # Who asked for it
 
@@ -370,24 +378,28 @@ class Recording:
         if not in_backward():
             host = clock.host()
             number = self.current_stream(gpu.index)
-            if note:
-                self._nodes.note(name, gpu.index, number, host is not clock.hosts.main)
             host.module, host.backward = module_names.current(), False
+            if note:
+                self._nodes.note(name, host.module, gpu.index, number, clock.hosts.is_fork)
             return clock.stream(gpu, number), host
         module, number = self._nodes.running(gpu.index)
         engine = clock.hosts.engine(gpu.index)
         engine.module, engine.backward = module, True
         number_set = self._set_stream(gpu.index)
-        if number_set is not None:
-            return clock.stream(gpu, number_set), engine
+        number = number if number_set is None else number_set
+        if note:  # with create_graph, or in a checkpoint that computes its part again
+            made_by = module_names.current() or module
+            self._nodes.note(name, made_by, gpu.index, number, clock.hosts.is_fork)
         stream = clock.stream(gpu, number)
-        if number:
-            clock.in_backward(stream)
+        if number_set is None:
+            callers = gpus.in_use.current.streams.get(gpu.index)
+            clock.in_backward(gpu, stream, 0 if callers is None else callers.stream_id)
         return stream, engine
 
-    def _note_node(self, name: str, gpu: VirtualGPU, host: HostTime) -> None:
+    def _note_node(self, name: str, gpu: VirtualGPU) -> None:
         number = self.current_stream(gpu.index)
-        self._nodes.note(name, gpu.index, number, forked=host is not self.clock.hosts.main)
+        forked = self.clock.hosts.is_fork
+        self._nodes.note(name, module_names.current(), gpu.index, number, forked)
 
     def end(self) -> tuple[float, float]:
         """Seconds until the host had ended, and until everything had."""
@@ -402,12 +414,26 @@ class Recording:
         stream: StreamTime,
         host: HostTime,
         inputs: Sequence[VirtualTensor],
+        written: Sequence[VirtualTensor],
         work: Work,
     ) -> Done:
+        self._before_a_part(written, host)
         if fuses and self._fusion is not None:
             return self._fusion.put_off(name, stream, host, inputs, work)
         operands = self._written_for(name, inputs, host)
         return self.clock.kernel(name, stream, host, work, operands)
+
+    def _before_a_part(self, written: Sequence[VirtualTensor], host: HostTime) -> None:
+        """Before a part of a block is written: what was put off for the rest of it is not lost."""
+        if self._fusion is not None:
+            self._fusion.write([part for part in written if not is_whole(part)], host)
+
+    def _written_by_others(
+        self, used: Sequence[VirtualTensor], stream: StreamTime, host: HostTime
+    ) -> None:
+        """What another stream has put off is launched there: nothing fuses across streams."""
+        if self._fusion is not None and self.clock.several_streams:
+            self._fusion.write_those_of_others(used, stream, host)
 
     def _written_for(self, name: str, read: Sequence[VirtualTensor], host: HostTime) -> Operands:
         """What an operation reads is in memory before it; returns what is known of that."""

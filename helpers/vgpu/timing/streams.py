@@ -30,11 +30,15 @@ def _streams() -> "dict[int, Stream]":
     """
     current = gpus.in_use.current
     backward = torch._C._current_graph_task_id()
+    under_way = current.of_backward
     if backward == -1:
+        under_way.clear()
         return current.streams
-    if current.of_backward[0] != backward:
-        current.of_backward = backward, {}
-    return current.of_backward[1]
+    while under_way and under_way[-1][0] > backward:  # of a pass within this one, which has ended
+        under_way.pop()
+    if not under_way or under_way[-1][0] != backward:
+        under_way.append((backward, {}))
+    return under_way[-1][1]
 
 
 class Stream(torch.Stream):

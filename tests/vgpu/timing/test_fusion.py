@@ -93,6 +93,39 @@ def test_what_is_never_needed_is_never_launched():
     assert timeline.events == []
 
 
+def test_what_was_overwritten_is_never_written():
+    x, w = matrix(), matrix()
+    with vgpu.record(FUSED) as timeline:
+        y = x + 1
+        y.mul_(2)
+        y @ w
+    assert launched(timeline) == [("fused", 2 * KILO), ("mm", 3 * KILO)]
+
+
+def test_both_halves_of_a_block_are_written():
+    x = matrix()
+    with vgpu.record(FUSED) as timeline:
+        whole = torch.empty(2 * SIDE, SIDE, device="vgpu")
+        whole[:SIDE].copy_(x)
+        whole[SIDE:].copy_(x)
+    assert launched(timeline) == [("fused", 2 * KILO)] * 2
+
+
+def test_a_gradient_of_another_stream_is_in_memory_before_it_is_copied():
+    x, w, side = matrix().requires_grad_(), matrix(), torch.Stream("vgpu")
+    with vgpu.record(FUSED) as timeline:
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            y = (x * 2) @ w
+        torch.accelerator.current_stream().wait_stream(side)
+        y.sum().backward()
+        x.grad.cpu()
+    *_, last = (event for event in timeline.events if event.kind == "kernel")
+    (copy,) = (event for event in timeline.events if event.kind == "copy")
+    assert (last.name, last.stream) == ("fused", side.stream_id)
+    assert copy.start_s == last.end_s
+
+
 def test_another_stream_keeps_nothing_alive():
     x, y, other = matrix(), matrix(), torch.Stream("vgpu")
     with vgpu.record(FUSED) as timeline:

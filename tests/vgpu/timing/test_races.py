@@ -91,6 +91,37 @@ def test_writing_over_what_another_stream_still_reads_is_reported():
     assert (race.operation, race.other_operation) == ("zero_", "sum")
 
 
+@pytest.mark.parametrize("fuses", [False, True])
+def test_the_first_turn_of_a_second_stream_is_watched(fuses):
+    side = torch.vgpu.Stream("vgpu:0")
+    x, weight = torch.ones(2, 64, 64, device="vgpu:0")
+    with vgpu.record(fuses=fuses) as timeline:
+        written = torch.vgpu.current_stream("vgpu:0").record_event()
+        product = x @ weight
+        side.wait_event(written)  # and not for the product, which reads x
+        with torch.vgpu.stream(side):
+            x.mul_(2)
+    (race,) = timeline.races
+    assert (race.operation, race.other_operation) == ("mul_", "mm")
+    assert product.device == x.device
+
+
+def test_what_fuses_has_the_same_races():
+    side = torch.vgpu.Stream("vgpu:0")
+    x, weight = torch.ones(2, 64, 64, device="vgpu:0")
+    with vgpu.record(fuses=True) as timeline:
+        with torch.vgpu.stream(side):
+            made = x * 2
+        product = made @ weight
+    assert [(race.operation, race.other_operation) for race in timeline.races] == [("mm", "fused")]
+    with vgpu.record(fuses=True) as timeline:
+        with torch.vgpu.stream(side):
+            made = x * 2
+        torch.vgpu.current_stream("vgpu:0").wait_stream(side)
+        product = made @ weight
+    assert timeline.races == [] and product.device == x.device
+
+
 def test_an_operation_in_place_on_unfinished_values_leaves_garbage():
     side = torch.vgpu.Stream("vgpu:0")
     x = torch.ones(2**20, device="vgpu:0")

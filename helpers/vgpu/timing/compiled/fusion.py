@@ -100,13 +100,24 @@ class Fusion:
         self._count += 1
         made = PutOff(self._count, stream, reads, work.size_bytes - given_bytes, moves)
         self._waiting[self._count] = made
-        return self._clock.allocation(name, stream, host.backward)._replace(put_off=made)
+        # Who waits for the stream has it launched first: no wait before now covers it.
+        done = self._clock.allocation(name, stream, host.backward)
+        return done._replace(position=stream.count + 1, put_off=made)
 
     def write(self, tensors: Iterable[VirtualTensor], host: HostTime) -> None:
         """Someone needs these tensors in memory: launch the kernels that make them."""
         for tensor in tensors:
             made = self._put_off_of(tensor)
             if made is not None:
+                self._fused([made], host)
+
+    def write_those_of_others(
+        self, tensors: Iterable[VirtualTensor], stream: StreamTime, host: HostTime
+    ) -> None:
+        """Whose results another stream has put off: no chain goes on from stream to stream."""
+        for tensor in tensors:
+            made = self._put_off_of(tensor)
+            if made is not None and made.stream is not stream:
                 self._fused([made], host)
 
     def settle(self, stream: StreamTime | None, host: HostTime) -> None:
@@ -164,5 +175,4 @@ class Fusion:
 
 def _moment(done: Done) -> int:
     """When what ``done`` made was in memory."""
-    made: Done | None = None if done.put_off is None else done.put_off.made
-    return (made or done).moment
+    return done.launched.moment
