@@ -20,12 +20,11 @@ from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
 from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.timing import module_names, signatures
 from helpers.vgpu.timing.clock import Clock
-from helpers.vgpu.timing.compiled.fusion import Fusion
+from helpers.vgpu.timing.compiled.launching import Fused, Launching
 from helpers.vgpu.timing.costs import CostModel, Work, work_of
 from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime, in_backward
 from helpers.vgpu.timing.module_names import Nodes
-from helpers.vgpu.timing.play.steps import NOT_KNOWN, Operands
-from helpers.vgpu.timing.races import Accesses, is_whole, poisoned, replaced
+from helpers.vgpu.timing.races import Accesses, poisoned, replaced
 from helpers.vgpu.timing.trace import Timeline
 from helpers.vgpu.timing.traits import Traits, traits_of
 
@@ -103,7 +102,9 @@ class Recording:
         """
         self.clock = Clock(costs, priority_of, self.settle, rank)
         self._accesses = Accesses(self.clock, timeline)
-        self._fusion = Fusion(self.clock, self._accesses.last_write) if costs.fuses else None
+        self._launching = (
+            Fused(self.clock, self._accesses.last_write) if costs.fuses else Launching(self.clock)
+        )
         self._set_stream = set_stream
         self.stream_numbers: dict[tuple[Any, ...], int] = {}  # of process groups
         self._nodes = Nodes()
@@ -126,7 +127,7 @@ class Recording:
         written = _virtual(traits.written(args, kwargs)) if traits.writes else []
         if inputs:
             stream, host = self.place(traits.name, inputs[0]._gpu)
-            self._written_by_others((*inputs, *written), stream, host)
+            self._launching.before(stream, host, inputs, written)
             late = self._accesses.check(traits.name, inputs, written, stream, host)
             if late:
                 args, kwargs = replaced(late, written, args, kwargs)
@@ -137,7 +138,7 @@ class Recording:
                 return result  # a factory of another device
             stream, host = self.place(traits.name, outputs[0]._gpu)
         work = self._work_of(func, args, kwargs, result)
-        done = self._kernel(traits.name, traits.fuses, stream, host, inputs, written, work)
+        done = self._launching.kernel(traits.name, traits.fuses, stream, host, inputs, work)
         self._accesses.note(done, inputs, written)
         if written:  # an in-place operation gives back what it was given
             outputs = [out for out in outputs if not any(out is given for given in written)]
@@ -208,10 +209,9 @@ class Recording:
             self._note_node(traits.name, gpu)
             return self._allocation(traits.name, gpu) if traits.allocates else None
         stream, host = self.place(traits.name, gpu)
-        if self.clock.several_streams:
-            self._written_by_others((*inputs, *written), stream, host)
-            self._accesses.check(traits.name, inputs, written, stream, host)
-        done = self._kernel(traits.name, traits.fuses, stream, host, inputs, written, work)
+        self._launching.before(stream, host, inputs, written)
+        self._accesses.check(traits.name, inputs, written, stream, host)
+        done = self._launching.kernel(traits.name, traits.fuses, stream, host, inputs, work)
         self._accesses.note(done, inputs, written)
         if waits:
             self.clock.host_waits([stream], traits.name, host)
@@ -232,7 +232,7 @@ class Recording:
         if not isinstance(source, VirtualTensor) or gpu_of(source) is None:
             return []
         stream, host = self.place("copy", source._gpu, note=False)
-        self._written_by_others([source], stream, host)
+        self._launching.before(stream, host, [source], [])
         return self._accesses.check("copy", [source], [], stream, host)
 
     def copied(
@@ -248,20 +248,19 @@ class Recording:
             if source_gpu is None:
                 return
             stream, host = self.place("copy", source_gpu)
-            self._written_by_others(overwritten, stream, host)
+            self._launching.before(stream, host, [], overwritten)
             self._accesses.check("copy", [], overwritten, stream, host)
             work = Work(0, size_bytes + target.numel() * target.element_size())
-            done = self._kernel("copy", True, stream, host, read, overwritten, work)
+            done = self._launching.kernel("copy", True, stream, host, read, work)
             self._accesses.note(done, read, overwritten)
             if not in_place:
                 self._accesses.note_made(done, written)
             return
         there = here = None
-        operands = self._written_for("copy", read, self.clock.host())
+        operands = self._launching.operands("copy", read, self.clock.host())
         if target_gpu is not None:
             there, host = self.place("copy", target_gpu)
-            self._before_a_part(overwritten, host)
-            self._written_by_others(overwritten, there, host)
+            self._launching.before(there, host, [], overwritten)
             self._accesses.check("copy", [], overwritten, there, host)
         if source_gpu is not None:
             here, host = self.place("copy", source_gpu)
@@ -293,11 +292,10 @@ class Recording:
         """
         current, host = self.place(name, gpu, note=False)
         read, written, made = _virtual(part.given), _virtual(part.received), _virtual(part.made)
-        operands = self._written_for(name, read, host)
-        self._before_a_part(written, host)
         stream = self.clock.stream(gpu, number)
+        self._launching.before(stream, host, read, written)
+        operands = self._launching.operands(name, read, host)
         self.clock.wait_stream(stream, current)
-        self._written_by_others((*read, *written), stream, host)
         self._accesses.check(name, read, written, stream, host)
         done = self.clock.joined(
             name,
@@ -353,8 +351,7 @@ class Recording:
 
     def settle(self, stream: StreamTime) -> None:
         """Before someone asks for all that the stream has been given: nothing stays put off."""
-        if self._fusion is not None:
-            self._fusion.settle(stream, self.clock.host())
+        self._launching.settle(stream)
 
     # Who asked for it
 
@@ -403,49 +400,13 @@ class Recording:
 
     def end(self) -> tuple[float, float]:
         """Seconds until the host had ended, and until everything had."""
-        if self._fusion is not None:
-            self._fusion.settle(None, self.clock.host())
+        self._launching.settle(None)
         return self.clock.end()
-
-    def _kernel(
-        self,
-        name: str,
-        fuses: bool,
-        stream: StreamTime,
-        host: HostTime,
-        inputs: Sequence[VirtualTensor],
-        written: Sequence[VirtualTensor],
-        work: Work,
-    ) -> Done:
-        self._before_a_part(written, host)
-        if fuses and self._fusion is not None:
-            return self._fusion.put_off(name, stream, host, inputs, work)
-        operands = self._written_for(name, inputs, host)
-        return self.clock.kernel(name, stream, host, work, operands)
-
-    def _before_a_part(self, written: Sequence[VirtualTensor], host: HostTime) -> None:
-        """Before a part of a block is written: what was put off for the rest of it is not lost."""
-        if self._fusion is not None:
-            self._fusion.write([part for part in written if not is_whole(part)], host)
-
-    def _written_by_others(
-        self, used: Sequence[VirtualTensor], stream: StreamTime, host: HostTime
-    ) -> None:
-        """What another stream has put off is launched there: nothing fuses across streams."""
-        if self._fusion is not None and self.clock.several_streams:
-            self._fusion.write_those_of_others(used, stream, host)
-
-    def _written_for(self, name: str, read: Sequence[VirtualTensor], host: HostTime) -> Operands:
-        """What an operation reads is in memory before it; returns what is known of that."""
-        if self._fusion is None:
-            return NOT_KNOWN
-        self._fusion.write(read, host)
-        return self._fusion.operands(name, read)
 
     @property
     def kept(self) -> frozenset[int]:
         """``Program.kept``; asked at the end."""
-        return frozenset() if self._fusion is None else self._fusion.kept
+        return self._launching.kept
 
 
 def gpu_of(value: torch.Tensor) -> VirtualGPU | None:
