@@ -20,11 +20,13 @@ from torch.utils._device import _device_constructors
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.device.memory import Block
+from helpers.vgpu.dispatch.autocast import casting
 from helpers.vgpu.dispatch.device_names import naming_devices
 from helpers.vgpu.dispatch.tensor import VirtualTensor, cpp_device
 
 # What compares devices in C++ before it reaches any kernel: functions, and what is not overridden.
-_CHECK_IN_CPP = ("lstm", "gru", "rnn_tanh", "rnn_relu", "grid_sampler", "tensor_split")
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_CHECK_IN_CPP = ("grid_sampler", "tensor_split")
 _ALSO_IN_CPP = (
     (torch, "to_dlpack"),
     (torch.utils.dlpack, "to_dlpack"),
@@ -43,12 +45,19 @@ def install(changes: Changes) -> None:
     changes.wrap(torch.UntypedStorage, "resize_", resize_storage)
     for name in _CHECK_IN_CPP:
         changes.wrap_function(name, naming_devices, torch, torch._VF)
+    for name in _RECURRENT:
+        changes.wrap_function(name, recurrent, torch, torch._VF)
     for owner, name in _ALSO_IN_CPP:
         changes.wrap(owner, name, naming_devices)
     changes.append(_foreach_supported_types, VirtualTensor)  # shapes/block.py has that of shapes
     for owner in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
         changes.wrap(owner, "_has_foreach_support", _of_plain_tensors)
     changes.wrap(torch._C, "_group_tensors_by_device_and_dtype", _grouping_by_name)
+
+
+def recurrent(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.lstm`` and its kind: the cast of autocast, and the check in C++."""
+    return casting.recurrent(naming_devices(plain))
 
 
 def as_tensor(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

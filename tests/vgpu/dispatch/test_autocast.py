@@ -150,6 +150,29 @@ def test_a_type_that_is_asked_for_stays_and_so_does_float64():
         assert torch.ones(2, dtype=torch.int32, device="vgpu:0").sum().dtype is torch.int64
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_networks_run_in_float16_as_cudnns_do(kind, dtype):
+    torch.manual_seed(0)
+    model, x = kind(5, 6, bidirectional=True).to("vgpu"), torch.randn(3, 4, 5, device="vgpu")
+    hidden = torch.randn(2, 4, 6, device="vgpu")
+    hidden = (hidden, hidden + 1) if kind is nn.LSTM else hidden
+    sequence = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 3, 2, 1]))
+    for given in (x, sequence):
+        with torch.autocast("vgpu", dtype):
+            found, states = model(given, hidden)
+        packed = given is sequence
+        values, states = found.data if packed else found, torch.as_tensor(states[0])
+        assert values.dtype is states.dtype is torch.float16
+        expected = model(given, hidden)[0]
+        expected = expected.data if packed else expected
+        torch.testing.assert_close(values.float(), expected, rtol=1e-2, atol=1e-2)
+        values.float().sum().backward()
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    with torch.backends.cudnn.flags(enabled=False), torch.autocast("vgpu", dtype):
+        assert nn.RNN(5, 6).to("vgpu")(x)[0].dtype is dtype
+
+
 # The cache
 
 

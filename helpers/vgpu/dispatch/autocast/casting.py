@@ -4,6 +4,7 @@ The policies and the cache of cast weights are those of ``aten/src/ATen/autocast
 operator has which policy stands in lists.py.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -139,6 +140,31 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     if not _is_eligible(value) or value.dtype is dtype:
         return value
     return _cached(value, dtype) if _is_weight(value, dtype) else value.to(dtype)
+
+
+def recurrent(plain: Kernel) -> Kernel:
+    """``torch.lstm`` and its kind, as cuDNN computes them: in float16, whatever autocast's type is.
+
+    ATen/cudnn/AutocastRNN.cpp has that type by name, and keeps no cast weight.
+    """
+
+    @functools.wraps(plain)
+    def cast_first(*args: Any, **kwargs: Any) -> Any:
+        on_gpu = isinstance(args[0], torch.Tensor) and args[0].device.type == gpus.DEVICE_TYPE
+        by_cudnn = torch.backends.cudnn.enabled and on_gpu
+        if not by_cudnn or not torch.is_autocast_enabled(gpus.DEVICE_TYPE):
+            return plain(*args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(_KEYSET):
+            kwargs = {name: _in_float16(value) for name, value in kwargs.items()}
+            return plain(*(_in_float16(value) for value in args), **kwargs)
+
+    return cast_first
+
+
+def _in_float16(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_in_float16(item) for item in value)
+    return value.to(torch.float16) if _is_eligible(value) else value
 
 
 def _is_eligible(value: Any) -> bool:
