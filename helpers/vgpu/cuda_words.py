@@ -4,6 +4,7 @@ Only the program's own files are read so, as they are imported; torch and other 
 and this one, stay as they are. No file is changed, and lines keep their numbers. What is read differently:
 
 - ``torch.cuda`` and what is imported from it, ``tensor.cuda()``, ``module.cuda()``, ``is_cuda``;
+  a ``def cuda`` of the program's own goes by both names;
 - the texts ``"cuda"``, ``"cuda:0"`` and ``"cuda:"``, ``"cuda:%d"`` and ``"cuda:{}"``, also as a
   part of an f-string, and ``nccl`` or ``NCCL`` as a backend's name, alone or in a list such as
   ``"cpu:gloo,cuda:nccl"``; and ``Backend.NCCL``.
@@ -92,6 +93,7 @@ class _Reader(ast.NodeTransformer):
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         self._names_of_torch = {"torch"}
+        self._functions = 0  # how many are around the node, within its class
 
     def visit_Module(self, node: ast.Module) -> ast.AST:
         imports = (part for part in ast.walk(node) if isinstance(part, ast.Import))
@@ -116,6 +118,23 @@ class _Reader(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr == _WORD:
             self._renamed(node.func, gpus.DEVICE_TYPE)
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | list[ast.AST]:
+        self._functions += 1
+        self.generic_visit(node)
+        self._functions -= 1
+        if node.name != _WORD or self._functions:
+            return node
+        # A method, or a function of a module: calls through an object have the other name.
+        self._reading.note(_WORD, node.lineno)
+        alias = ast.parse(f"{gpus.DEVICE_TYPE} = {_WORD}").body[0]
+        return [node, ast.copy_location(alias, node)]
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        outside, self._functions = self._functions, 0
+        self.generic_visit(node)
+        self._functions = outside
         return node
 
     def visit_Import(self, node: ast.Import) -> ast.AST:

@@ -79,6 +79,32 @@ def test_arguments_of_the_command(argument, expected):
     assert cuda_words.argument(argument) == expected
 
 
+def test_a_method_called_cuda_goes_by_both_names():
+    """Also one that calls its superclass's, of a class made in a function; not a local function."""
+    source = """
+def make():
+    def cuda():
+        return "local"
+    class Base:
+        def cuda(self):
+            self.moved = ["base"]
+            return self
+    class Batch(Base):
+        if True:
+            def cuda(self):
+                super().cuda()
+                self.moved.append(cuda())
+                return self
+    return Batch()
+found = make().cuda().moved, make().cuda.__name__
+"""
+    namespace = {}
+    exec(cuda_words.compiled(source, "x.py"), namespace)
+    reading = cuda_words.readings.pop()
+    assert namespace["found"] == (["base", "local"], "cuda")
+    assert sorted(reading.lines["cuda"]) == [6, 11, 12, 16]
+
+
 def test_only_the_programs_own_files_are_read():
     everywhere = cuda_words.Finder("/")
     assert everywhere._is_the_programs("/train.py")
