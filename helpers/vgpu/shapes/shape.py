@@ -16,6 +16,7 @@ from helpers.vgpu.dispatch.tensor import VirtualTensor, block_of, set_cpp_data
 from helpers.vgpu.timing import signatures
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
+_in_inference_mode = torch.is_inference_mode_enabled
 _KEYS_ON_GPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 _KEYS_ON_HOST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
@@ -147,6 +148,10 @@ def make(
     output: Output, gpu: Place, operation: str, base: VirtualTensor | None = None
 ) -> ShapeTensor:
     """A shape on ``gpu``; a view of ``base`` counts no bytes of its own."""
+    if base is not None and (inference := base.is_inference()) is not _in_inference_mode():
+        # A view of a tensor that was made outside of inference mode is one from outside as well.
+        with torch.inference_mode(inference):
+            return make(output, gpu, operation, base)
     meta, size, stride, offset, dtype, storage_bytes = output
     made = _make_wrapper(
         ShapeTensor,
