@@ -20,6 +20,9 @@ def install(changes: Changes) -> None:
     changes.set(torch.nn.parallel._functions, "_get_stream", copy_stream)
     parallel_apply = recorder.sharing_the_interpreter(torch.nn.parallel.parallel_apply)
     changes.set(torch.nn.parallel, "parallel_apply", parallel_apply)
+    # Alone of torch.nn.parallel it asks torch.cuda for an index, which takes no other devices.
+    module = sys.modules["torch.nn.parallel.parallel_apply"]
+    changes.set(module, "_get_device_index", torch._utils._get_device_index)
     for name in ("data_parallel", "parallel_apply"):
         module = sys.modules[f"torch.nn.parallel.{name}"]
         changes.set(module, "parallel_apply", parallel_apply)

@@ -79,8 +79,10 @@ def test_four_primitives_make_data_parallel():
         inputs = scatter(x, range(4))
         assert [part.device.index for part in inputs] == [0, 1, 2, 3]
         replicas = replicate(model, range(4))
-        outputs = parallel_apply(replicas, inputs)
-        assert [part.device.index for part in outputs] == [0, 1, 2, 3]
+        names = [f"vgpu:{index}" for index in range(4)]
+        for devices in (range(4), names, [torch.device(name) for name in names], None):
+            outputs = parallel_apply(replicas, inputs, devices=devices)
+            assert [part.device.index for part in outputs] == [0, 1, 2, 3]
         result = gather(outputs, 0)
         torch.testing.assert_close(result.cpu(), model(x).cpu())
         result.sum().backward()
