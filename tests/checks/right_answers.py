@@ -60,16 +60,14 @@ def wrap(lstm, gpus):
     "5.4": [
         """
 def load_any(model, state):
-    ways = {
-        "as it is": state,
-        "prefix removed": {name.removeprefix("module."): t for name, t in state.items()},
-        "prefix added": {f"module.{name}": t for name, t in state.items()},
-    }
-    for did, converted in ways.items():
-        if converted.keys() == model.state_dict().keys():
-            model.load_state_dict(converted)
-            return did
-    model.load_state_dict(state)
+    wrapped = isinstance(model, nn.DataParallel)
+    bare = model.module if wrapped else model
+    names = bare.state_dict().keys()
+    if state.keys() == names:
+        bare.load_state_dict(state)
+        return "prefix added" if wrapped else "as it is"
+    bare.load_state_dict({name.removeprefix("module."): t for name, t in state.items()})
+    return "as it is" if wrapped else "prefix removed"
 """,
     ],
     "8.2": [

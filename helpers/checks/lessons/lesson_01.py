@@ -260,7 +260,7 @@ def check_physical(physical: Callable[[str | None, int, int], int | None]) -> di
                 asked += 1
     return {
         "your answers": f"{asked} of {asked} as PyTorch reads the variable",
-        "among them": "lists cut short, cards named twice, an empty and an unset variable",
+        "among them": "lists cut short, cards named twice, both; an empty and an unset variable",
     }
 
 
@@ -290,6 +290,23 @@ def _settings() -> Iterator[tuple[str | None, int, str]]:
         spelled([*order, random.choice(order)]),
         cards,
         ("A card that is named twice makes the whole list void: no GPU is seen."),
+    )
+    first, *rest = order
+    yield (
+        spelled([first, -1, first]),
+        cards,
+        "A negative entry ends the list: what stands behind it is not read, a repeated card neither.",
+    )
+    yield (
+        f"{first},,{spelled(rest)}",
+        cards,
+        "An empty entry ends the list: what stands behind it is not read.",
+    )
+    yield (
+        spelled([first, cards + random.randint(0, 7), first]),
+        cards,
+        "A number that no card has does not stop the reading: a card that is named again behind it "
+        "makes the list void. Only what was read is cut there.",
     )
 
 

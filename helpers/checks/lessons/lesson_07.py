@@ -33,6 +33,7 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
             torch.manual_seed(rank)
             module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
             module.register_buffer("scale", torch.rand(1) + 0.5)
+            module.register_buffer("shift", torch.rand(1), persistent=False)
             module.to(own_gpu())
             wrapped = wrap(module) if wrap else module
             if not isinstance(wrapped, nn.Module):
@@ -41,13 +42,14 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
                 raise TypeError(
                     "HandmadeDDP is PyTorch's own DDP; write yours from broadcast and all_reduce"
                 )
-            start = [tensor.cpu() for tensor in module.state_dict().values()]
+            tensors = (*module.buffers(), *module.parameters())
+            start = [tensor.detach().cpu() for tensor in tensors]
             optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
             after = []
             parts = (part[:, rank::world_size].to(own_gpu()) for part in (x, y))
             for own_x, own_y in zip(*parts, strict=True):
                 optimizer.zero_grad()
-                out = wrapped(own_x) * module.scale
+                out = wrapped(own_x) * module.scale + module.shift
                 run_backward((out - own_y).square().mean(), instead="send parameter.data")
                 optimizer.step()
                 after.append(nn.utils.parameters_to_vector(module.parameters()).detach().cpu())
@@ -63,8 +65,8 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
         )
         results = on_ranks(run_counted, ranks, x, y, answer, given=given, gpu=GPU)
         [(single, steps)] = on_ranks(steps_of, 1, x, y, None, given=given, gpu=GPU)
-        # A module's own buffers stand first in its state_dict.
-        names = ["the buffer"] + ["a parameter"] * 4
+        unsaved = "the buffer with persistent=False"
+        names = ["the buffer", unsaved] + ["a parameter"] * 4
         for rank, ((start, _), _) in enumerate(results):
             for name, mine, theirs in zip(names, start, single, strict=True):
                 if not torch.equal(mine, theirs):
@@ -72,11 +74,13 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
                         yours=f"{name} that is rank {rank}'s own",
                         expected="rank 0's, on every rank",
                         given=f"right after the wrap, {given}",
-                        hint="Send parameters and buffers from rank 0 when the wrapper is made.",
+                        hint="A state_dict leaves out what is not saved: module.buffers() lists all."
+                        if name == unsaved
+                        else "Send parameters and buffers from rank 0 when the wrapper is made.",
                     )
         for rank, ((_, after), calls) in enumerate(results):
             where = f"rank {rank}; {given}"
-            hint = _hint_for_steps(after[0], steps[0], nn.utils.parameters_to_vector(single[1:]))
+            hint = _hint_for_steps(after[0], steps[0], nn.utils.parameters_to_vector(single[2:]))
             for step, (mine, theirs) in enumerate(zip(after, steps, strict=True)):
                 at = f"the parameters after step {step + 1}, {where}"
                 expect_close(mine, theirs, given=at, hint=hint)

@@ -276,6 +276,12 @@ def _products(batches: Sequence[torch.Tensor], weight: torch.Tensor) -> list[tor
     return products
 
 
+def _use_memory(rows: int, weight: torch.Tensor) -> None:
+    """Leaves memory of two buffers' size that the default stream still reads."""
+    for part in [torch.zeros(rows, len(weight), device=weight.device) for _ in range(2)]:
+        part.sum()
+
+
 @exercise("9.3", "Find the missing synchronisation")
 def repaired(
     answer: Callable[[list[torch.Tensor], torch.Tensor], list[torch.Tensor]],
@@ -290,10 +296,12 @@ def repaired(
             pinned = [batch.pin_memory() for batch in batches]
             there = weight.to(lab.devices[0])
             with vgpu.record() as ours:
+                _use_memory(rows, there)
                 _products(pinned, there)
             given = f"{count} batches of {rows} x 256"
             hint = "Start from `racing`, and return the list of products."
             with for_input(given, hint), vgpu.record() as timeline:
+                _use_memory(rows, there)
                 found = answer(pinned, there)
             _judge_products(found, expected, timeline, given)
             if timeline.makespan_s > 1.1 * ours.makespan_s:
@@ -305,6 +313,7 @@ def repaired(
                     "and for as little, as you can; let Python wait for nothing.",
                 )
             with vgpu.record() as in_turn:
+                _use_memory(rows, there)
                 for batch in pinned:
                     batch.to(there.device, non_blocking=True) @ there
             shown[given] = (
@@ -327,6 +336,11 @@ def _judge_products(
             hint = (
                 "A batch's memory is given away while its product may still read it. Keep the two "
                 "buffers, or call record_stream."
+            )
+        elif race.other_operation not in ("mm", "copy", "copy_"):
+            hint = (
+                "The memory of the buffers is what something on the default stream may still read: "
+                "the first copy into it waits for that, as in `racing`."
             )
         elif race.operation in ("copy", "copy_"):
             hint = "A copy writes into a buffer that a product may still read."

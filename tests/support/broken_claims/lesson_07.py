@@ -34,7 +34,7 @@ BROKEN = [
     Broken(
         **BY_HAND,
         how="each rank starts from its own weights",
-        edits=[("dist.broadcast(tensor, src=0)", "pass")],
+        edits=[("dist.broadcast(tensor.data, src=0)", "pass")],
     ),
     Broken(**REAL, how="gradients stay on their ranks", edits=real_run_with("lambda model: model")),
     Broken(

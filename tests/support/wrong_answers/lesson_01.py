@@ -1,5 +1,15 @@
 """Typical wrong answers of lesson 01, and a phrase of the message that each must get."""
 
+_PHYSICAL = (
+    "from itertools import takewhile\n"
+    "def physical(visible, ordinal, cards):\n"
+    "    wanted = list(range(cards))\n"
+    "    if visible is not None:\n"
+    "        wanted = list({wanted})\n"
+    "    seen = list(takewhile(lambda card: card in range(cards), wanted))\n"
+    "    return None if {void} or ordinal >= len(seen) else seen[ordinal]"
+)
+
 WRONG = {
     "1.1": [
         # The moved tensor is dropped.
@@ -276,6 +286,23 @@ WRONG = {
             "        seen.append(card)\n"
             "    return seen[ordinal] if ordinal < len(seen) else None\n",
             "void",
+        ),
+        # Duplicates first, then the end, without the entries that are empty.
+        (
+            _PHYSICAL.format(
+                wanted="[int(text) for text in visible.split(',') if text]",
+                void="len(set(wanted)) < len(wanted)",
+            ),
+            "ends the list: what stands behind it is not read",
+        ),
+        # The end first, of whatever kind, then duplicates.
+        (
+            _PHYSICAL.format(
+                wanted="takewhile(lambda c: c in range(cards), (int(t or -1) for t in "
+                "visible.split(',')))",
+                void="len(set(seen)) < len(seen)",
+            ),
+            "Only what was read is cut there",
         ),
         # The answer as a text.
         (

@@ -197,6 +197,20 @@ WRONG = {
             "exactly one module.",
         ),
         (
+            # Goes by the names alone: a bare model may have one part, called module.
+            "def load_any(model, state):\n"
+            "    wrapped = isinstance(model, nn.DataParallel)\n"
+            "    prefixed = all(k.startswith('module.') for k in state)\n"
+            "    did = 'as it is'\n"
+            "    if prefixed and not wrapped:\n"
+            "        state, did = {k[7:]: v for k, v in state.items()}, 'prefix removed'\n"
+            "    elif wrapped and not prefixed:\n"
+            "        state, did = {'module.' + k: v for k, v in state.items()}, 'prefix added'\n"
+            "    model.load_state_dict(state)\n"
+            "    return did",
+            "if the model's own keys are not the state's",
+        ),
+        (
             # Also takes the name of a part away.
             "def load_any(model, state):\n"
             "    bare = model.module if isinstance(model, nn.DataParallel) else model\n"

@@ -16,7 +16,7 @@ class HandmadeDDP(nn.Module):
     def forward(self, *inputs):
         return self.module(*inputs)
 """
-_SEND = "[dist.broadcast(tensor, src=0) for tensor in module.state_dict().values()]"
+_SEND = "[dist.broadcast(t.data, src=0) for t in (*module.parameters(), *module.buffers())]"
 _AVERAGE = "dist.all_reduce(p.grad); p.grad /= dist.get_world_size()"
 _LOSS = "def loss_for_ddp(losses):\n    "
 _COUNT = (
@@ -56,6 +56,13 @@ WRONG = {
             ),
             "the buffer that is rank",
         ),
+        (
+            _HANDMADE.format(
+                start="[dist.broadcast(t, src=0) for t in module.state_dict().values()]",
+                hook=_AVERAGE,
+            ),
+            "module.buffers() lists all",
+        ),
         (_HANDMADE.format(start=_SEND, hook="dist.all_reduce(p.grad)"), "divide the sum"),
         (_HANDMADE.format(start=_SEND, hook="pass"), "average of all ranks"),
         (
@@ -71,7 +78,7 @@ WRONG = {
             "send parameter.data",
         ),
         (
-            _HANDMADE.format(start=_SEND.replace("tensor,", "tensor.cpu(),"), hook=_AVERAGE),
+            _HANDMADE.format(start=_SEND.replace("t.data,", "t.data.cpu(),"), hook=_AVERAGE),
             "broadcast was given a CPU tensor, and NCCL carries only what is on the rank's GPU",
         ),
         ("HandmadeDDP = DDP", "write yours from broadcast"),

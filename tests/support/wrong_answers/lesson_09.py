@@ -115,6 +115,10 @@ WRONG = {
             "take turns",
         ),
         (_NOT_RECORDED, "or call record_stream"),
+        (
+            _repaired(first=_ARRIVED, second=_READ).replace(f"    {_READ}\n", "", 1),
+            "The memory of the buffers",
+        ),
         (_repaired(first=_ARRIVED, second=_READ, returned="products[1:]"), "One product for each"),
     ],
 }
