@@ -68,6 +68,7 @@ def in_few_layers(plan: Plan, **costs: Any) -> FewLayers:
     ValueError for a pipeline, and for a model that has no more layers than those.
     """
     check(plan)
+    plan, costs = plan.taking(costs)
     with on_cluster(plan):
         return recorded(plan, ranks_of(plan), **costs)
 

@@ -124,6 +124,7 @@ def search(
             f"a search tries no pipelines, and this layout has {plan.layout.stages} stages: leave "
             "them out, or predict plans with stages one by one"
         )
+    plan, costs = plan.taking(costs)
     candidates = [Candidate(other) for other in _plans(plan, sequences)]
     for one in candidates:
         one.reason = _too_large_on_paper(one.plan)

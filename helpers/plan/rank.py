@@ -20,8 +20,10 @@ def predict(plan: Plan, **costs: Any) -> Step:
 
     bfloat16 parameters and gradients with float32 master copies and reduction, AdamW fused. A plan
     with stages is one rank of each kind of stage, and a schedule played (pipelines). costs: as for
-    ``vgpu.record`` (``arithmetic_share``, ``fuses``, ``async_tp`` and others).
+    ``vgpu.record`` (``arithmetic_share``, ``fuses``, ``async_tp`` and others); ``gpu`` and
+    ``network`` take the place of the plan's.
     """
+    plan, costs = plan.taking(costs)
     if plan.layout.stages > 1:
         return predict_pipeline(plan, **costs)
     with (

@@ -94,10 +94,11 @@ class Plan:
     def hosts(self) -> int:
         return max(1, self.layout.ranks // self.gpus_per_host)
 
-    def changed(self, costs: dict[str, Any]) -> "Plan":
-        """The plan on the GPU and the network that a replay has changed, if it has."""
-        names = ("gpu", "network")
-        return dataclasses.replace(self, **{n: costs[n] for n in names if n in costs})
+    def taking(self, costs: dict[str, Any]) -> tuple["Plan", dict[str, Any]]:
+        """The plan on the GPU and the network among ``costs``, if they name any; the other costs."""
+        own = {name: costs[name] for name in ("gpu", "network") if name in costs}
+        others = {name: cost for name, cost in costs.items() if name not in own}
+        return dataclasses.replace(self, **own), others
 
     @property
     def tokens(self) -> int:
@@ -183,7 +184,8 @@ class Step(Recorded):
         changes: fields of ``vgpu.CostModel``, and ``gpu`` and ``network`` as a plan has them. Bytes stay.
         """
         timeline = vgpu.replay(self.timeline, **changes)
-        return dataclasses.replace(self, plan=self.plan.changed(changes), timeline=timeline)
+        plan, _ = self.plan.taking(changes)
+        return dataclasses.replace(self, plan=plan, timeline=timeline)
 
     @property
     def fits(self) -> bool:

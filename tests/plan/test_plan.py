@@ -182,6 +182,18 @@ def test_gpus_may_differ_in_speed(tmp_path, capsys):
     assert "speed_spread must be at least 0 and below 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("layout", [Layout(shards=2), Layout(stages=2)])
+def test_a_cost_that_is_the_plans_own_changes_the_plan(layout):
+    """Its utilisation is that of the GPU that computes."""
+    plan = Plan(SMALL, layout, batch=2, sequence=128, gpus_per_host=2)
+    on_other = predict(plan, gpu="A100", network="Ethernet 100", arithmetic_share=0.4)
+    other = dataclasses.replace(plan, gpu="A100", network="Ethernet 100")
+    assert on_other.plan == other
+    expected = predict(other, arithmetic_share=0.4)
+    assert on_other.utilisation == expected.utilisation
+    assert on_other.timeline.makespan_s == expected.timeline.makespan_s
+
+
 def test_what_does_not_fit_is_told_what_would(tmp_path, capsys):
     file = tmp_path / "plan.toml"
     text = FILE.format(shards=4, batch=20_000)

@@ -63,7 +63,8 @@ class PipelineStep(Step):
             device: rank._replace(update=vgpu.replay(rank.update, **changes))
             for device, rank in ranks.items()
         }
-        return _played(_Parts(plan.changed(changes), again, updates))
+        changed, _ = plan.taking(changes)
+        return _played(_Parts(changed, again, updates))
 
 
 def _played(found: _Parts) -> PipelineStep:
