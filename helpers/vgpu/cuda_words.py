@@ -5,7 +5,7 @@ and this one, stay as they are. No file is changed, and lines keep their numbers
 
 - ``torch.cuda`` and what is imported from it, ``tensor.cuda()``, ``module.cuda()``, ``is_cuda``;
   a ``def cuda`` of the program's own goes by both names;
-- the texts ``"cuda"``, ``"cuda:0"`` and ``"cuda:"``, ``"cuda:%d"`` and ``"cuda:{}"``, also as a
+- the texts ``"torch.cuda.FloatTensor"``, ``"cuda"``, ``"cuda:0"`` and ``"cuda:"``, ``"cuda:%d"`` and ``"cuda:{}"``, also as a
   part of an f-string, and ``nccl`` or ``NCCL`` as a backend's name, alone or in a list such as
   ``"cpu:gloo,cuda:nccl"``; and ``Backend.NCCL``.
 
@@ -30,8 +30,9 @@ from helpers.vgpu.distributed.groups import BACKEND
 
 _WORD = "cuda"
 _ATTRIBUTES = {"is_cuda": f"is_{gpus.DEVICE_TYPE}"}
-# A device, perhaps with its number still to come; a backend, or a list of device:backend pairs.
+# A device, perhaps with its number still to come; a type of tensors; a backend, or a list of device:backend pairs.
 _DEVICE = re.compile(rf"{_WORD}(:(\d+|%[dis]|\{{\w*\}})?)?")
+_TYPE = re.compile(rf"torch\.{_WORD}\.(sparse\.)?\w+Tensor")
 _BACKENDS = re.compile(rf"(\w+:\w+,)*(({_WORD}:)?(nccl|NCCL))(,\w+:\w+)*")
 
 
@@ -64,7 +65,7 @@ readings: list[Reading] = []
 
 def word(text: str) -> str:
     """A device's or a backend's name for virtual GPUs; any other text unchanged."""
-    if _DEVICE.fullmatch(text):
+    if _DEVICE.fullmatch(text) or _TYPE.fullmatch(text):
         return text.replace(_WORD, gpus.DEVICE_TYPE)
     if _BACKENDS.fullmatch(text):
         text = text.replace(_WORD, gpus.DEVICE_TYPE)

@@ -30,6 +30,7 @@ def read(source):
         ("d = 'cuda:%d' % rank", "d = 'vgpu:%d' % rank"),
         ("d = 'cuda:{}'.format(rank)", "d = 'vgpu:{}'.format(rank)"),
         ("import torch as th\nth.cuda.synchronize()", "import torch as th\nth.vgpu.synchronize()"),
+        ("x.type('torch.cuda.HalfTensor')", "x.type('torch.vgpu.HalfTensor')"),
         ("init('nccl')", "init('vccl')"),
         ("init('cpu:gloo,cuda:nccl')", "init('cpu:gloo,vgpu:vccl')"),
         ("init('NCCL')", "init('vccl')"),

@@ -195,6 +195,18 @@ def resolve(device: torch.device) -> VirtualGPU | None:
     return gpu
 
 
+def meant_by(device: Any) -> VirtualGPU:
+    """The GPU that an int, a string, a torch.device or None (the current one) means."""
+    if device is None:
+        return by_index(current_index())
+    if isinstance(device, int):
+        return by_index(device)
+    gpu = resolve(torch.device(device))
+    if gpu is None:
+        raise ValueError(f"Expected a {DEVICE_TYPE} device, but got: {device}")
+    return gpu
+
+
 def _no_such_device(index: int) -> Exception:
     if _count == 0:
         return RuntimeError("No VGPU GPUs are available: call vgpu.enable(count) first")

@@ -31,5 +31,6 @@ def install(changes: Changes) -> None:
     # torch asks for CUDA and MPS first; whoever enables virtual GPUs means those.
     for module in (torch._utils, sys.modules["torch.nn.parallel.data_parallel"]):
         changes.set(module, "_get_available_device_type", lambda: gpus.DEVICE_TYPE)
-    # For "from torch.vgpu.amp import ...".
-    changes.item(sys.modules, f"torch.{gpus.DEVICE_TYPE}.amp", device_module.amp)
+    for name in ("amp", "memory", "nvtx", "random"):  # for "from torch.vgpu.amp import ..."
+        module = getattr(device_module, name)
+        changes.item(sys.modules, f"torch.{gpus.DEVICE_TYPE}.{name}", module)

@@ -4,18 +4,42 @@ Where ``device`` is None it means the current device, as in ``torch.cuda``.
 """
 
 import uuid
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from helpers.vgpu.device import generators, gpus
+from helpers.vgpu.device import gpus
 from helpers.vgpu.device.gpus import current_index as current_device
-from helpers.vgpu.device.gpus import device_count
+from helpers.vgpu.device.gpus import device_count, meant_by
 from helpers.vgpu.device.specs import GPUSpec
 from helpers.vgpu.timing import recording
 from helpers.vgpu.timing.streams import Event, Stream, current_stream, default_stream, set_stream
-from helpers.vgpu.torch_api import amp
+from helpers.vgpu.torch_api.submodules import amp, memory, nvtx, random
+from helpers.vgpu.torch_api.submodules.memory import (
+    empty_cache,
+    get_per_process_memory_fraction,
+    ipc_collect,
+    max_memory_allocated,
+    max_memory_reserved,
+    mem_get_info,
+    memory_allocated,
+    memory_reserved,
+    memory_stats,
+    memory_summary,
+    reset_peak_memory_stats,
+    set_per_process_memory_fraction,
+)
+from helpers.vgpu.torch_api.submodules.random import (
+    get_rng_state,
+    get_rng_state_all,
+    initial_seed,
+    manual_seed,
+    manual_seed_all,
+    seed,
+    seed_all,
+    set_rng_state,
+    set_rng_state_all,
+)
 
 __all__ = [
     "Event",
@@ -47,10 +71,13 @@ __all__ = [
     "max_memory_allocated",
     "max_memory_reserved",
     "mem_get_info",
+    "memory",
     "memory_allocated",
     "memory_reserved",
     "memory_stats",
     "memory_summary",
+    "nvtx",
+    "random",
     "reset_peak_memory_stats",
     "seed",
     "seed_all",
@@ -83,23 +110,11 @@ def init() -> None:
     """Nothing to prepare."""
 
 
-def _gpu(device: Any) -> gpus.VirtualGPU:
-    """The GPU that an int, a string, a torch.device or None (the current one) means."""
-    if device is None:
-        return gpus.by_index(gpus.current_index())
-    if isinstance(device, int):
-        return gpus.by_index(device)
-    gpu = gpus.resolve(torch.device(device))
-    if gpu is None:
-        raise ValueError(f"Expected a {gpus.DEVICE_TYPE} device, but got: {device}")
-    return gpu
-
-
 def set_device(device: Any) -> None:
     """Make a device current; a negative index changes nothing."""
     if isinstance(device, int) and device < 0:
         return
-    gpus.exchange_index(_gpu(device).index)
+    gpus.exchange_index(meant_by(device).index)
 
 
 class device:
@@ -107,7 +122,7 @@ class device:
 
     def __init__(self, device: Any) -> None:
         changes_nothing = device is None or (isinstance(device, int) and device < 0)
-        self.index = -1 if changes_nothing else _gpu(device).index
+        self.index = -1 if changes_nothing else meant_by(device).index
 
     def __enter__(self) -> None:
         self._before = gpus.exchange_index(self.index)
@@ -130,17 +145,17 @@ def stream(stream: Stream | None) -> Any:
 
 def synchronize(device: Any = None) -> None:
     """Wait for all work on a device; in a recording of virtual time the host waits."""
-    gpu, now = _gpu(device), recording.under_way
+    gpu, now = meant_by(device), recording.under_way
     if now is not None:
         now.synchronize(now.clock.streams_of(gpu))
 
 
 def get_device_name(device: Any = None) -> str:
-    return _gpu(device).spec.name
+    return meant_by(device).spec.name
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
-    return _gpu(device).spec.compute_capability
+    return meant_by(device).spec.compute_capability
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
@@ -150,7 +165,7 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 
 def can_device_access_peer(device: Any, peer_device: Any) -> bool:
     """True for two different GPUs: copies go straight from one to the other."""
-    return _gpu(device) is not _gpu(peer_device)
+    return meant_by(device) is not meant_by(peer_device)
 
 
 class DeviceProperties:
@@ -172,132 +187,8 @@ class DeviceProperties:
 
 
 def get_device_properties(device: Any = None) -> DeviceProperties:
-    gpu = _gpu(device)
+    gpu = meant_by(device)
     return DeviceProperties(gpu.index, gpu.spec, gpu.memory.capacity_bytes)
-
-
-def memory_allocated(device: Any = None) -> int:
-    """Bytes in live blocks, each rounded up to 512."""
-    return _gpu(device).memory.settled().allocated_bytes
-
-
-def max_memory_allocated(device: Any = None) -> int:
-    """The most bytes since the start or the last ``reset_peak_memory_stats``."""
-    return _gpu(device).memory.settled().peak_bytes
-
-
-def memory_reserved(device: Any = None) -> int:
-    """Bytes of the segments that CUDA's caching allocator would hold for what was allocated."""
-    return _gpu(device).memory.settled().reserved()[0]
-
-
-def max_memory_reserved(device: Any = None) -> int:
-    """The most of them since the start or the last ``reset_peak_memory_stats``."""
-    return _gpu(device).memory.settled().reserved()[1]
-
-
-def reset_peak_memory_stats(device: Any = None) -> None:
-    _gpu(device).memory.settled().reset_peak()
-
-
-def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
-    """Let this process allocate no more than this share of a GPU's memory; from 0 to 1."""
-    if not isinstance(fraction, float):
-        raise TypeError("Invalid type for fraction argument, must be `float`")
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-    memory = _gpu(device).memory
-    memory.allowed_bytes = int(fraction * memory.capacity_bytes) if fraction < 1 else None
-
-
-def get_per_process_memory_fraction(device: Any = None) -> float:
-    """The share that this process may allocate; 1 where nothing was set."""
-    memory = _gpu(device).memory
-    if memory.allowed_bytes is None:
-        return 1.0
-    return memory.allowed_bytes / memory.capacity_bytes
-
-
-def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Bytes that are not reserved, and total bytes."""
-    memory = _gpu(device).memory.settled()
-    return memory.free_bytes, memory.capacity_bytes
-
-
-def memory_stats(device: Any = None) -> dict[str, int]:
-    """Bytes now and at the peak, ``allocated_bytes.all.peak`` and the like; how often room was short.
-
-    What is allocated is all that is active: no block waits here until another stream has got to it.
-    """
-    memory = _gpu(device).memory.settled()
-    allocated = memory.allocated_bytes, memory.peak_bytes
-    kinds = {
-        "active_bytes": allocated,
-        "allocated_bytes": allocated,
-        "reserved_bytes": memory.reserved(),
-    }
-    stats: dict[str, int] = {}
-    for name, (current, peak) in kinds.items():
-        stats |= {f"{name}.all.current": current, f"{name}.all.peak": peak}
-    return stats | {"num_alloc_retries": memory.retries, "num_ooms": memory.out_of_memory_count}
-
-
-def empty_cache() -> None:
-    """Give back segments that are reserved and in which nothing is allocated, on all GPUs."""
-    for index in range(gpus.device_count()):
-        gpus.by_index(index).memory.empty_cache()
-
-
-def ipc_collect() -> None:
-    """Nothing to release: memory shared with another process goes with its last reference."""
-
-
-def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
-    """A small table of a device's bytes and blocks."""
-    return _gpu(device).memory.settled().summary()
-
-
-def manual_seed(seed: int) -> None:
-    """Seed the current device's generator."""
-    generators.default_generator(_gpu(None)).manual_seed(seed)
-
-
-def manual_seed_all(seed: int) -> None:
-    """Seed every device's generator alike; ``torch.manual_seed`` calls it."""
-    for index in range(gpus.device_count()):
-        generators.default_generator(gpus.by_index(index)).manual_seed(seed)
-
-
-def seed() -> None:
-    """Seed the current device's generator at random."""
-    generators.default_generator(_gpu(None)).seed()
-
-
-def seed_all() -> None:
-    """Seed every device's generator at random, all alike."""
-    manual_seed_all(torch.Generator().seed())
-
-
-def initial_seed() -> int:
-    return generators.default_generator(_gpu(None)).initial_seed()
-
-
-def get_rng_state(device: Any = None) -> torch.Tensor:
-    """The state of a device's generator, as a byte tensor on the CPU."""
-    return generators.default_generator(_gpu(device)).get_state()
-
-
-def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
-    generators.default_generator(_gpu(device)).set_state(new_state)
-
-
-def get_rng_state_all() -> list[torch.Tensor]:
-    return [get_rng_state(index) for index in range(gpus.device_count())]
-
-
-def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
-    for index, state in enumerate(new_states):
-        set_rng_state(state, index)
 
 
 def _is_in_bad_fork() -> bool:
@@ -306,3 +197,17 @@ def _is_in_bad_fork() -> bool:
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16, torch.float32]
+
+
+def __getattr__(name: str) -> Any:
+    """AttributeError for what ``torch.cuda`` has and a virtual GPU has not, which says so."""
+    ours = f"torch.{gpus.DEVICE_TYPE}"
+    if name.startswith("__") or name not in dir(torch.cuda):
+        raise AttributeError(f"module '{ours}' has no attribute '{name}'")
+    advice = f"leave it out where hasattr({ours}, '{name}') is False"
+    if name.endswith("Tensor"):  # torch.cuda.FloatTensor and its kind, for old programs
+        advice = f"make tensors with dtype= and device=, or torch.set_default_device('{gpus.DEVICE_TYPE}')"
+    raise AttributeError(
+        f"module '{ours}' has no attribute '{name}': torch.cuda has one, virtual GPUs have nothing "
+        f"like it; {advice}"
+    )

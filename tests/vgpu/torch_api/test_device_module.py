@@ -1,5 +1,7 @@
 """``torch.vgpu`` has the names of ``torch.cuda`` and answers as it does."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -23,3 +25,36 @@ def test_the_module_answers_as_torch_cuda_does():
     assert torch.vgpu.is_bf16_supported()
     missing = [name for name in torch.vgpu.__all__ if not hasattr(torch.vgpu, name)]
     assert not missing
+
+
+def test_its_modules_have_their_names():
+    assert importlib.import_module("torch.vgpu.memory") is torch.vgpu.memory
+    assert torch.vgpu.memory.memory_allocated is torch.vgpu.memory_allocated
+    assert torch.vgpu.random.initial_seed() == torch.vgpu.initial_seed()
+    nvtx = torch.vgpu.nvtx
+    with nvtx.range("step {}", 3):
+        assert (nvtx.range_push("inside"), nvtx.range_pop()) == (1, 1)
+    assert nvtx.range_push("again") == nvtx.range_pop() == 0 and nvtx.range_pop() == -1
+    nvtx.range_end(nvtx.range_start("elsewhere"))
+    nvtx.mark("now")
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("CUDAGraph", "torch.cuda has one, virtual GPUs have nothing like it; leave it out"),
+        ("FloatTensor", "make tensors with dtype= and device="),
+        ("nonsense", "'torch.vgpu' has no attribute 'nonsense'$"),
+    ],
+)
+def test_what_torch_cuda_alone_has_is_said(name, advice):
+    with pytest.raises(AttributeError, match=advice):
+        getattr(torch.vgpu, name)
+    assert not hasattr(torch.vgpu, name)
+
+
+def test_the_name_of_a_type_is_read():
+    x = torch.ones(2, device="vgpu:1")
+    assert torch.ones(2).type("torch.vgpu.HalfTensor").type() == x.half().type()
+    with pytest.raises(AttributeError, match="set_default_device"):
+        torch.set_default_tensor_type("torch.vgpu.FloatTensor")

@@ -1,0 +1,1 @@
+"""The modules inside ``torch.vgpu``, as ``torch.cuda`` has them."""
