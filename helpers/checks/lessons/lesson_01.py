@@ -21,6 +21,16 @@ from helpers.checks.describing import describe
 Sample = namedtuple("Sample", "image label")
 
 
+class Clip:
+    """What is no tensor, and has a ``to`` all the same."""
+
+    def to(self, _: Any) -> "Clip":
+        return Clip()
+
+    def __repr__(self) -> str:
+        return "<clip with a method to>"
+
+
 @exercise("1.1", "A batch to its device")
 def check_to_device(to_device: Callable[[Any, torch.device], Any]) -> dict[str, Any]:
     near, far = devices.lab(2)
@@ -73,6 +83,7 @@ def _batches(near: torch.device, far: torch.device) -> Iterator[Any]:
     yield {"image": tensor(), "label": tensor(far, torch.int64)}
     yield {"image": tensor(near), "name": "seven", "index": random.randint(0, 99), "mask": None}
     yield Sample(tensor(), tensor(dtype=torch.bool))
+    yield {"image": tensor(), "clip": Clip()}
     yield [{"pair": (tensor(), [tensor(far), 0.5])}, [], Sample(tensor(near), ("a", tensor()))]
 
 

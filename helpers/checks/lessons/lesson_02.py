@@ -25,6 +25,7 @@ def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
     weight[:, 0] /= 100  # class 0 is weak in every image, so that something is always cut
     weight.requires_grad_()
     images = torch.rand(batch + 4, size, dtype=torch.float64) * 5
+    images[0, 0] = -6  # the largest is below 0
     labels = torch.randint(classes, (batch + 4,))
     given = f"weight {tuple(weight.shape)}, images {tuple(images.shape)}, all random"
     right, right_gradient = _value_and_gradient(_right_loss, weight, images, labels)
@@ -41,7 +42,8 @@ def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
         loss.detach(),
         right,
         given=given,
-        hint="The value must stay what loss_2017 gives. Only its gradient was wrong.",
+        hint="The value must stay what loss_2017 gives, for images below 0 as well. Only its "
+        "gradient was wrong.",
     )
     gradient = _gradient_of(loss, weight, given)
     if torch.allclose(gradient, hidden_gradient):

@@ -52,7 +52,7 @@ def zero1_step(answer: Callable[..., None]) -> dict[str, str]:
         if kept:
             raise Wrong(
                 yours=f"{kept} gradients are still there on rank {rank}",
-                expected="no gradient in any parameter",
+                expected="no gradient in any of parameters",
                 given=given,
                 hint="The next backward adds to what is left in .grad: set it to None.",
             )

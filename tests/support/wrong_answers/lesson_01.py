@@ -30,6 +30,19 @@ WRONG = {
             "def to_device(batch, device):\n    return batch.to('gpu:1')\n",
             "A tensor goes to the device",
         ),
+        # Whatever has a method of that name.
+        (
+            "def to_device(batch, device):\n"
+            "    if hasattr(batch, 'to'):\n"
+            "        return batch.to(device)\n"
+            "    if isinstance(batch, dict):\n"
+            "        return {key: to_device(part, device) for key, part in batch.items()}\n"
+            "    if isinstance(batch, (list, tuple)):\n"
+            "        moved = [to_device(part, device) for part in batch]\n"
+            "        return type(batch)(*moved) if hasattr(batch, '_fields') else type(batch)(moved)\n"
+            "    return batch\n",
+            "is handed on as it is",
+        ),
         # A copy where none is needed.
         (
             "def to_device(batch, device):\n"

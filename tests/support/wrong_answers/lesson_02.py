@@ -70,6 +70,12 @@ WRONG = {
         ),
         (_LOSS.format(edit="pass"), "Only its gradient was wrong"),
         (
+            _LOSS.format(edit="hidden = hidden * (hidden.abs() >= 0.1)").replace(
+                ".abs().max()", ".max()"
+            ),
+            "for images below 0 as well",
+        ),
+        (
             _LOSS.format(
                 edit="hidden = hidden.detach() * (hidden.abs() >= 0.1) + 0 * hidden.sum()"
             ),

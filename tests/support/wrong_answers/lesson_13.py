@@ -105,6 +105,13 @@ def row_linear(x, weight, bias):
 """,
             "more than the budget",
         ),
+        (
+            # As many bytes, in a call for each row.
+            _ROWS.format(
+                backward="return gradient", result="SumForward.apply(F.linear(x, weight)) + bias"
+            ).replace("dist.all_reduce(total)", "[dist.all_reduce(row) for row in total]"),
+            "more than the budget",
+        ),
         ("def row_linear(x, weight, bias):\n    return F.linear(x, weight)[:1]", "(B, O)"),
     ],
     "13.2": [
@@ -151,6 +158,15 @@ mended = {
         (
             _LOSS.format(**{**_RIGHT, "largest": "largest = torch.zeros_like(largest)"}),
             "exp overflows",
+        ),
+        *(
+            (_LOSS.format(**_RIGHT).replace("amax(1)", shift), "exp overflows")
+            for shift in ("mean(1)", "amin(1)")
+        ),
+        (
+            # One word more at the front.
+            _LOSS.format(**_RIGHT).replace("own >= 0", "own >= -1"),
+            "which one rank has and all others",
         ),
         (
             _LOSS.format(**{**_RIGHT, "result": "(total.log() - Leave.apply(picked)).sum()"}),
@@ -219,7 +235,7 @@ def split_loss(logits, targets):
             _FAR.format(
                 time="host_s + split_s / n + whole_s + 4 * sent_s * (n > 1)", result="times_s"
             ),
-            "Too long",
+            "the longer of the two counts",
         ),
         (
             _FAR.format(
@@ -227,6 +243,12 @@ def split_loss(logits, targets):
                 result="times_s",
             ),
             "2(n - 1)/n of a tensor",
+        ),
+        (
+            _FAR.format(
+                time="max(host_s, split_s / n + whole_s + 4 * sent_s * (n > 1))", result="times_s"
+            ).replace("+ 2 * (n - 1) * 5e-6", "+ (n - 1) * 5e-6"),
+            "2(n - 1) steps with their latency",
         ),
         (_FAR.format(time="host_s", result="list(times_s.values())"), "Return a dict"),
     ],
