@@ -19,6 +19,7 @@ from helpers.vgpu.timing.lanes import (
     Known,
     Marked,
     StreamTime,
+    graph_task,
     in_backward,
     learn,
 )
@@ -39,6 +40,19 @@ from helpers.vgpu.timing.play.steps import (
     Together,
     Wait,
 )
+
+
+class Pass:
+    """One backward pass."""
+
+    def __init__(self, number: int, thread: int) -> None:
+        """number: autograd's. thread: that which has called it."""
+        self.number = number
+        self.thread = thread
+        self.has_ended = False
+
+    def end(self) -> None:
+        self.has_ended = True
 
 
 class Clock:
@@ -69,6 +83,7 @@ class Clock:
         # Of the backward pass that runs or has just ended: the stream that its caller had made
         # current on the same GPU.
         self._callers_streams: dict[StreamTime, StreamTime] = {}
+        self._pass = Pass(-1, 0)
 
     def _do(self, step: Step) -> int | None:
         with self._lock:
@@ -107,6 +122,7 @@ class Clock:
     def host(self) -> HostTime:
         """The calling thread; in a backward pass, the engine's that runs the node."""
         if in_backward():
+            self.begin_backward()
             return self.hosts.engine(gpus.current_index())
         self._end_backward()
         return self.hosts.current()
@@ -114,6 +130,14 @@ class Clock:
     def follow(self, host: HostTime, other: HostTime) -> None:
         """A thread goes on when another has got as far."""
         self._do(Join(host.index, (other.index,)))
+
+    def begin_backward(self) -> None:
+        """The engine is about to give something over: perhaps the first of another backward pass."""
+        if self._pass.has_ended and self._pass.number != graph_task():
+            self._join_backward()
+        if not self.hosts.engines:
+            self._pass = Pass(graph_task(), threading.get_ident())
+            torch.autograd.Variable._execution_engine.queue_callback(self._pass.end)
 
     def in_backward(self, gpu: VirtualGPU, stream: StreamTime, callers_number: int) -> None:
         """The autograd engine gives work to the stream.
@@ -124,13 +148,17 @@ class Clock:
             self._callers_streams[stream] = self.stream(gpu, callers_number)
 
     def _end_backward(self) -> None:
-        """When a backward pass has returned: its caller has waited for the engine's threads.
+        """If a backward pass of this thread has returned: its caller has waited for it."""
+        mine = self.hosts.engines and self._pass.thread == threading.get_ident()
+        if mine and not in_backward():
+            self._join_backward()
 
-        The caller's streams wait for those on which gradients came.
-        """
-        if not self.hosts.engines or in_backward():
-            return
+    def _join_backward(self) -> None:
         self.hosts.join_engines()
+        self.join_callers_streams()
+
+    def join_callers_streams(self) -> None:
+        """The streams of a backward pass's caller wait for those on which gradients came."""
         ended, self._callers_streams = self._callers_streams, {}
         for stream in sorted(ended, key=lambda s: (s.device.index, s.number)):
             current = ended[stream]

@@ -177,9 +177,9 @@ class Hosts:
         self._parent, self._sharing = self.main, 1
 
 
-_graph_task = torch._C._current_graph_task_id
+graph_task = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:
     """Whether the autograd engine runs the caller."""
-    return _graph_task() != -1
+    return graph_task() != -1

@@ -9,8 +9,8 @@ stream on which it was allocated. So two more races are noted, with right values
 freed while another stream may still use it, without ``record_stream``; and a stream that uses new
 memory without waiting for the one on which it was allocated.
 
-Not seen: blocks and reads from before the recording, and a host that reads a copy before it has
-ended.
+Not seen: blocks and reads from before the recording; a host that reads a copy before it has ended;
+and a hook of a backward pass that makes a stream current which does not wait for the gradient.
 """
 
 from collections.abc import Iterable, Sequence

@@ -362,8 +362,18 @@ class Recording:
         """
         number = self._set_stream(index)
         if number is None:
-            number = self._nodes.running(index)[1] if in_backward() else 0
+            number = self._in_backward(index)[1] if in_backward() else 0
         return number
+
+    def _in_backward(self, index: int) -> tuple[str, int]:
+        """The module of the node that runs, and the number of its stream on a GPU.
+
+        Behind the last node, in the engine's callbacks, it is that of the pass's caller.
+        """
+        if torch._C._current_autograd_node() is not None:
+            return self._nodes.running(index)
+        self.clock.join_callers_streams()
+        return "", _callers_number(index)
 
     def place(self, name: str, gpu: VirtualGPU, note: bool = True) -> tuple[StreamTime, HostTime]:
         """The stream that gets the next operation on ``gpu``, and the thread that hands it over.
@@ -379,7 +389,8 @@ class Recording:
             if note:
                 self._nodes.note(name, host.module, gpu.index, number, clock.hosts.is_fork)
             return clock.stream(gpu, number), host
-        module, number = self._nodes.running(gpu.index)
+        clock.begin_backward()
+        module, number = self._in_backward(gpu.index)
         engine = clock.hosts.engine(gpu.index)
         engine.module, engine.backward = module, True
         number_set = self._set_stream(gpu.index)
@@ -389,8 +400,7 @@ class Recording:
             self._nodes.note(name, made_by, gpu.index, number, clock.hosts.is_fork)
         stream = clock.stream(gpu, number)
         if number_set is None:
-            callers = gpus.in_use.current.streams.get(gpu.index)
-            clock.in_backward(gpu, stream, 0 if callers is None else callers.stream_id)
+            clock.in_backward(gpu, stream, _callers_number(gpu.index))
         return stream, engine
 
     def _note_node(self, name: str, gpu: VirtualGPU) -> None:
@@ -407,6 +417,12 @@ class Recording:
     def kept(self) -> frozenset[int]:
         """``Program.kept``; asked at the end."""
         return self._launching.kept
+
+
+def _callers_number(index: int) -> int:
+    """The number of the stream that was current on a GPU when the backward pass was called."""
+    stream = gpus.in_use.current.streams.get(index)
+    return 0 if stream is None else stream.stream_id
 
 
 def gpu_of(value: torch.Tensor) -> VirtualGPU | None:

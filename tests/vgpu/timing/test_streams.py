@@ -1,5 +1,6 @@
 """Streams and events: which is current, what they say, and what a backward pass makes of them."""
 
+import threading
 import time
 
 import pytest
@@ -178,3 +179,77 @@ def test_a_backward_pass_within_another_keeps_the_stream_of_its_hook():
         y.backward(weight)
     streams = {event.name: event.stream for event in timeline.events}
     assert (streams["sigmoid"], streams["tanh"]) == (side.stream_id, 0)
+
+
+def test_two_backward_passes_in_a_row_are_two():
+    (x, weight), streams = matrices(), (torch.Stream("vgpu"), torch.Stream("vgpu"))
+    with vgpu.record() as timeline:
+        products = [x @ weight for _ in streams]
+        for stream in streams:
+            stream.wait_stream(torch.vgpu.current_stream())
+        for stream, product in zip(streams, products, strict=True):
+            with stream:
+                (gradient,) = torch.autograd.grad(product, x, weight)
+        with stream:
+            gradient * 2
+    assert timeline.races == []
+
+
+def test_the_caller_waits_between_passes_on_two_gpus():
+    def host_s(then):
+        chains = [torch.ones(4, device=f"vgpu:{n}", requires_grad=True) for n in range(2)]
+        ends = []
+        for chain in chains:
+            for _ in range(5):
+                chain = chain.sin()
+            ends.append(chain)
+        gradients = [torch.ones_like(end) for end in ends]
+        with vgpu.record() as timeline:
+            for end, gradient in zip(ends, gradients, strict=True):
+                end.backward(gradient)
+                then()
+        return timeline.host_s
+
+    assert host_s(lambda: None) == host_s(lambda: vgpu.spend(0.0))
+
+
+def test_a_callback_of_the_engine_has_the_callers_stream():
+    (x, weight), caller = matrices(), torch.Stream("vgpu")
+    seen = []
+
+    def at_the_end():
+        seen.append(torch.vgpu.current_stream())
+        weight.tanh()
+
+    def hook(gradient):
+        torch.autograd.Variable._execution_engine.queue_callback(at_the_end)
+
+    with vgpu.record() as timeline:
+        y = x * 2
+        y.register_hook(hook)
+        caller.wait_stream(torch.vgpu.current_stream())
+        with caller:
+            y.backward(weight)
+    streams = {event.name: event.stream for event in timeline.events}
+    assert seen == [caller] and streams["tanh"] == caller.stream_id
+
+
+def test_another_thread_does_not_end_a_backward_pass():
+    def makespan_s(beside):
+        x, weight = matrices()
+
+        def hook(gradient):
+            thread = threading.Thread(target=beside)
+            thread.start()
+            thread.join()
+
+        with vgpu.record() as timeline:
+            y = x * 2
+            y.register_hook(hook)
+            for _ in range(20):
+                y = y @ weight
+            y.backward(weight)
+        return timeline.makespan_s
+
+    side = torch.Stream("vgpu")
+    assert makespan_s(side.query) >= makespan_s(lambda: None)
