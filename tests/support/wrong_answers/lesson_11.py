@@ -1,7 +1,5 @@
 """Typical mistakes in the exercises of lesson 11, and what the learner must be told."""
 
-import re
-
 _PEAK = (
     "def peak_bytes(sizes, batch_size, optimizer):\n"
     "    weights = [i * o + o for i, o in zip(sizes, sizes[1:])]\n"
@@ -74,7 +72,7 @@ WRONG = {
         ),
         (_PEAK.format("0"), "There are then"),
         # The formula of the solution, each time without one thing of it.
-        (_PEAKS.format(**_MOMENTS | {"batch": "0"}), re.compile(r"inputs 2\.\d+ MiB")),
+        (_PEAKS.format(**_MOMENTS | {"batch": "0"}), "There are then"),
         (_PEAKS.format(**_MOMENTS | {"into": "batch_size * i"}), "The peak is in"),
         (_PEAKS.format(**_MOMENTS | {"update": "2 * max(weights)"}), "The peak is in"),
         (_PEAKS.format(**_MOMENTS | {"second": "0"}), "The peak is in backward"),
