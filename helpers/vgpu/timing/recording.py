@@ -20,7 +20,8 @@ from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
 from helpers.vgpu.dispatch.tensor import VirtualTensor
 from helpers.vgpu.timing import module_names, signatures
 from helpers.vgpu.timing.clock import Clock
-from helpers.vgpu.timing.compiled.launching import Fused, Launching
+from helpers.vgpu.timing.compiled.fusion import Fusion
+from helpers.vgpu.timing.compiled.launching import Launching
 from helpers.vgpu.timing.costs import CostModel, Work, work_of
 from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime, in_backward
 from helpers.vgpu.timing.module_names import Nodes
@@ -102,9 +103,8 @@ class Recording:
         """
         self.clock = Clock(costs, priority_of, self.settle, rank)
         self._accesses = Accesses(self.clock, timeline)
-        self._launching = (
-            Fused(self.clock, self._accesses.last_write) if costs.fuses else Launching(self.clock)
-        )
+        fusion = Fusion(self.clock, self._accesses.last_write) if costs.fuses else None
+        self._launching = Launching(self.clock, fusion)
         self._set_stream = set_stream
         self.stream_numbers: dict[tuple[Any, ...], int] = {}  # of process groups
         self._nodes = Nodes()
