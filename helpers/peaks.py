@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers import vgpu
 from helpers.vgpu.device.memory_record import MemoryEvent
 from helpers.vgpu.dispatch.tensor import VirtualTensor, block_of
-from helpers.vgpu.timing.lanes import in_backward
+from helpers.vgpu.timing.callers.backward import in_backward
 
 PARAMETERS, STATE, GRADIENTS = "parameters", "optimizer state", "gradients"
 GATHERED, ACTIVATIONS, TEMPORARY = "gathered parameters", "activations", "temporary"

@@ -11,18 +11,9 @@ import torch
 
 from helpers.vgpu.device import gpus
 from helpers.vgpu.device.gpus import VirtualGPU
+from helpers.vgpu.timing.callers.backward import BackwardPasses, in_backward
 from helpers.vgpu.timing.costs import CostModel, Work
-from helpers.vgpu.timing.lanes import (
-    Done,
-    Hosts,
-    HostTime,
-    Known,
-    Marked,
-    StreamTime,
-    graph_task,
-    in_backward,
-    learn,
-)
+from helpers.vgpu.timing.lanes import Done, Hosts, HostTime, Known, Marked, StreamTime, learn
 from helpers.vgpu.timing.play.player import Player
 from helpers.vgpu.timing.play.steps import (
     Ask,
@@ -40,19 +31,6 @@ from helpers.vgpu.timing.play.steps import (
     Together,
     Wait,
 )
-
-
-class Pass:
-    """One backward pass."""
-
-    def __init__(self, number: int, thread: int) -> None:
-        """number: autograd's. thread: that which has called it."""
-        self.number = number
-        self.thread = thread
-        self.has_ended = False
-
-    def end(self) -> None:
-        self.has_ended = True
 
 
 class Clock:
@@ -74,16 +52,13 @@ class Clock:
         self.player = Player(model, rank)
         self._lock = threading.Lock()  # steps are numbered, and DataParallel has several threads
         self.hosts = Hosts(self._begin_thread, self._do)
+        self.passes = BackwardPasses(self.hosts, self.stream, self.settle_and_wait)
         self.several_streams = False  # whether a GPU has had more than its default stream
         self.settle = settle
         self._priority_of = priority_of
         self._streams: dict[tuple[int, int], StreamTime] = {}
         self._marks: dict[int, Marked] = {}  # by the id of their event
         self._host_known: Known = {}
-        # Of the backward pass that runs or has just ended: the stream that its caller had made
-        # current on the same GPU.
-        self._callers_streams: dict[StreamTime, StreamTime] = {}
-        self._pass = Pass(-1, 0)
 
     def _do(self, step: Step) -> int | None:
         with self._lock:
@@ -101,7 +76,7 @@ class Clock:
 
     def stream(self, gpu: VirtualGPU, number: int) -> StreamTime:
         """A stream of ``gpu``; 0 is the default one."""
-        self._end_backward()
+        self.passes.end_if_returned()
         key = (gpu.index, number)
         stream = self._streams.get(key)
         if stream is None:
@@ -122,55 +97,25 @@ class Clock:
     def host(self) -> HostTime:
         """The calling thread; in a backward pass, the engine's that runs the node."""
         if in_backward():
-            self.begin_backward()
+            self.passes.begin_if_new()
             return self.hosts.engine(gpus.current_index())
-        self._end_backward()
+        self.passes.end_if_returned()
         return self.hosts.current()
 
     def follow(self, host: HostTime, other: HostTime) -> None:
         """A thread goes on when another has got as far."""
         self._do(Join(host.index, (other.index,)))
 
-    def begin_backward(self) -> None:
-        """The engine is about to give something over: perhaps the first of another backward pass."""
-        if self._pass.has_ended and self._pass.number != graph_task():
-            self._join_backward()
-        if not self.hosts.engines:
-            self._pass = Pass(graph_task(), threading.get_ident())
-            torch.autograd.Variable._execution_engine.queue_callback(self._pass.end)
-
-    def in_backward(self, gpu: VirtualGPU, stream: StreamTime, callers_number: int) -> None:
-        """The autograd engine gives work to the stream.
-
-        callers_number: of the stream that was current on ``gpu`` when the backward pass was called.
-        """
-        if stream not in self._callers_streams:
-            self._callers_streams[stream] = self.stream(gpu, callers_number)
-
-    def _end_backward(self) -> None:
-        """If a backward pass of this thread has returned: its caller has waited for it."""
-        mine = self.hosts.engines and self._pass.thread == threading.get_ident()
-        if mine and not in_backward():
-            self._join_backward()
-
-    def _join_backward(self) -> None:
-        self.hosts.join_engines()
-        self.join_callers_streams()
-
-    def join_callers_streams(self) -> None:
-        """The streams of a backward pass's caller wait for those on which gradients came."""
-        ended, self._callers_streams = self._callers_streams, {}
-        for stream in sorted(ended, key=lambda s: (s.device.index, s.number)):
-            current = ended[stream]
-            if current is not stream:
-                self.settle(current)
-                self.settle(stream)
-                self.wait_stream(current, stream)
-
     def wait_stream(self, stream: StreamTime, other: StreamTime) -> None:
         """What comes later on ``stream`` starts after all that ``other`` has been given."""
         self._do(Wait(stream.index, self._moment(Mark(other.index))))
         learn(stream.known, other, other.count, other.known)
+
+    def settle_and_wait(self, stream: StreamTime, other: StreamTime) -> None:
+        """The same where either may have put something off."""
+        self.settle(stream)
+        self.settle(other)
+        self.wait_stream(stream, other)
 
     def wait_done(self, stream: StreamTime, done: Done) -> None:
         """What comes later on ``stream`` starts after one operation of another stream."""

@@ -142,11 +142,6 @@ class Hosts:
             self._forked.append(host)
             return host
 
-    @property
-    def is_fork(self) -> bool:
-        """Whether the calling thread is one of those that the recording's has started."""
-        return getattr(self._of_thread, "host", None) is not self.main
-
     def engine(self, index: int) -> HostTime:
         """The autograd engine's thread that launches the backward pass on the GPU ``index``."""
         engine = self.engines.get(index)
@@ -175,11 +170,3 @@ class Hosts:
         self._do(Join(caller.index, tuple(forked.index for forked in self._forked)))
         self._forked.clear()
         self._parent, self._sharing = self.main, 1
-
-
-graph_task = torch._C._current_graph_task_id
-
-
-def in_backward() -> bool:
-    """Whether the autograd engine runs the caller."""
-    return graph_task() != -1

@@ -23,10 +23,11 @@ from helpers.vgpu.device.memory import Block
 from helpers.vgpu.dispatch import tensor
 from helpers.vgpu.dispatch.operators import Args, Kwargs
 from helpers.vgpu.dispatch.tensor import VirtualTensor
-from helpers.vgpu.timing import module_names
+from helpers.vgpu.timing.callers import module_names
+from helpers.vgpu.timing.callers.backward import in_backward
 from helpers.vgpu.timing.clock import Clock
 from helpers.vgpu.timing.costs import touched_bytes
-from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime, in_backward
+from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime
 from helpers.vgpu.timing.trace import FreedInUse, Race, Timeline
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from helpers.vgpu.device import gpus
-from helpers.vgpu.timing import module_names, recording
+from helpers.vgpu.timing import recording
+from helpers.vgpu.timing.callers import module_names
 from helpers.vgpu.timing.costs import CostModel
 from helpers.vgpu.timing.play import joint
 from helpers.vgpu.timing.play.garbage import rarely_collected

@@ -1,8 +1,8 @@
 """One recording of virtual time, and which one is under way.
 
 A recording sees every operation that runs on a virtual GPU, with values (``run``) or as shapes
-only (``operation``, ``copied``), and finds out what asked for it: which stream, which thread of the
-host, which module, in which pass. The clock then says when it happens.
+only (``operation``, ``copied``). Its places (callers/places.py) say what asked for it: which stream,
+which thread of the host, which module, in which pass. The clock then says when it happens.
 
 Left out: operations on the CPU take no virtual time (``spend`` adds some).
 """
@@ -13,18 +13,18 @@ from typing import Any, Protocol
 
 import torch
 
-from helpers.vgpu.device import gpus
 from helpers.vgpu.device.gpus import VirtualGPU
 from helpers.vgpu.dispatch import handlers, operations
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator
 from helpers.vgpu.dispatch.tensor import VirtualTensor
-from helpers.vgpu.timing import module_names, signatures
+from helpers.vgpu.timing import signatures
+from helpers.vgpu.timing.callers.backward import in_backward
+from helpers.vgpu.timing.callers.places import Places
 from helpers.vgpu.timing.clock import Clock
 from helpers.vgpu.timing.compiled.fusion import Fusion
 from helpers.vgpu.timing.compiled.launching import Launching
 from helpers.vgpu.timing.costs import CostModel, Work, work_of
-from helpers.vgpu.timing.lanes import Done, HostTime, StreamTime, in_backward
-from helpers.vgpu.timing.module_names import Nodes
+from helpers.vgpu.timing.lanes import Done, StreamTime
 from helpers.vgpu.timing.races import Accesses, poisoned, replaced
 from helpers.vgpu.timing.trace import Timeline
 from helpers.vgpu.timing.traits import Traits, traits_of
@@ -87,7 +87,7 @@ class Part(Protocol):
 
 
 class Recording:
-    """Modules, streams, threads and races around a clock."""
+    """Places, launches and races around a clock."""
 
     def __init__(
         self,
@@ -102,12 +102,11 @@ class Recording:
         priority_of: for the number of a stream, its priority.
         """
         self.clock = Clock(costs, priority_of, self.settle, rank)
+        self.places = Places(self.clock, set_stream)
         self._accesses = Accesses(self.clock, timeline)
         fusion = Fusion(self.clock, self._accesses.last_write) if costs.fuses else None
         self._launching = Launching(self.clock, fusion)
-        self._set_stream = set_stream
         self.stream_numbers: dict[tuple[Any, ...], int] = {}  # of process groups
-        self._nodes = Nodes()
         self._kept: list[object] = []
         self._work: dict[tuple[Any, ...], Work] = {}
 
@@ -126,7 +125,7 @@ class Recording:
             return self._run_free(func, traits, inputs, args, kwargs)
         written = _virtual(traits.written(args, kwargs)) if traits.writes else []
         if inputs:
-            stream, host = self.place(traits.name, inputs[0]._gpu)
+            stream, host = self.places.of(traits.name, inputs[0]._gpu)
             self._launching.before(stream, host, inputs, written)
             late = self._accesses.check(traits.name, inputs, written, stream, host)
             if late:
@@ -136,7 +135,7 @@ class Recording:
         if not inputs:
             if not outputs:
                 return result  # a factory of another device
-            stream, host = self.place(traits.name, outputs[0]._gpu)
+            stream, host = self.places.of(traits.name, outputs[0]._gpu)
         work = self._work_of(func, args, kwargs, result)
         done = self._launching.kernel(traits.name, traits.fuses, stream, host, inputs, work)
         self._accesses.note(done, inputs, written)
@@ -157,7 +156,7 @@ class Recording:
     ) -> Any:
         """An operator that launches nothing."""
         if inputs:
-            self._note_node(traits.name, inputs[0]._gpu)
+            self.places.note(traits.name, inputs[0]._gpu)
         if traits.records_stream:
             self.record_stream(*args)
         result = operations.run(func, args, kwargs)
@@ -206,9 +205,9 @@ class Recording:
         waits: whether the host needs a value before it can go on.
         """
         if traits.free:
-            self._note_node(traits.name, gpu)
+            self.places.note(traits.name, gpu)
             return self._allocation(traits.name, gpu) if traits.allocates else None
-        stream, host = self.place(traits.name, gpu)
+        stream, host = self.places.of(traits.name, gpu)
         self._launching.before(stream, host, inputs, written)
         self._accesses.check(traits.name, inputs, written, stream, host)
         done = self._launching.kernel(traits.name, traits.fuses, stream, host, inputs, work)
@@ -218,7 +217,7 @@ class Recording:
         return done
 
     def _allocation(self, name: str, gpu: VirtualGPU) -> Done:
-        stream, host = self.place(name, gpu)
+        stream, host = self.places.of(name, gpu)
         return self.clock.allocation(name, stream, host.backward)
 
     def record_stream(self, used: VirtualTensor, stream: torch.Stream) -> None:
@@ -231,7 +230,7 @@ class Recording:
         """Before a copy: ``source`` in a list if it is not written yet; a race is noted."""
         if not isinstance(source, VirtualTensor) or gpu_of(source) is None:
             return []
-        stream, host = self.place("copy", source._gpu, note=False)
+        stream, host = self.places.of("copy", source._gpu, note=False)
         self._launching.before(stream, host, [source], [])
         return self._accesses.check("copy", [source], [], stream, host)
 
@@ -247,7 +246,7 @@ class Recording:
         if source_gpu is target_gpu:
             if source_gpu is None:
                 return
-            stream, host = self.place("copy", source_gpu)
+            stream, host = self.places.of("copy", source_gpu)
             self._launching.before(stream, host, [], overwritten)
             self._accesses.check("copy", [], overwritten, stream, host)
             work = Work(0, size_bytes + target.numel() * target.element_size())
@@ -259,11 +258,11 @@ class Recording:
         there = here = None
         operands = self._launching.operands("copy", read, self.clock.host())
         if target_gpu is not None:
-            there, host = self.place("copy", target_gpu)
+            there, host = self.places.of("copy", target_gpu)
             self._launching.before(there, host, [], overwritten)
             self._accesses.check("copy", [], overwritten, there, host)
         if source_gpu is not None:
-            here, host = self.place("copy", source_gpu)
+            here, host = self.places.of("copy", source_gpu)
         pinned = source_gpu is not None or handlers.is_cpu_pinned(source)
         between = source_gpu is not None and target_gpu is not None
         blocking = not between and (waits or not pinned)
@@ -279,7 +278,7 @@ class Recording:
 
     def collective(self, name: str, size_bytes: int, gpus: Sequence[VirtualGPU]) -> None:
         """Record one collective of the GPUs, on their current streams."""
-        places = [self.place(name, gpu, note=False) for gpu in gpus]
+        places = [self.places.of(name, gpu, note=False) for gpu in gpus]
         streams = [stream for stream, _ in places]
         for stream in streams:
             self.settle(stream)
@@ -290,7 +289,7 @@ class Recording:
 
         The stream waits for the current one, as NCCL's does.
         """
-        current, host = self.place(name, gpu, note=False)
+        current, host = self.places.of(name, gpu, note=False)
         read, written, made = _virtual(part.given), _virtual(part.received), _virtual(part.made)
         stream = self.clock.stream(gpu, number)
         self._launching.before(stream, host, read, written)
@@ -317,7 +316,7 @@ class Recording:
 
         A compiled program ends before it: what the stream has got so far does not wait.
         """
-        current, host = self.place("wait", gpu, note=False)
+        current, host = self.places.of("wait", gpu, note=False)
         if by_host:
             self.clock.host_waits([done.stream], done.operation, host)
         else:
@@ -331,7 +330,7 @@ class Recording:
         """
         done = self._accesses.last_write(tensor) if gpu_of(tensor) is not None else None
         if done is not None:
-            current, _ = self.place("wait", tensor._gpu, note=False)
+            current, _ = self.places.of("wait", tensor._gpu, note=False)
             self.clock.wait_done(current, done)
 
     def keep(self, work: object) -> None:
@@ -353,61 +352,6 @@ class Recording:
         """Before someone asks for all that the stream has been given: nothing stays put off."""
         self._launching.settle(stream)
 
-    # Who asked for it
-
-    def current_stream(self, index: int) -> int:
-        """The number of the stream that is current on a GPU in this thread; 0 is the default one.
-
-        In a backward pass that is the node's, unless a hook has set another.
-        """
-        number = self._set_stream(index)
-        if number is None:
-            number = self._in_backward(index)[1] if in_backward() else 0
-        return number
-
-    def _in_backward(self, index: int) -> tuple[str, int]:
-        """The module of the node that runs, and the number of its stream on a GPU.
-
-        Behind the last node, in the engine's callbacks, it is that of the pass's caller.
-        """
-        if torch._C._current_autograd_node() is not None:
-            return self._nodes.running(index)
-        self.clock.join_callers_streams()
-        return "", _callers_number(index)
-
-    def place(self, name: str, gpu: VirtualGPU, note: bool = True) -> tuple[StreamTime, HostTime]:
-        """The stream that gets the next operation on ``gpu``, and the thread that hands it over.
-
-        Tells the thread which module it works for. note: False for the source of a copy, whose
-        backward runs on the target's stream.
-        """
-        clock = self.clock
-        if not in_backward():
-            host = clock.host()
-            number = self.current_stream(gpu.index)
-            host.module, host.backward = module_names.current(), False
-            if note:
-                self._nodes.note(name, host.module, gpu.index, number, clock.hosts.is_fork)
-            return clock.stream(gpu, number), host
-        clock.begin_backward()
-        module, number = self._in_backward(gpu.index)
-        engine = clock.hosts.engine(gpu.index)
-        engine.module, engine.backward = module, True
-        number_set = self._set_stream(gpu.index)
-        number = number if number_set is None else number_set
-        if note:  # with create_graph, or in a checkpoint that computes its part again
-            made_by = module_names.current() or module
-            self._nodes.note(name, made_by, gpu.index, number, clock.hosts.is_fork)
-        stream = clock.stream(gpu, number)
-        if number_set is None:
-            clock.in_backward(gpu, stream, _callers_number(gpu.index))
-        return stream, engine
-
-    def _note_node(self, name: str, gpu: VirtualGPU) -> None:
-        number = self.current_stream(gpu.index)
-        forked = self.clock.hosts.is_fork
-        self._nodes.note(name, module_names.current(), gpu.index, number, forked)
-
     def end(self) -> tuple[float, float]:
         """Seconds until the host had ended, and until everything had."""
         self._launching.settle(None)
@@ -417,12 +361,6 @@ class Recording:
     def kept(self) -> frozenset[int]:
         """``Program.kept``; asked at the end."""
         return self._launching.kept
-
-
-def _callers_number(index: int) -> int:
-    """The number of the stream that was current on a GPU when the backward pass was called."""
-    stream = gpus.in_use.current.streams.get(index)
-    return 0 if stream is None else stream.stream_id
 
 
 def gpu_of(value: torch.Tensor) -> VirtualGPU | None:

@@ -87,10 +87,7 @@ class Stream(torch.Stream):
         """Work given later starts after all work that ``stream`` has got so far."""
         now = recording.under_way
         if now is not None:
-            waiting, given = _time_of(self, now), _time_of(stream, now)
-            now.settle(waiting)
-            now.settle(given)
-            now.clock.wait_stream(waiting, given)
+            now.clock.settle_and_wait(_time_of(self, now), _time_of(stream, now))
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
         event = Event() if event is None else event
@@ -210,7 +207,7 @@ def current_number(index: int) -> int:
     number = set_stream_number(index)
     if number is None:
         now = recording.under_way
-        number = 0 if now is None else now.current_stream(index)
+        number = 0 if now is None else now.places.current_stream(index)
     return number
 
 

@@ -157,9 +157,9 @@ RELIANCES = (
     ),
     Reliance(
         "knowing in a backward pass which one it is, and which forward operation it undoes",
-        "Names of modules and passes in a timeline rest on it (timing/module_names.py), and the "
-        "stream of a backward operation (device/gpus.py, timing/lanes.py): a backward pass on the "
-        "forward's stream can be had from tensor hooks.",
+        "Names of modules and passes in a timeline rest on it, and the stream of a backward "
+        "operation (device/gpus.py, timing/callers): a backward pass on the forward's stream can be "
+        "had from tensor hooks.",
         (
             "torch._C._autograd._get_sequence_nr",
             "torch._C._current_autograd_node",

@@ -9,7 +9,7 @@ from torch.distributed import distributed_c10d
 
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator, named_arguments
 from helpers.vgpu.distributed import ddp
-from helpers.vgpu.timing.lanes import in_backward
+from helpers.vgpu.timing.callers.backward import in_backward
 from helpers.vgpu.timing.traits import tensors_in
 
 Tensors = list[torch.Tensor]

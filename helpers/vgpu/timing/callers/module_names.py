@@ -63,6 +63,7 @@ _next_node_number = torch._C._autograd._get_sequence_nr
 
 class _OfThread(threading.local):
     last = -1  # the number of the last node that was seen
+    is_fork = True  # whether the recording's own thread has started it
 
 
 class Nodes:
@@ -78,18 +79,19 @@ class Nodes:
         # The index of a GPU and the number of a stream of its own, for nodes not on the default.
         self._streams: dict[int, tuple[int, int]] = {}
         self._of_thread = _OfThread()
+        self._of_thread.is_fork = False
         self._of_thread.last = _next_node_number() - 1  # what was made before is none of these
 
-    def note(self, operation: str, module: str, gpu: int, stream: int, forked: bool) -> None:
+    def note(self, operation: str, module: str, gpu: int, stream: int) -> None:
         """Remember the node that was made last, if it is new: torch makes it before the kernel.
 
         Without gradients as well: the node of a ``Function`` is made before its forward.
         """
-        number = _next_node_number() - 1
-        if number <= self._of_thread.last:
+        number, thread = _next_node_number() - 1, self._of_thread
+        if number <= thread.last:
             return
-        self._of_thread.last = number
-        (self._of_forks if forked else self._of_main)[number] = (operation, module)
+        thread.last = number
+        (self._of_forks if thread.is_fork else self._of_main)[number] = (operation, module)
         if stream:
             self._streams[number] = (gpu, stream)
 

@@ -1,0 +1,1 @@
+"""Who asks for an operation: a module, a thread, a stream, a backward pass."""
