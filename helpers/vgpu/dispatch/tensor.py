@@ -238,7 +238,7 @@ def wrap(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> VirtualTensor
             VirtualTensor,
             values.size(),
             strides=values.stride(),
-            storage_offset=values.storage_offset(),
+            storage_offset=values.storage_offset() or None,  # giving 0 takes time
             dtype=values.dtype,
             device=gpu.cpp_device,
             _extra_dispatch_keys=_AUTOCAST,
@@ -294,4 +294,6 @@ def block_of(tensor: VirtualTensor) -> Block:
     """The counted bytes that hold the tensor's values."""
     if tensor._block is not None:
         return tensor._block
-    return count_bytes(strided_parts(tensor._inner)[-1], tensor._gpu, "unknown")
+    values = tensor._inner
+    part = values if values.layout is torch.strided else strided_parts(values)[-1]
+    return count_bytes(part, tensor._gpu, "unknown")

@@ -337,12 +337,15 @@ def _arithmetic_of(func: Operator, touched: list[torch.Tensor]) -> str:
 
 def touched_bytes(tensor: torch.Tensor) -> int:
     """Bytes that reading the tensor once takes; an expanded dimension is read once."""
-    if tensor.layout is not torch.strided:
-        # What is asked of a virtual tensor is recorded in its turn; its values are not.
-        values = getattr(tensor, "_inner", tensor)
+    # What is asked of a virtual tensor takes longer, and may be recorded in its turn.
+    values = getattr(tensor, "_inner", tensor)
+    if values.layout is not torch.strided:
         return values._nnz() * values.element_size() if values.layout is torch.sparse_coo else 0
+    strides = values.stride()
+    if 0 not in strides:
+        return values.nbytes
     elements = 1
-    for size, stride in zip(tensor.size(), tensor.stride(), strict=True):
+    for size, stride in zip(values.size(), strides, strict=True):
         if stride or size == 0:
             elements *= size
-    return elements * tensor.element_size()
+    return elements * values.element_size()

@@ -141,7 +141,7 @@ class Accesses:
         for used in read:  # also while there is one stream: others may write it later
             block = tensor.block_of(used)
             reads = Uses.of(block).reads
-            if reads and not self._is_of_this(next(iter(reads.values()))):
+            if reads and next(iter(reads)).recording is not self._clock.recording:
                 reads.clear()
             reads[done.stream] = reading
             self._watch(block, done)

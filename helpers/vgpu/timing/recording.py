@@ -114,10 +114,10 @@ class Recording:
 
     def run(self, func: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Compute ``func`` with values, and record it."""
-        taken = _handlers.get(func._schema.name)
+        traits = traits_of(func)
+        taken = _handlers.get(traits.schema_name)
         if taken is not None:
             return taken(self, func, args, kwargs)
-        traits = traits_of(func)
         if traits.copies:
             return self._run_copy(func, args, kwargs)
         inputs = _virtual((*args, *kwargs.values()))

@@ -27,15 +27,17 @@ def interned(tensor: torch.Tensor) -> torch.Tensor:
             f"tensors of layout {tensor.layout} have no shape-only form: use dense tensors"
         )
     offset = tensor.storage_offset()
-    key = (tensor.size(), tensor.stride(), offset, tensor.dtype, tensor.is_conj())
+    dtype = tensor.dtype
+    is_conj = dtype.is_complex and tensor.is_conj()
+    key = (tensor.size(), tensor.stride(), offset, dtype, is_conj)
     found = _by_metadata.get(key)
     if found is None:
         size, stride = tensor.size(), tensor.stride()
         reach = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
         elements = offset + (reach if tensor.numel() else 0)
-        room = torch.empty(elements, dtype=tensor.dtype, device="meta")
+        room = torch.empty(elements, dtype=dtype, device="meta")
         found = room.as_strided(size, stride, offset)
-        if tensor.is_conj():
+        if is_conj:
             torch._C._set_conj(found, True)
         _by_metadata[key] = found
         _by_id[id(found)] = found
@@ -67,7 +69,7 @@ def _append(parts: list[object], values: Iterable[Any], with_floats: bool, in_li
         kind = type(value)
         if isinstance(value, torch.Tensor):
             inner = value._inner if isinstance(value, VirtualTensor) else value
-            parts.append(id(inner) if id(inner) in _by_id else id(interned(inner)))
+            parts.append(id(interned(inner)))
         elif kind is list or kind is tuple:
             parts.append(len(value))
             _append(parts, value, in_lists, in_lists)

@@ -14,6 +14,7 @@ import torch
 
 from helpers.vgpu.device import gpus, memory
 from helpers.vgpu.timing import recording
+from helpers.vgpu.timing.callers.backward import graph_task
 from helpers.vgpu.timing.lanes import StreamTime
 from helpers.vgpu.timing.recording import Recording
 
@@ -29,7 +30,7 @@ def _streams() -> "dict[int, Stream]":
     The engine makes a node's stream current; what a hook sets inside comes on top.
     """
     current = gpus.in_use.current
-    backward = torch._C._current_graph_task_id()
+    backward = graph_task()
     under_way = current.of_backward
     if backward == -1:
         under_way.clear()

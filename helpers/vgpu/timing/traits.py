@@ -52,10 +52,12 @@ class Traits:
         "allocates",
         "copies",
         "free",
+        "func",
         "fuses",
         "indexes",
         "name",
         "records_stream",
+        "schema_name",
         "view_of",
         "waits",
         "writes",
@@ -63,6 +65,8 @@ class Traits:
 
     def __init__(self, func: Operator) -> None:
         schema = func._schema
+        self.func = func  # also keeps its id from another
+        self.schema_name = schema.name
         self.name = schema.name.partition("::")[2]
         # Whether it may cross devices.
         self.copies = self.name in ("_to_copy", "copy_")
@@ -132,14 +136,14 @@ def _viewed(schema: torch._C.FunctionSchema) -> int | None:
     return None
 
 
-_traits: dict[Operator, Traits] = {}
+_traits: dict[int, Traits] = {}  # by id: hashing an operator is slow
 
 
 def traits_of(func: Operator) -> Traits:
     """The traits of an operator; read at its first call."""
-    traits = _traits.get(func)
+    traits = _traits.get(id(func))
     if traits is None:
-        traits = _traits[func] = Traits(func)
+        traits = _traits[id(func)] = Traits(func)
     return traits
 
 

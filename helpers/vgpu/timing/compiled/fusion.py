@@ -153,24 +153,29 @@ class Fusion:
         for tensor in inputs:
             if not isinstance(tensor._gpu, VirtualGPU):
                 continue  # a number that lies on the host
-            made = self._put_off_of(tensor)
+            writer = self._last_write(tensor)
+            made = _still_put_off(writer)
             if made is not None:
                 found |= made.reads
                 continue
-            writer = self._last_write(tensor)
             key = (id(writer or block_of(tensor)), int(tensor._inner.storage_offset()))
             size_bytes = max(touched_bytes(tensor), found.get(key, (0, None))[0])
             found[key] = (size_bytes, writer)
         return found
 
     def _put_off_of(self, tensor: VirtualTensor) -> PutOff | None:
-        last = self._last_write(tensor) if isinstance(tensor._gpu, VirtualGPU) else None
-        made = None if last is None else last.put_off
-        return made if made is not None and made.made is None else None
+        on_gpu = isinstance(tensor._gpu, VirtualGPU)
+        return _still_put_off(self._last_write(tensor)) if on_gpu else None
 
     def _only_moved(self, tensor: VirtualTensor) -> bool:
         made = self._put_off_of(tensor)
         return made is None or made.moves
+
+
+def _still_put_off(done: Done | None) -> PutOff | None:
+    """What ``done`` has put off, if no kernel has made it yet."""
+    put_off: PutOff | None = None if done is None else done.put_off
+    return put_off if put_off is not None and put_off.made is None else None
 
 
 def _moment(done: Done) -> int:
