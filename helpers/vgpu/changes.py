@@ -31,16 +31,20 @@ class Changes(contextlib.ExitStack):
         """Replace an attribute by what ``make`` makes of torch's own."""
         self.set(owner, name, make(getattr(owner, name)))
 
-    def wrap_function(self, name: str, make: Callable[[Any], Any], *owners: Any) -> None:
+    def wrap_function(
+        self, name: str, make: Callable[[Any], Any], *owners: Any, for_classes: bool = True
+    ) -> None:
         """Replace a function in all modules that have it, for classes and modes that override it.
 
         They are handed what the modules have now: some ask whether it is the one that they mean.
+        Without ``for_classes``, modes alone: torch.overrides.get_ignored_functions.
         """
         within = make(getattr(owners[0], name))
 
         @functools.wraps(within)
         def public(*args: Any, **kwargs: Any) -> Any:
-            given = *args, *kwargs.values()
+            # Torch asks modes only where there is something that a class could override.
+            given = (*args, *kwargs.values()) if for_classes else (None,)
             if has_torch_function(given):
                 return handle_torch_function(public, given, *args, **kwargs)
             return within(*args, **kwargs)

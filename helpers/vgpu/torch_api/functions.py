@@ -39,7 +39,7 @@ _ALSO_IN_CPP = (
 def install(changes: Changes) -> None:
     constructors = _device_constructors()  # torch keeps the list of its first call
     for name, make in (("as_tensor", as_tensor), ("asarray", asarray)):
-        changes.wrap_function(name, make, torch)
+        changes.wrap_function(name, make, torch, for_classes=False)
         changes.add(constructors, getattr(torch, name))
     changes.wrap_function("ctc_loss", ctc_loss, torch)
     changes.wrap(torch.UntypedStorage, "resize_", resize_storage)
