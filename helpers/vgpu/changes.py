@@ -34,20 +34,20 @@ class Changes(contextlib.ExitStack):
     def wrap_function(
         self, name: str, make: Callable[[Any], Any], *owners: Any, for_classes: bool = True
     ) -> None:
-        """Replace a function in all modules that have it, for classes and modes that override it.
+        """Replace a function in all modules that have it; classes and modes can override it still.
 
-        They are handed what the modules have now: some ask whether it is the one that they mean.
+        They are told which function it is, and compare that with what the modules have now.
         Without ``for_classes``, modes alone: torch.overrides.get_ignored_functions.
         """
-        within = make(getattr(owners[0], name))
+        made = make(getattr(owners[0], name))
 
-        @functools.wraps(within)
+        @functools.wraps(made)
         def public(*args: Any, **kwargs: Any) -> Any:
             # Torch asks modes only where there is something that a class could override.
             given = (*args, *kwargs.values()) if for_classes else (None,)
             if has_torch_function(given):
                 return handle_torch_function(public, given, *args, **kwargs)
-            return within(*args, **kwargs)
+            return made(*args, **kwargs)
 
         for owner in owners:
             self.set(owner, name, public)

@@ -1,13 +1,14 @@
 """Reads a program written for CUDA as one for virtual GPUs: the word ``cuda`` becomes ``vgpu``.
 
 Only the program's own files are read so, as they are imported; torch and other installed packages,
-and this one, stay as they are. No file is changed, and lines keep their numbers. What is read differently:
+and this one, stay as they are. No file is changed, and lines keep their numbers. What is read
+differently:
 
 - ``torch.cuda`` and what is imported from it, ``tensor.cuda()``, ``module.cuda()``, ``is_cuda``;
   a ``def cuda`` of the program's own goes by both names;
-- the texts ``"torch.cuda.FloatTensor"``, ``"cuda"``, ``"cuda:0"`` and ``"cuda:"``, ``"cuda:%d"`` and ``"cuda:{}"``, also as a
-  part of an f-string, and ``nccl`` or ``NCCL`` as a backend's name, alone or in a list such as
-  ``"cpu:gloo,cuda:nccl"``; and ``Backend.NCCL``.
+- the texts ``"torch.cuda.FloatTensor"``, ``"cuda"``, ``"cuda:0"`` and ``"cuda:"``, ``"cuda:%d"``
+  and ``"cuda:{}"``, also as a part of an f-string, and ``nccl`` or ``NCCL`` as a backend's name,
+  alone or in a list such as ``"cpu:gloo,cuda:nccl"``; and ``Backend.NCCL``.
 
 Everything else stays: ``torch.backends.cuda``, ``torch.version.cuda``, names of the program's own.
 """
@@ -30,7 +31,8 @@ from helpers.vgpu.distributed.groups import BACKEND
 
 _WORD = "cuda"
 _ATTRIBUTES = {"is_cuda": f"is_{gpus.DEVICE_TYPE}"}
-# A device, perhaps with its number still to come; a type of tensors; a backend, or a list of device:backend pairs.
+# A device, perhaps with its number still to come; a type of tensors; a backend, or a list of
+# device:backend pairs.
 _DEVICE = re.compile(rf"{_WORD}(:(\d+|%[dis]|\{{\w*\}})?)?")
 _TYPE = re.compile(rf"torch\.{_WORD}\.(sparse\.)?\w+Tensor")
 _BACKENDS = re.compile(rf"(\w+:\w+,)*(({_WORD}:)?(nccl|NCCL))(,\w+:\w+)*")
@@ -127,7 +129,7 @@ class _Reader(ast.NodeTransformer):
         self._functions -= 1
         if node.name != _WORD or self._functions:
             return node
-        # A method, or a function of a module: calls through an object have the other name.
+        # A method, or a function of a module: what calls it is read with the other name.
         self._reading.note(_WORD, node.lineno)
         alias = ast.parse(f"{gpus.DEVICE_TYPE} = {_WORD}").body[0]
         return [node, ast.copy_location(alias, node)]

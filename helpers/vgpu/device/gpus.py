@@ -57,7 +57,8 @@ class _Choices(threading.local):
         self.index = 0
         self.of_node: tuple[tuple[int, int] | None, int] = None, 0
         self.streams: dict[int, Any] = {}
-        # What hooks set in backward passes that run one within another, by their numbers.
+        # The streams that hooks have set, each with the number of its backward pass: one may run
+        # within another, and stands behind it.
         self.of_backward: list[tuple[int, dict[int, Any]]] = []
 
 

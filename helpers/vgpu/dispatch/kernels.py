@@ -26,10 +26,20 @@ from helpers.vgpu.dispatch.gpu_only import (
 from helpers.vgpu.dispatch.operations import dispatch
 from helpers.vgpu.dispatch.operators import Operator, operator_of_aten, overloads
 
-rules.use_handlers({**attention.HANDLERS, **embedding_bag.HANDLERS, **half_to_float.HANDLERS})
-rules.use_handlers({**half_types.HANDLERS, **log_sigmoid.HANDLERS, **norms.HANDLERS})
-rules.use_handlers({**out_dtype.HANDLERS, **rms_norm.HANDLERS})
-rules.use_handlers({**handlers.HANDLERS, **refusals.HANDLERS})
+rules.use_handlers(
+    {
+        **attention.HANDLERS,
+        **embedding_bag.HANDLERS,
+        **half_to_float.HANDLERS,
+        **half_types.HANDLERS,
+        **log_sigmoid.HANDLERS,
+        **norms.HANDLERS,
+        **out_dtype.HANDLERS,
+        **rms_norm.HANDLERS,
+        **handlers.HANDLERS,
+        **refusals.HANDLERS,
+    }
+)
 rules.use_parts({**half_to_float.PARTS, **parts.PARTS})
 rules.use_for_foreign(custom.run)
 

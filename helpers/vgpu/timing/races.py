@@ -59,7 +59,7 @@ class Uses:
             gradient = made.backward and use.backward
             if use.stream is not made.stream and use.stream not in self.recorded and not gradient:
                 writer = last if last.stream is made.stream else made
-                self.judge.freed_in_use.append((_only_the_time(writer), _only_the_time(use)))
+                self.judge.freed_in_use.append((_without_put_off(writer), _without_put_off(use)))
 
 
 class Accesses:
@@ -137,7 +137,7 @@ class Accesses:
         self, done: Done, read: Iterable[VirtualTensor], written: Iterable[VirtualTensor]
     ) -> None:
         """Remember what an operation has read and changed."""
-        reading = _only_the_time(done)
+        reading = _without_put_off(done)
         for used in read:  # also while there is one stream: others may write it later
             block = tensor.block_of(used)
             reads = Uses.of(block).reads
@@ -151,7 +151,7 @@ class Accesses:
             uses.write = done
             uses.reads.clear()
             if block.made is not None and is_whole(used):
-                block.made = _only_the_time(block.made)  # nobody reads it any more
+                block.made = _without_put_off(block.made)  # nobody reads it any more
             self._watch(block, done)
 
     def note_made(self, done: Done, made: Iterable[VirtualTensor]) -> None:
@@ -207,8 +207,8 @@ def is_whole(part: VirtualTensor) -> bool:
     return memory.rounded(touched_bytes(part)) >= tensor.block_of(part).size_bytes
 
 
-def _only_the_time(done: Done) -> Done:
-    """Without what is put off, which lives no longer than the blocks that it makes."""
+def _without_put_off(done: Done) -> Done:
+    """Without what it puts off, which must not outlive the blocks that it makes."""
     return done if done.put_off is None else done._replace(put_off=None)
 
 

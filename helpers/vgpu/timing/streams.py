@@ -25,7 +25,7 @@ _HIGHEST_PRIORITY = -3  # as many as c10/cuda/CUDAStream.h has: max_compile_time
 
 
 def _streams() -> "dict[int, Stream]":
-    """By a GPU's index what the backward pass that runs in this thread has set, or the thread itself.
+    """The streams that this thread has set, by their GPUs' indices; in a backward pass, that pass.
 
     The engine makes a node's stream current; what a hook sets inside comes on top.
     """
@@ -174,14 +174,7 @@ class Event(torch.Event):
 
 
 def _index(device: Any) -> int:
-    if device is None:
-        return gpus.current_index()
-    if isinstance(device, int):
-        return gpus.by_index(device).index
-    gpu = gpus.resolve(torch.device(device))
-    if gpu is None:
-        raise ValueError(f"Expected a {gpus.DEVICE_TYPE} device, but got: {device}")
-    return gpu.index
+    return gpus.current_index() if device is None else gpus.meant_by(device).index
 
 
 def default_stream(device: Any = None) -> Stream:

@@ -24,7 +24,8 @@ from helpers.vgpu.dispatch.autocast import casting
 from helpers.vgpu.dispatch.device_names import naming_devices
 from helpers.vgpu.dispatch.tensor import VirtualTensor, cpp_device
 
-# What compares devices in C++ before it reaches any kernel: functions, and what is not overridden.
+# What compares devices in C++ before it reaches any kernel: functions that classes and modes may
+# override (__torch_function__), and the rest.
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _CHECK_IN_CPP = ("grid_sampler", "tensor_split")
 _ALSO_IN_CPP = (

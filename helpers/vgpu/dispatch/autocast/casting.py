@@ -145,7 +145,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 def recurrent(plain: Kernel) -> Kernel:
     """``torch.lstm`` and its kind, as cuDNN computes them: in float16, whatever autocast's type is.
 
-    ATen/cudnn/AutocastRNN.cpp has that type by name, and keeps no cast weight.
+    ATen/cudnn/AutocastRNN.cpp names that type itself, and caches no cast weights.
     """
 
     @functools.wraps(plain)

@@ -100,7 +100,7 @@ class Fusion:
         self._count += 1
         made = PutOff(self._count, stream, reads, work.size_bytes - given_bytes, moves)
         self._waiting[self._count] = made
-        # Who waits for the stream has it launched first: no wait before now covers it.
+        # Whoever waits for the stream has it launched first, so no wait until now covers it.
         done = self._clock.allocation(name, stream, host.backward)
         return done._replace(position=stream.count + 1, put_off=made)
 
