@@ -1,5 +1,6 @@
 """Checks of lesson 06."""
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -213,8 +214,10 @@ def find_the_rank_that_hangs(never_came: Any) -> dict[str, Any]:
 def stop_together(repaired: Callable[..., list[float]]) -> dict[str, Any]:
     for ranks, limit in ((2, 0.25), (3, 0.3)):
         early = random.randrange(ranks)
-        falling = _falling_to_the_limit if ranks == 2 else _falling_losses
-        losses = falling(ranks, early, limit)
+        if ranks == 2:
+            losses = _two_falling_to_the_limit(early, limit)
+        else:
+            losses = _falling_losses(ranks, early, limit)
         expected = _averages(losses, limit)
         most = min(len(expected) + 1, len(losses[0]))
         given = f"losses {losses}, limit {limit}"
@@ -250,9 +253,12 @@ def _judge_averages(
     hint += "them if none is."
     if not isinstance(yours, list):
         raise Wrong(yours=yours, expected=describe(expected), given=where, hint=hint)
-    if len(yours) == len(expected) + 1:
+    first, summed = yours[0] if yours else None, sum(of_rank[0] for of_rank in losses)
+    if isinstance(first, int | float) and math.isclose(first, summed, rel_tol=1e-4):
+        hint = "These are the sums of the ranks' losses: divide by the number of ranks."
+    elif len(yours) == len(expected) + 1:
         hint = "The first average below the limit ends the loop before it is noted."
-    elif len(yours) == len(losses[0]):
+    elif len(yours) == len(losses[0]) > len(expected):
         hint = "The function never stops early: all ranks leave once the average is below limit."
     elif len(yours) < len(expected) and expected[len(yours)] == limit:
         hint = "It stops too early: an average that equals the limit is not below it."
@@ -261,11 +267,11 @@ def _judge_averages(
     expect_close(yours, expected, given=where, hint=hint, rtol=1e-4, atol=1e-4)
 
 
-def _falling_to_the_limit(ranks: int, early: int, limit: float) -> list[list[float]]:
-    """Losses whose average ends at the limit and is never below it; exact, in float32 too."""
+def _two_falling_to_the_limit(early: int, limit: float) -> list[list[float]]:
+    """Losses of two ranks: the average ends at the limit, never below; exact, in float32 too."""
     above = sorted(random.sample(range(1, 20), 3), reverse=True)
     others = [limit + (2 * excess + 4) / 64 for excess in (*above, 0)]
-    return [[limit - 4 / 64] * 4 if rank == early else others for rank in range(ranks)]
+    return [[limit - 4 / 64] * 4 if rank == early else others for rank in range(2)]
 
 
 def _falling_losses(ranks: int, early: int, limit: float) -> list[list[float]]:

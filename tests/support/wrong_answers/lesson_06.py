@@ -303,6 +303,17 @@ def ring_all_reduce(tensor):
         (STOPS_WITH_THE_FIRST, "stops too early"),
         (AVERAGED.format(rest="averages.append(average)"), "never stops early"),
         (
+            AVERAGED.format(
+                rest="if average < limit: break\n        averages.append(average)"
+            ).replace(" / world_size", ""),
+            "divide by the number of ranks",
+        ),
+        (
+            # The right length in the first case, where no rank stops early.
+            AVERAGED.format(rest="if average < limit: break\n        averages.insert(0, average)"),
+            "before the first one that is below the limit",
+        ),
+        (
             AVERAGED.format(rest="averages.append(average)\n        if average < limit: break"),
             "before it is noted",
         ),
