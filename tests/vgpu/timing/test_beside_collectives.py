@@ -117,6 +117,16 @@ def test_a_compiled_program_ends_before_a_wait_for_a_collective(rank):
     assert after.device == read.device
 
 
+def test_what_was_put_off_for_the_rest_of_a_block_is_written_before_a_collective_fills_a_part(rank):
+    part, read = kilobytes(5), kilobytes(20)
+    with vgpu.record(dataclasses.replace(COSTS, fuses=True)) as timeline:
+        whole = read.neg()
+        dist.all_gather_into_tensor(whole[: 2 * part.numel()], part)
+    assert times_us(timeline, "kernel") == us((0, 40))
+    ((begin, _),) = times_us(timeline, "collective")
+    assert begin == pytest.approx(40) and timeline.races == []
+
+
 def test_a_compiled_program_goes_on_across_wait_tensor(rank):
     sent, read = kilobytes(40), kilobytes(10)
     with vgpu.record(dataclasses.replace(COSTS, fuses=True)) as timeline:

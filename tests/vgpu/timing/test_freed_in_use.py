@@ -147,6 +147,17 @@ def test_memory_changed_by_another_stream_is_in_use_there():
     assert (race.operation, race.other_operation) == ("empty", "mul_")
 
 
+def test_what_another_stream_has_put_off_goes_with_its_memory():
+    side = torch.vgpu.Stream("vgpu:0")
+    with vgpu.record(fuses=True) as timeline:
+        made = torch.empty(8, device="vgpu:0")
+        side.wait_stream(current("vgpu:0"))
+        with side:
+            made.mul_(2)
+        del made  # nobody reads it any more
+    assert timeline.events == []
+
+
 def test_what_is_kept_or_was_there_before_is_not_reported():
     side = torch.vgpu.Stream("vgpu:0")
     before = torch.ones(8, device="vgpu:0")

@@ -1,6 +1,8 @@
 """Elementwise chains that go once through memory: what is launched, and how many bytes it moves."""
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 from vgpu.timing.test_time import COSTS, LAUNCH_S, SPEC, near
 
 from helpers import vgpu
+from helpers.vgpu.timing import recording
 
 FUSED = dataclasses.replace(COSTS, fuses=True)
 SIDE = 25
@@ -135,6 +138,18 @@ def test_another_stream_keeps_nothing_alive():
     assert launched(timeline) == [("fused", 2 * KILO)]
     assert timeline.events[0].stream == other.stream_id
     assert z.device == x.device
+
+
+@pytest.mark.parametrize("costs", [COSTS, FUSED], ids=["plain", "fused"])
+def test_tensors_that_live_on_keep_no_recording_alive(costs):
+    read, changed = matrix(), matrix()
+    with vgpu.record(costs):
+        clock = weakref.ref(recording.under_way.clock)
+        made = read * 2
+        changed.add_(1)
+    gc.collect()
+    assert clock() is None
+    assert made.device == read.device == changed.device
 
 
 def test_what_still_lives_at_the_end_is_written():

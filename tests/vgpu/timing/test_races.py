@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from helpers import vgpu
+from helpers.vgpu.dispatch.tensor import block_of
 
 pytestmark = pytest.mark.virtual_gpus(2)
 
@@ -120,6 +121,31 @@ def test_what_fuses_has_the_same_races():
         torch.vgpu.current_stream("vgpu:0").wait_stream(side)
         product = made @ weight
     assert timeline.races == [] and product.device == x.device
+
+
+def test_in_a_backward_pass_what_both_streams_have_put_off_is_launched_before_one_waits():
+    side, main = torch.vgpu.Stream("vgpu:0"), torch.vgpu.current_stream("vgpu:0")
+    x, weight = torch.ones(2, 64, 64, device="vgpu:0")
+    with vgpu.record(fuses=True) as timeline:
+        y = x.requires_grad_().sin()
+        side.wait_stream(main)
+        with side:
+            product = y @ weight
+        main.wait_stream(side)
+        (y.cos() * product).sum().backward()
+    launched = [(event.name, event.stream) for event in timeline.events if event.backward]
+    there = side.stream_id
+    # What the product reads, before it; and cos's part of y's gradient, which side adds to.
+    assert launched == [("fused", 0), ("fused", 0), ("mm", there), ("fused", there), ("fused", 0)]
+    assert timeline.races == []
+
+
+def test_a_reading_is_forgotten_with_its_recording():
+    x = torch.ones(4, device="vgpu:0")
+    for _ in range(2):
+        with vgpu.record():
+            x + x
+    assert len(block_of(x).uses.reads) == 1
 
 
 def test_an_operation_in_place_on_unfinished_values_leaves_garbage():
