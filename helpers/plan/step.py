@@ -98,7 +98,7 @@ class Plan:
         """The plan on the GPU and the network among ``costs``, if they name any; the other costs."""
         own = {name: costs[name] for name in ("gpu", "network") if name in costs}
         others = {name: cost for name, cost in costs.items() if name not in own}
-        return dataclasses.replace(self, **own), others
+        return dataclasses.replace(self, **own) if own else self, others
 
     @property
     def tokens(self) -> int:

@@ -120,7 +120,7 @@ def _figures(found):
 
 
 def test_where_nothing_fits_the_search_says_why():
-    found = search(with_memory(GUESS, 10_000_000), sequences=2)
+    found = search(GUESS, sequences=2, gpu=with_memory(GUESS, 10_000_000).gpu)
     assert found.best == [] and sum(found.reasons.values()) == len(found.candidates)
     assert "0 of" in str(found) and layouts._STATE in str(found)
 

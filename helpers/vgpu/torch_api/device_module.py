@@ -14,7 +14,7 @@ from helpers.vgpu.device.gpus import device_count, meant_by
 from helpers.vgpu.device.specs import GPUSpec
 from helpers.vgpu.timing import recording
 from helpers.vgpu.timing.streams import Event, Stream, current_stream, default_stream, set_stream
-from helpers.vgpu.torch_api.submodules import amp, memory, nvtx, random
+from helpers.vgpu.torch_api.submodules import amp, memory, missing, nvtx, random
 from helpers.vgpu.torch_api.submodules.memory import (
     empty_cache,
     get_per_process_memory_fraction,
@@ -199,15 +199,4 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16, torch.float32]
 
 
-def __getattr__(name: str) -> Any:
-    """AttributeError for what ``torch.cuda`` has and a virtual GPU has not, which says so."""
-    ours = f"torch.{gpus.DEVICE_TYPE}"
-    if name.startswith("__") or name not in dir(torch.cuda):
-        raise AttributeError(f"module '{ours}' has no attribute '{name}'")
-    advice = f"leave it out where hasattr({ours}, '{name}') is False"
-    if name.endswith("Tensor"):  # torch.cuda.FloatTensor and its kind, for old programs
-        advice = f"make tensors with dtype= and device=, or torch.set_default_device('{gpus.DEVICE_TYPE}')"
-    raise AttributeError(
-        f"module '{ours}' has no attribute '{name}': torch.cuda has one, virtual GPUs have nothing "
-        f"like it; {advice}"
-    )
+__getattr__ = missing.of("")

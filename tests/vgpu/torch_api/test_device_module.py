@@ -1,6 +1,7 @@
 """``torch.vgpu`` has the names of ``torch.cuda`` and answers as it does."""
 
 import importlib
+import operator
 
 import pytest
 import torch
@@ -42,15 +43,21 @@ def test_its_modules_have_their_names():
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("CUDAGraph", "torch.cuda has one, virtual GPUs have nothing like it; leave it out"),
-        ("FloatTensor", "make tensors with dtype= and device="),
-        ("nonsense", "'torch.vgpu' has no attribute 'nonsense'$"),
+        ("vgpu.CUDAGraph", "torch.cuda has one, virtual GPUs have nothing like it; leave it out"),
+        ("vgpu.FloatTensor", "make tensors with dtype= and device="),
+        ("vgpu.nonsense", "'torch.vgpu' has no attribute 'nonsense'$"),
+        (
+            "vgpu.memory.memory_snapshot",
+            "'torch.vgpu.memory' has no attribute 'memory_snapshot': torch.cuda.memory has one",
+        ),
+        ("vgpu.amp.nonsense", "'torch.vgpu.amp' has no attribute 'nonsense'$"),
+        ("vgpu.nvtx.nonsense", "'torch.vgpu.nvtx' has no attribute 'nonsense'$"),
+        ("vgpu.random.nonsense", "'torch.vgpu.random' has no attribute 'nonsense'$"),
     ],
 )
 def test_what_torch_cuda_alone_has_is_said(name, advice):
     with pytest.raises(AttributeError, match=advice):
-        getattr(torch.vgpu, name)
-    assert not hasattr(torch.vgpu, name)
+        operator.attrgetter(name)(torch)
 
 
 def test_the_name_of_a_type_is_read():

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from helpers.vgpu.device import gpus
+from helpers.vgpu.torch_api.submodules import missing
 
 __all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd"]
 
@@ -28,3 +29,6 @@ class GradScaler(torch.amp.GradScaler):
 
 custom_fwd = functools.partial(torch.amp.custom_fwd, device_type=gpus.DEVICE_TYPE)
 custom_bwd = functools.partial(torch.amp.custom_bwd, device_type=gpus.DEVICE_TYPE)
+
+
+__getattr__ = missing.of("amp")

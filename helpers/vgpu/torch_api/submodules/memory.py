@@ -4,6 +4,7 @@ from typing import Any
 
 from helpers.vgpu.device import gpus
 from helpers.vgpu.device.gpus import meant_by
+from helpers.vgpu.torch_api.submodules import missing
 
 __all__ = [
     "empty_cache",
@@ -100,3 +101,6 @@ def ipc_collect() -> None:
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
     """A small table of a device's bytes and blocks."""
     return meant_by(device).memory.settled().summary()
+
+
+__getattr__ = missing.of("memory")

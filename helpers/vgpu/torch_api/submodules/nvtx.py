@@ -5,6 +5,8 @@ import itertools
 import threading
 from collections.abc import Iterator
 
+from helpers.vgpu.torch_api.submodules import missing
+
 __all__ = ["mark", "range", "range_end", "range_pop", "range_push", "range_start"]
 
 _handles = itertools.count(1)
@@ -46,3 +48,6 @@ def range(msg: str, *args: object, **kwargs: object) -> Iterator[None]:
         yield
     finally:
         range_pop()
+
+
+__getattr__ = missing.of("nvtx")

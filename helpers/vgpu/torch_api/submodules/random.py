@@ -7,6 +7,7 @@ import torch
 
 from helpers.vgpu.device import generators, gpus
 from helpers.vgpu.device.gpus import meant_by
+from helpers.vgpu.torch_api.submodules import missing
 
 __all__ = [
     "get_rng_state",
@@ -62,3 +63,6 @@ def get_rng_state_all() -> list[torch.Tensor]:
 def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
     for index, state in enumerate(new_states):
         set_rng_state(state, index)
+
+
+__getattr__ = missing.of("random")
