@@ -9,6 +9,7 @@ import sys
 import tempfile
 
 import ending
+import forked_kernels
 import pytest
 import yaml
 from broken_claims import all_broken
@@ -58,6 +59,14 @@ def _virtual_gpus(request, _as_it_was):
         return
     with vgpu.enable(*marker.args, **marker.kwargs):
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    if item.path.suffix != ".ipynb":
+        return (yield)
+    with forked_kernels.in_use():
+        return (yield)
 
 
 # These start ranks, agents and kernels, each with files of its own.

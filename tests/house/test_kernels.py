@@ -1,22 +1,69 @@
-"""Kernels that tests start: they skip nothing of their end but taking Python down."""
+"""Kernels that tests start: they begin and end sooner than others, and are the same otherwise."""
 
+import contextlib
+import json
+
+import forked_kernels
 import nbformat
+import psutil
 from nbclient import NotebookClient
 
-CELL = """
-import atexit, pathlib, sys
+WHAT_IT_IS = """
+import gc, json, multiprocessing, os, signal, sys, threading, warnings
+before = sorted(set(sys.modules) & {"torch", "torch._dynamo"})
+import atexit, pathlib
 atexit.register(pathlib.Path("done at the end").touch)
-print(sys.orig_argv[1].endswith("support/ending/kernels/python3/kernel.py"))
+import torch
+print(json.dumps([os.getpid(), before, {
+    "path": sys.path,
+    "program": sys.argv[0],
+    "folder": os.getcwd(),
+    "environment": {k: v for k, v in os.environ.items() if k != "JPY_PARENT_PID"},
+    "start method": multiprocessing.get_start_method(allow_none=True),
+    "garbage": [gc.isenabled(), gc.get_threshold()],
+    "signals": [str(signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
+    "threads": len(threading.enumerate()),
+    "warnings": sorted(str(each) for each in warnings.filters if "SymPy" not in str(each)),
+    "torch": [torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype().itemsize],
+    "main": [sys.modules["__main__"].__name__, __name__],
+}]))
 """
+TO_INTERRUPT = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass"
 
 
-def test_what_is_registered_is_done_at_a_kernel_s_end(tmp_path):
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
+def _kernel(folder, *cells):
+    notebook = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)])
     client = NotebookClient(
         notebook,
-        resources={"metadata": {"path": str(tmp_path)}},
+        resources={"metadata": {"path": str(folder)}},
         extra_arguments=["--log-level=ERROR"],
+        allow_errors=True,
     )
     client.execute()
-    assert notebook.cells[0].outputs[0].text == "True\n"
-    assert (tmp_path / "done at the end").exists()
+    return [cell.outputs[0] for cell in notebook.cells]
+
+
+def test_a_forked_kernel_is_what_a_new_one_is_and_ends_as_it_does(tmp_path):
+    of_way = {}
+    for way in contextlib.nullcontext, forked_kernels.in_use:
+        folder = tmp_path / "same"
+        folder.mkdir()
+        with way():
+            said, interrupted = _kernel(folder, WHAT_IT_IS, TO_INTERRUPT)
+        assert interrupted.ename == "KeyboardInterrupt"
+        assert (folder / "done at the end").exists()
+        folder.rename(tmp_path / way.__name__)
+        pid, had, of_way[way] = json.loads(said.text)
+        assert not psutil.pid_exists(pid)
+        assert had == ([] if way is contextlib.nullcontext else ["torch", "torch._dynamo"])
+    new, forked = of_way.values()
+    assert new == forked
+    assert new["program"].endswith("support/ending/kernels/python3/kernel.py")
+
+
+def test_lessons_get_forked_kernels_and_nothing_else_does():
+    factory = forked_kernels.KernelProvisionerFactory.instance()
+    assert factory.default_provisioner_name == "local-provisioner"
+    with forked_kernels.in_use():
+        assert factory.default_provisioner_name == "forked"
+    assert "forked" not in factory.provisioners

@@ -4,8 +4,8 @@
 takes seconds, and for each call a fork of it goes on with Python's own way of running a module, with
 the call's arguments, folder, variables and streams.
 
-``run_forked``, for tests of what a module or a script does: a fork, like a rank, of what has imported
-torch for ``launch.run``.
+``run_forked``, for tests of what a module or a script does, and ``fork`` under it: a fork, like a
+rank, of what has imported torch for ``launch.run``.
 
 That a program starts without help is for another test to try.
 """
@@ -168,29 +168,25 @@ def start_forked(program, *arguments, output, errors, cwd=None, network=None, **
     ``network`` names a namespace of ``ip netns`` for it to be in; the environment is this process's
     and what is given.
     """
-    environment = {**os.environ, **environment}
-    job = (
-        program,
-        [*map(str, arguments)],
-        (output, errors),
-        cwd or os.getcwd(),
-        network,
-        environment,
+    return fork(
+        _run_program,
+        (program, [*map(str, arguments)], (output, errors), network),
+        cwd=cwd or os.getcwd(),
+        environment={**os.environ, **environment},
     )
-    process = forkserver.context().Process(target=_become_program, args=job)
+
+
+def fork(function, arguments, *, cwd, environment):
+    """Begin a process of multiprocessing's that calls the function, and is otherwise like a new one."""
+    process = forkserver.context().Process(
+        target=_begin, args=(function, arguments, cwd, environment)
+    )
     with forkserver.main_module_hidden():
         process.start()
     return process
 
 
-def _become_program(program, arguments, streams, cwd, network, environment):
-    for number, path in enumerate(streams, start=1):
-        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOCTTY", 0)
-        stream = os.open(path, how)
-        os.dup2(stream, number)
-        os.close(stream)
-    if network is not None:
-        _enter(network)
+def _begin(function, arguments, cwd, environment):
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
@@ -199,6 +195,17 @@ def _become_program(program, arguments, streams, cwd, network, environment):
     multiprocessing.set_start_method(None, force=True)
     multiprocessing.current_process()._config.pop("tempdir", None)
     _renew()
+    function(*arguments)
+
+
+def _run_program(program, arguments, streams, network):
+    for number, path in enumerate(streams, start=1):
+        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOCTTY", 0)
+        stream = os.open(path, how)
+        os.dup2(stream, number)
+        os.close(stream)
+    if network is not None:
+        _enter(network)
     sys.argv = [str(program), *arguments]
     if isinstance(program, Path):
         sys.path.insert(0, str(program.parent))
