@@ -9,11 +9,11 @@ import sys
 import tempfile
 
 import ending
-import forked_kernels
 import pytest
 import yaml
 from broken_claims import all_broken
 from rights import without_file_handles
+from warm import kernels
 
 from helpers import vgpu
 from teaching import lessons
@@ -65,7 +65,7 @@ def _virtual_gpus(request, _as_it_was):
 def pytest_runtest_call(item):
     if item.path.suffix != ".ipynb":
         return (yield)
-    with forked_kernels.in_use():
+    with kernels.in_use():
         return (yield)
 
 

@@ -3,10 +3,10 @@
 import contextlib
 import json
 
-import forked_kernels
 import nbformat
 import psutil
 from nbclient import NotebookClient
+from warm import kernels
 
 WHAT_IT_IS = """
 import gc, json, multiprocessing, os, signal, sys, threading, warnings
@@ -45,7 +45,7 @@ def _kernel(folder, *cells):
 
 def test_a_forked_kernel_is_what_a_new_one_is_and_ends_as_it_does(tmp_path):
     of_way = {}
-    for way in contextlib.nullcontext, forked_kernels.in_use:
+    for way in contextlib.nullcontext, kernels.in_use:
         folder = tmp_path / "same"
         folder.mkdir()
         with way():
@@ -62,8 +62,8 @@ def test_a_forked_kernel_is_what_a_new_one_is_and_ends_as_it_does(tmp_path):
 
 
 def test_lessons_get_forked_kernels_and_nothing_else_does():
-    factory = forked_kernels.KernelProvisionerFactory.instance()
+    factory = kernels.KernelProvisionerFactory.instance()
     assert factory.default_provisioner_name == "local-provisioner"
-    with forked_kernels.in_use():
+    with kernels.in_use():
         assert factory.default_provisioner_name == "forked"
     assert "forked" not in factory.provisioners

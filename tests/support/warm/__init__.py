@@ -75,7 +75,9 @@ def _server(module, imports):
             pass_fds=[theirs.fileno()],
             env={
                 "PATH": os.environ["PATH"],
-                "PYTHONPATH": os.pathsep.join([folder.name, str(Path(__file__).parent), str(ROOT)]),
+                "PYTHONPATH": os.pathsep.join(
+                    [folder.name, str(Path(__file__).parents[1]), str(ROOT)]
+                ),
                 "OMP_NUM_THREADS": "1",
                 _SOCKET: str(theirs.fileno()),
                 _IMPORTS: imports,
@@ -148,7 +150,7 @@ def _renew():
 
 
 def _own_folders():
-    return str(Path(__file__).parent), os.path.dirname(sys.modules["sitecustomize"].__file__)
+    return str(Path(__file__).parents[1]), os.path.dirname(sys.modules["sitecustomize"].__file__)
 
 
 def run_forked(program, *arguments, cwd=None):

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import EntryPoint
 
-import warm
 from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
+
+import warm
 
 _NAME = "forked"
 
