@@ -304,9 +304,11 @@ def _run_quietly(
     rate: float,
 ) -> tuple[list[str], Any, int]:
     """The answer's warnings, what it returned, and the saved bytes it left alive."""
+    warned_always = torch.is_warn_always_enabled()
     try:
         with warnings.catch_warnings(record=True) as seen, SavedTensors() as saved:
             warnings.simplefilter("always")
+            torch.set_warn_always(True)  # C++ gives some warnings once per process
             returned = answer(model, batches, held_out, rate)
             gc.collect()
             held = saved.live_bytes()
@@ -317,6 +319,7 @@ def _run_quietly(
                 hint="set_grad_enabled(False) as a function stays. Use it, or no_grad, with `with`.",
             )
     finally:
+        torch.set_warn_always(warned_always)
         torch.set_grad_enabled(True)
     return [str(item.message).splitlines()[0] for item in seen], returned, held
 

@@ -136,6 +136,8 @@ WRONG = {
         (_fit().replace("model.train()", "pass"), "switch it, as the old script does"),
         (_fit(add="loss"), "two Python numbers"),
         (_fit().replace("+= loss.item()", "+= float(loss)", 1), "drops the history without a word"),
+        # Again: C++ has given its warning by now.
+        (_fit().replace("+= loss.item()", "+= float(loss)", 1), "drops the history without a word"),
         (_fit(loss="loss = F.cross_entropy(model(images), labels)"), "a sum over the batch"),
         (
             _fit(
