@@ -99,8 +99,8 @@ def test_with_changes_it_is_what_a_recording_with_them_is(changes):
         with_data_parallel()
     again = vgpu.replay(timeline, **changes)
     assert again.makespan_s != timeline.makespan_s
-    gpu = changes.pop("gpu", SPEC)
-    with vgpu.enable(2, gpu=gpu), vgpu.record(**changes) as wanted:
+    others = {name: value for name, value in changes.items() if name != "gpu"}
+    with vgpu.enable(2, gpu=changes.get("gpu", SPEC)), vgpu.record(**others) as wanted:
         with_data_parallel()
     assert (again.gpu, again.makespan_s, again.host_s) == (
         wanted.gpu,
