@@ -15,7 +15,6 @@ from broken_claims import all_broken
 from rights import without_file_handles
 from warm import kernels
 
-from helpers import vgpu
 from teaching import lessons
 
 # Set before any kernel or worker starts: they inherit it.
@@ -36,15 +35,16 @@ def _as_it_was(request):
 
 
 def _state():
-    pyplot = sys.modules.get("matplotlib.pyplot")
+    vgpu, pyplot = sys.modules.get("helpers.vgpu"), sys.modules.get("matplotlib.pyplot")
     return {
-        "virtual GPUs enabled": vgpu.is_enabled(),
+        "virtual GPUs enabled": bool(vgpu and vgpu.is_enabled()),
         "open figures": pyplot.get_fignums() if pyplot else [],
     }
 
 
 def _clear_up(before):
-    if vgpu.is_enabled() and not before["virtual GPUs enabled"]:
+    vgpu = sys.modules.get("helpers.vgpu")
+    if vgpu and vgpu.is_enabled() and not before["virtual GPUs enabled"]:
         vgpu.disable()
     if pyplot := sys.modules.get("matplotlib.pyplot"):
         for number in set(pyplot.get_fignums()) - set(before["open figures"]):
@@ -57,6 +57,8 @@ def _virtual_gpus(request, _as_it_was):
     if marker is None:
         yield
         return
+    from helpers import vgpu
+
     with vgpu.enable(*marker.args, **marker.kwargs):
         yield
 
@@ -81,30 +83,36 @@ _MANY_FILES = (
 )
 
 
-# Minutes each: a worker begins with these, so that both end at about the same time.
-_LONGEST = (
-    "tests/claims/test_broken_claims.py",
-    "tests/checks/test_exercises.py",
-    "tests/train/",
-    "tests/conformance/",
-    "tests/launch/",
-    "tests/teaching/",
-    "notebooks/",
-    "tests/vgpu/distributed/",
-    "tests/vgpu/test_program.py",
-    "tests/plan/",
-    "tests/house/",
-    "tests/vgpu/",
-)
+def _in_order(paths):
+    """Files of tests as they are begun: the long ones first, so that both workers end together.
 
+    Of two kinds, one waits for processes much of its time and the other keeps both cores busy. They
+    come in turn, so that the workers seldom wait at once.
+    """
 
-def _place(item):
-    path = item.nodeid.split("::")[0]
-    return next((i for i, name in enumerate(_LONGEST) if path.startswith(name)), len(_LONGEST))
+    def those_in(*places):
+        return [path for place in places for path in paths if path.startswith(place)]
+
+    kinds = those_in("tests/train/", "tests/launch/", "tests/teaching/"), those_in("notebooks/")
+    in_turn = sorted((i / len(kind), path) for kind in kinds for i, path in enumerate(kind))
+    return dict.fromkeys(
+        [
+            *those_in("tests/claims/test_broken_claims.py", "tests/checks/test_exercises.py"),
+            *(path for _, path in in_turn),
+            *those_in(
+                "tests/conformance/", "tests/vgpu/distributed/", "tests/vgpu/test_program.py"
+            ),
+            *those_in("tests/plan/", "tests/house/", "tests/vgpu/"),
+            *paths,
+        ]
+    )
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=_place)
+    of_file = {}
+    for item in items:
+        of_file.setdefault(item.nodeid.split("::")[0], []).append(item)
+    items[:] = [item for path in _in_order(of_file) for item in of_file[path]]
     reason = without_file_handles()
     if not reason:
         return
