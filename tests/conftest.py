@@ -15,12 +15,16 @@ from broken_claims import all_broken
 from rights import without_file_handles
 from warm import kernels
 
+from helpers.forkserver import server
 from teaching import lessons
 
 # Set before any kernel or worker starts: they inherit it.
 _progress = tempfile.TemporaryDirectory(prefix="course-progress-")
 os.environ["COURSE_PROGRESS_DIR"] = _progress.name
 os.environ["JUPYTER_PATH"] = str(ending.JUPYTER)
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # hundreds of ranks and kernels come from one forkserver
+    server.PRELOAD = (*server.PRELOAD, "tests.support.huge_pages")
 
 
 @pytest.fixture(autouse=True)
@@ -83,36 +87,30 @@ _MANY_FILES = (
 )
 
 
-def _in_order(paths):
-    """Files of tests as they are begun: the long ones first, so that both workers end together.
+# Minutes each: a worker begins with these, so that both end at about the same time.
+_LONGEST = (
+    "tests/claims/test_broken_claims.py",
+    "tests/checks/test_exercises.py",
+    "tests/train/",
+    "tests/conformance/",
+    "tests/launch/",
+    "tests/teaching/",
+    "notebooks/",
+    "tests/vgpu/distributed/",
+    "tests/vgpu/test_program.py",
+    "tests/plan/",
+    "tests/house/",
+    "tests/vgpu/",
+)
 
-    Of two kinds, one waits for processes much of its time and the other keeps both cores busy. They
-    come in turn, so that the workers seldom wait at once.
-    """
 
-    def those_in(*places):
-        return [path for place in places for path in paths if path.startswith(place)]
-
-    kinds = those_in("tests/train/", "tests/launch/", "tests/teaching/"), those_in("notebooks/")
-    in_turn = sorted((i / len(kind), path) for kind in kinds for i, path in enumerate(kind))
-    return dict.fromkeys(
-        [
-            *those_in("tests/claims/test_broken_claims.py", "tests/checks/test_exercises.py"),
-            *(path for _, path in in_turn),
-            *those_in(
-                "tests/conformance/", "tests/vgpu/distributed/", "tests/vgpu/test_program.py"
-            ),
-            *those_in("tests/plan/", "tests/house/", "tests/vgpu/"),
-            *paths,
-        ]
-    )
+def _place(item):
+    path = item.nodeid.split("::")[0]
+    return next((i for i, name in enumerate(_LONGEST) if path.startswith(name)), len(_LONGEST))
 
 
 def pytest_collection_modifyitems(items):
-    of_file = {}
-    for item in items:
-        of_file.setdefault(item.nodeid.split("::")[0], []).append(item)
-    items[:] = [item for path in _in_order(of_file) for item in of_file[path]]
+    items.sort(key=_place)
     reason = without_file_handles()
     if not reason:
         return

@@ -16,6 +16,7 @@ import gc
 import importlib
 import json
 import multiprocessing
+import multiprocessing.process
 import os
 import random
 import runpy
@@ -190,6 +191,7 @@ def fork(function, arguments, *, cwd, environment):
 
 def _begin(function, arguments, cwd, environment):
     os.chdir(cwd)
+    multiprocessing.process.ORIGINAL_DIR = str(cwd)  # which "" of sys.path is for its children
     os.environ.clear()
     os.environ.update(environment)
     # What it starts itself is started in the usual way, not as this process was, and a forkserver of
