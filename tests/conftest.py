@@ -15,16 +15,12 @@ from broken_claims import all_broken
 from rights import without_file_handles
 from warm import kernels
 
-from helpers.forkserver import server
 from teaching import lessons
 
 # Set before any kernel or worker starts: they inherit it.
 _progress = tempfile.TemporaryDirectory(prefix="course-progress-")
 os.environ["COURSE_PROGRESS_DIR"] = _progress.name
 os.environ["JUPYTER_PATH"] = str(ending.JUPYTER)
-
-if "PYTEST_XDIST_WORKER" in os.environ:  # hundreds of ranks and kernels come from one forkserver
-    server.PRELOAD = (*server.PRELOAD, "tests.support.huge_pages")
 
 
 @pytest.fixture(autouse=True)

@@ -2,14 +2,9 @@
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import nbformat
 import psutil
-import pytest
 from nbclient import NotebookClient
 from warm import kernels
 
@@ -33,30 +28,10 @@ print(json.dumps([os.getpid(), before, {
     "main": [sys.modules["__main__"].__name__, __name__],
 }]))
 """
-WHAT_A_RANK_IS = """
-import multiprocessing.forkserver as server
+RANKS_PATH = """
+import os, sys
 from helpers import launch
-CHANCE = "JPY_PARENT_PID", "MASTER_PORT"
-def about(rank, world_size):
-    return {
-        "path": sys.path,
-        "folder": os.getcwd(),
-        "environment": {k: v for k, v in os.environ.items() if k not in CHANCE},
-        "garbage": [gc.isenabled(), gc.get_freeze_count() > 10**5],
-        "threads": len(threading.enumerate()),
-        "a group of its own in the session": [os.getpgid(pid) == pid, os.getsid(pid) == session],
-    }
-sys.path.append("/added in a cell")
-os.environ["SET_IN_A_CELL"] = "1"
-launch.warm_up()
-pid, session = server._forkserver._forkserver_pid, os.getsid(0)
-address = server._forkserver._forkserver_address
-print(json.dumps([pid, address, launch.run(about, 2)]))
-"""
-WITHOUT_ITS_FORKSERVER = """
-os.kill(pid, signal.SIGKILL)
-os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-print(launch.run(lambda rank, world_size: rank, 2))
+print([[path or os.getcwd() for path in sys.path]] == launch.run(lambda rank, ranks: sys.path, 1))
 """
 TO_INTERRUPT = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass"
 
@@ -79,27 +54,22 @@ def test_a_forked_kernel_is_what_a_new_one_is_and_ends_as_it_does(tmp_path):
         folder = tmp_path / "same"
         folder.mkdir()
         with way():
-            said, of_rank, interrupted = _kernel(folder, WHAT_IT_IS, WHAT_A_RANK_IS, TO_INTERRUPT)
+            said, interrupted = _kernel(folder, WHAT_IT_IS, TO_INTERRUPT)
         assert interrupted.ename == "KeyboardInterrupt"
         assert (folder / "done at the end").exists()
         folder.rename(tmp_path / way.__name__)
-        pid, had, kernel = json.loads(said.text)
-        forkserver, address, ranks = json.loads(of_rank.text)
-        of_way[way] = kernel, ranks
+        pid, had, of_way[way] = json.loads(said.text)
         assert not psutil.pid_exists(pid)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            psutil.Process(forkserver).wait(10)
-        assert not Path(address).parent.exists()
         assert had == ([] if way is contextlib.nullcontext else ["torch", "torch._dynamo"])
     new, forked = of_way.values()
     assert new == forked
-    assert new[0]["program"].endswith("support/ending/kernels/python3/kernel.py")
+    assert new["program"].endswith("support/ending/kernels/python3/kernel.py")
 
 
-def test_a_forked_kernel_whose_forkserver_is_killed_starts_another(tmp_path):
+def test_ranks_of_a_forked_kernel_import_from_its_folder(tmp_path):
     with kernels.in_use():
-        *_, again = _kernel(tmp_path, WHAT_IT_IS, WHAT_A_RANK_IS, WITHOUT_ITS_FORKSERVER)
-    assert again.text == "[0, 1]\n"
+        (said,) = _kernel(tmp_path, RANKS_PATH)
+    assert said.text == "True\n"
 
 
 def test_lessons_get_forked_kernels_and_nothing_else_does():
@@ -108,26 +78,3 @@ def test_lessons_get_forked_kernels_and_nothing_else_does():
     with kernels.in_use():
         assert factory.default_provisioner_name == "forked"
     assert "forked" not in factory.provisioners
-
-
-HUGE_PAGES = r"""
-import re
-def huge_kib():
-    return int(re.search(r"AnonHugePages: +(\d+) kB", open("/proc/self/smaps_rollup").read())[1])
-held = bytearray(b"x" * (64 << 20))
-before = huge_kib()
-import huge_pages
-print(before, huge_kib(), len(held), set(held) == set(b"x"))
-"""
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="Linux alone has it")
-def test_a_process_that_is_forked_often_has_huge_pages():
-    folder = Path(kernels.__file__).parents[1]
-    command = [sys.executable, "-c", HUGE_PAGES]
-    said = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
-    before, after, *held = said.split()
-    if before == after:
-        pytest.skip("this system makes no huge pages on demand")
-    assert int(after) >= 60 << 10
-    assert held == [str(64 << 20), "True"]
