@@ -189,9 +189,11 @@ class DeviceMemory:
         self.allowed_bytes = None
         self.out_of_memory_count = 0
         with _lock:
-            self.reserve.forget_retries()
-        self.empty_cache()
-        self.reset_peak()
+            self.peak_bytes = self.allocated_bytes
+            if self.live_block_count:
+                self.reserve.begin_anew()
+            else:  # what was noted need not be played to come to nothing
+                self.reserve = Reserve(self.device, self.capacity_bytes)
 
     def reset_peak(self) -> None:
         with _lock:

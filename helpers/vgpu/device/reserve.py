@@ -61,9 +61,9 @@ class Reserve:
         """Give back what lies free in whole segments."""
         self._add(_EMPTY_CACHE)
 
-    def forget_retries(self) -> None:
-        """Count from now on how often the allocator gives back what it kept for want of memory."""
-        self._add(_FORGET_RETRIES)
+    def begin_anew(self) -> None:
+        """Give back what lies free, and count peaks and retries from now on."""
+        self._notes.extend((_FORGET_RETRIES, _EMPTY_CACHE, _RESET_PEAK))
 
     def set_capacity(self, capacity_bytes: int) -> None:
         """From now on the GPU has so many bytes."""

@@ -155,6 +155,19 @@ def test_gpus_that_are_enabled_again_have_what_is_held_and_no_more():
     assert x.numel() == 5 * MIB
 
 
+def test_what_is_over_is_not_played_when_gpus_are_enabled_again(monkeypatch):
+    noted = [of(5) for _ in range(9)]
+    del noted
+    vgpu.disable()
+    played = []
+    monkeypatch.setattr(reserve.Reserve, "_play", lambda *note: played.append(note))
+    vgpu.enable(2, memory_bytes=512 * MIB)
+    assert not played
+    monkeypatch.undo()
+    assert torch.vgpu.mem_get_info() == (512 * MIB, 512 * MIB)
+    vgpu.enable(2, memory_bytes=256 * MIB)
+
+
 def some_program(ask, seed=0):
     """Blocks made, resized and freed at random, on two streams; asks each time."""
     chance, side, live = random.Random(seed), torch.vgpu.Stream("vgpu:0"), []
