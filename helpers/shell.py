@@ -30,9 +30,10 @@ def run_lines(
     """Run each line in a POSIX shell of its own, all at the same time.
 
     The shells start in a temporary folder that holds ``files`` (name to text). ``python`` is the
-    interpreter that runs this, and CUDA_VISIBLE_DEVICES is unset until a line sets it. What lines
-    leave running is stopped at the end (not on Windows). Raises FileNotFoundError where there is no
-    shell, and subprocess.TimeoutExpired if the lines take longer than ``timeout_s`` together.
+    interpreter that runs this, and CUDA_VISIBLE_DEVICES and FORCE_COLOR are unset until a line sets
+    them. What lines leave running is stopped at the end (not on Windows). Raises FileNotFoundError
+    where there is no shell, and subprocess.TimeoutExpired if the lines take longer than ``timeout_s``
+    together.
     """
     shell = _find_shell()
     with tempfile.TemporaryDirectory() as folder:
@@ -44,6 +45,7 @@ def run_lines(
         python.chmod(0o755)
         environment = dict(os.environ, PATH=folder + os.pathsep + os.environ.get("PATH", ""))
         environment.pop("CUDA_VISIBLE_DEVICES", None)
+        environment.pop("FORCE_COLOR", None)  # Jupyter sets it, and Python 3.13 heeds it in a pipe
         started: list[subprocess.Popen[str]] = []
         end_s = time.monotonic() + timeout_s
         try:

@@ -28,6 +28,13 @@ def test_a_line_that_fails_says_so():
     assert "not found" in result.errors
 
 
+def test_a_traceback_is_text_without_colours(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a kernel
+    (result,) = run_lines(["python fails.py"], {"fails.py": "1 / 0"})
+    assert result.errors.endswith("\nZeroDivisionError: division by zero")
+    assert "\x1b" not in result.errors
+
+
 def test_a_line_that_never_ends_is_stopped():
     with pytest.raises(subprocess.TimeoutExpired):
         run_lines(["tail -f /dev/null; true"], {}, timeout_s=0.5)
