@@ -242,6 +242,7 @@ def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
     As in Llama's own code, they are one complex number, so that one product turns them.
     """
-    pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
-    turned = pairs * torch.complex(cos.float(), sin.float())
+    wide = torch.promote_types(heads.dtype, torch.float32)
+    pairs = torch.view_as_complex(heads.to(wide).unflatten(-1, (-1, 2)))
+    turned = pairs * torch.complex(cos.to(wide), sin.to(wide))
     return torch.view_as_real(turned).flatten(-2).type_as(heads)

@@ -125,17 +125,23 @@ def pytest_collection_finish():
     _leave_out_what_lives()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item, nextitem):
-    # What a file leaves, such as modules imported late, is gone through once and no more.
-    if nextitem is None or nextitem.path != item.path:
+_file = None
+
+
+def pytest_runtest_protocol(item):
+    # What a file leaves, such as modules imported late, is gone through once and no more. Not at its
+    # end: what its last test holds, such as an exception, would never be collected.
+    global _file
+    if item.path != _file:
+        _file = item.path
         _leave_out_what_lives()
 
 
 def _leave_out_what_lives():
     # Torch and the tests themselves live to the end. Going through them would take a quarter of a
     # second in each collection of garbage, of which there are hundreds.
-    gc.collect()
+    while gc.collect():  # what one collection lets go may hold what only the next one finds
+        pass
     gc.freeze()
 
 

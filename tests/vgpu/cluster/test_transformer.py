@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from helpers import vgpu
-from helpers.models import LLAMA, Transformer, TransformerSizes
+from helpers.models import LLAMA, Transformer, TransformerSizes, rotated
 
 SMALL = TransformerSizes(
     layers=2, width=32, heads=4, key_value_heads=2, feed_forward=64, vocabulary=50, sequence=16
@@ -52,12 +52,18 @@ def test_attention_by_hand(model):
 
 def test_only_the_distance_of_positions_matters(model):
     """A query and a key that both move by three positions give the same product."""
-    from helpers.models import rotated
-
     query, key = torch.randn(8), torch.randn(8)
     turned = [rotated(v.expand(1, 1, 16, 8), model.cos, model.sin)[0, 0] for v in (query, key)]
     products = turned[0] @ turned[1].T
     torch.testing.assert_close(products[4, 1], products[10, 7])
+
+
+def test_what_is_in_double_precision_is_turned_in_it():
+    """A turned vector is as long as it was."""
+    heads = torch.randn(2, 4, 16, 8, dtype=torch.double)
+    angles = torch.rand(16, 4, dtype=torch.double)
+    turned = rotated(heads, angles.cos(), angles.sin())
+    torch.testing.assert_close(turned.norm(dim=-1), heads.norm(dim=-1), rtol=1e-14, atol=0)
 
 
 # Llama 3.1's model cards: 8,030,261,248 and so on.

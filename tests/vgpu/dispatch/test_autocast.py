@@ -133,7 +133,8 @@ def test_reductions_read_half_precision_and_sum_in_float32(dtype, call, peak_mib
     assert (peak // MIB, kept // MIB) == (peak_mib, kept_mib)
     wide = x.detach().float().requires_grad_()
     expected = call(wide)
-    assert torch.equal(found, expected)
+    # How many threads share the work decides whether the product of all is 0 or NaN.
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     found.sum().backward()
     expected.sum().backward()
     torch.testing.assert_close(x.grad, wide.grad.to(dtype), equal_nan=True)
