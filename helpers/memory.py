@@ -84,7 +84,7 @@ def has_frozen() -> bool:
 
     Asked once: Python counts what is frozen one by one, a tenth of a second if torch is among it.
     """
-    return gc.get_freeze_count() > 0
+    return gc.get_freeze_count() > 10_000  # Python 3.12 freezes some hundreds of its own
 
 
 @contextmanager

@@ -169,8 +169,8 @@ def test_collections_leave_out_what_lives_already(frozen):
     try:
         for _ in range(2):
             with memory.only_new_garbage():
-                assert gc.get_freeze_count() > 0
-            assert (gc.get_freeze_count() > 0) == frozen
+                assert memory.has_frozen.__wrapped__()
+            assert memory.has_frozen.__wrapped__() == frozen
     finally:
         memory.has_frozen.cache_clear()
         gc.unfreeze()
@@ -180,7 +180,7 @@ def test_collections_leave_out_what_lives_already(frozen):
 
 def test_what_is_frozen_is_counted_once(monkeypatch):
     counts = []
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.append(1) or 1)
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.append(1) or 10**6)
     memory.has_frozen.cache_clear()
     try:
         for _ in range(3):
