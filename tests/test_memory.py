@@ -163,14 +163,16 @@ def test_capacity_is_that_of_one_gpu_and_its_model_stays():
 def test_collections_leave_out_what_lives_already(frozen):
     before = gc.get_freeze_count()
     gc.unfreeze()
+    gc.collect()
+    own = gc.get_freeze_count()  # from Python 3.12 on there are some that it freezes itself
     if frozen:
         gc.freeze()
     memory.has_frozen.cache_clear()
     try:
         for _ in range(2):
             with memory.only_new_garbage():
-                assert memory.has_frozen.__wrapped__()
-            assert memory.has_frozen.__wrapped__() == frozen
+                assert gc.get_freeze_count() > own
+            assert (gc.get_freeze_count() > own) == frozen
     finally:
         memory.has_frozen.cache_clear()
         gc.unfreeze()

@@ -42,10 +42,10 @@ def test_what_a_block_leaves_in_cycles_is_gone_after_it(nothing_is_collected, fr
         inside = weakref.ref(Thing())
         assert inside() is not None
     assert inside() is None and kept.itself is kept
-    assert has_frozen.__wrapped__() == frozen
+    assert (gc.get_freeze_count() > 0) == frozen
 
 
 def test_an_error_leaves_frozen_what_was(frozen):
     with pytest.raises(LookupError), without_garbage():
         raise LookupError
-    assert has_frozen.__wrapped__() == frozen
+    assert (gc.get_freeze_count() > 0) == frozen
