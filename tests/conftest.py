@@ -156,5 +156,5 @@ def pytest_terminal_summary(terminalreporter):
     tried = len({broken.claim for broken in all_broken()})
     terminalreporter.write_line(
         f"{len(ledger)} claims, {len(pending)} of them pending{named}; "
-        f"{tried} are tried with their mechanism broken"
+        f"for {tried} there are breaks with which their cells must fail"
     )

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from sampling import sample
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -201,7 +202,7 @@ def test_micro_batches_in_flight_are_counted_and_so_are_their_bytes():
     assert more > 1.2 * less  # twice as many micro-batches, though the last stage has logits, too
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", sample([2, 1], 1))
 def test_few_micro_batches_show_what_many_do(chunks, monkeypatch):
     whole = plan(Layout(stages=2), 8, chunks=chunks, micro_batches=8, gpus_per_host=2)
     short = shortened(whole)
@@ -231,7 +232,7 @@ def test_interleaving_shortens_the_bubble_and_the_step():
 
 
 # On a V100 attention in bfloat16 has no fused kernel, and a replay keeps the kernels of its recording.
-@pytest.mark.parametrize(("gpu", "fused"), [("A100", True), ("V100", False)])
+@pytest.mark.parametrize(("gpu", "fused"), sample([("A100", True), ("V100", False)], 1))
 def test_a_step_played_again_is_the_step_predicted_anew(gpu, fused):
     with nullcontext() if fused else sdpa_kernel(SDPBackend.MATH):
         _compare_played_again(gpu)
