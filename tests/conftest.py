@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import tempfile
+from contextlib import nullcontext
 
 import ending
 import pytest
@@ -61,14 +62,6 @@ def _virtual_gpus(request, _as_it_was):
 
     with vgpu.enable(*marker.args, **marker.kwargs):
         yield
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    if item.path.suffix != ".ipynb":
-        return (yield)
-    with kernels.in_use():
-        return (yield)
 
 
 # These start ranks, agents and kernels, each with files of its own.
@@ -128,6 +121,8 @@ def pytest_collection_finish():
 _file = None
 
 
+# Of the hooks for a test this one alone is called for lessons too: they do not lie in this folder.
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     # What a file leaves, such as modules imported late, is gone through once and no more. Not at its
     # end: what its last test holds, such as an exception, would never be collected.
@@ -135,6 +130,8 @@ def pytest_runtest_protocol(item):
     if item.path != _file:
         _file = item.path
         _leave_out_what_lives()
+    with kernels.in_use() if item.path.suffix == ".ipynb" else nullcontext():
+        return (yield)
 
 
 def _leave_out_what_lives():

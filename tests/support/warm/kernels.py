@@ -1,7 +1,8 @@
-"""Lessons' kernels from a process that has imported torch: two seconds of computing less for each.
+"""Lessons' kernels from a process that has imported torch: four seconds of computing less for each.
 
-They are processes such as ``launch.run`` starts, on systems that fork. ``pytest --nbmake notebooks``
-alone starts the kernels that a learner gets, and so do CI's lessons.
+Two are the kernel's own, two those of the forkserver that its ranks come from. The kernels are
+processes such as ``launch.run`` starts, on systems that fork. ``pytest --nbmake notebooks`` alone
+starts those that a learner gets, and so do CI's lessons.
 """
 
 import atexit
@@ -18,6 +19,7 @@ from importlib.metadata import EntryPoint
 from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
 
 import warm
+from warm import forkservers
 
 _NAME = "forked"
 
@@ -86,6 +88,7 @@ def _kernel(program, arguments, path):
     sys.path[:] = path
     sys.argv = [program, *arguments]
     try:
-        runpy.run_path(program, run_name="__main__")
+        with forkservers.in_use():
+            runpy.run_path(program, run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # multiprocessing leaves that out

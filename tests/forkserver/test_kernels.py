@@ -2,11 +2,16 @@
 
 import contextlib
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import nbformat
 import psutil
 from nbclient import NotebookClient
 from warm import kernels
+
+from teaching.lessons import ROOT
 
 WHAT_IT_IS = """
 import gc, json, multiprocessing, os, signal, sys, threading, warnings
@@ -28,10 +33,30 @@ print(json.dumps([os.getpid(), before, {
     "main": [sys.modules["__main__"].__name__, __name__],
 }]))
 """
-RANKS_PATH = """
-import os, sys
+WHAT_A_RANK_IS = """
+import multiprocessing.forkserver as server
 from helpers import launch
-print([[path or os.getcwd() for path in sys.path]] == launch.run(lambda rank, ranks: sys.path, 1))
+CHANCE = "JPY_PARENT_PID", "MASTER_PORT"
+def about(rank, world_size):
+    return {
+        "path": sys.path,
+        "folder": os.getcwd(),
+        "environment": {k: v for k, v in os.environ.items() if k not in CHANCE},
+        "garbage": [gc.isenabled(), gc.get_freeze_count() > 10**5],
+        "threads": len(threading.enumerate()),
+        "a group of its own in the session": [os.getpgid(pid) == pid, os.getsid(pid) == session],
+    }
+sys.path.append("/added in a cell")
+os.environ["SET_IN_A_CELL"] = "1"
+launch.warm_up()
+pid, session = server._forkserver._forkserver_pid, os.getsid(0)
+address = server._forkserver._forkserver_address
+print(json.dumps([pid, address, launch.run(about, 2)]))
+"""
+WITHOUT_ITS_FORKSERVER = """
+os.kill(pid, signal.SIGKILL)
+os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+print(launch.run(lambda rank, world_size: rank, 2))
 """
 TO_INTERRUPT = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass"
 
@@ -54,25 +79,42 @@ def test_a_forked_kernel_is_what_a_new_one_is_and_ends_as_it_does(tmp_path):
         folder = tmp_path / "same"
         folder.mkdir()
         with way():
-            said, interrupted = _kernel(folder, WHAT_IT_IS, TO_INTERRUPT)
+            said, of_rank, interrupted = _kernel(folder, WHAT_IT_IS, WHAT_A_RANK_IS, TO_INTERRUPT)
         assert interrupted.ename == "KeyboardInterrupt"
         assert (folder / "done at the end").exists()
         folder.rename(tmp_path / way.__name__)
-        pid, had, of_way[way] = json.loads(said.text)
+        pid, had, kernel = json.loads(said.text)
+        forkserver, address, ranks = json.loads(of_rank.text)
+        of_way[way] = kernel, ranks
         assert not psutil.pid_exists(pid)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(forkserver).wait(10)
+        assert not Path(address).parent.exists()
         assert had == ([] if way is contextlib.nullcontext else ["torch", "torch._dynamo"])
     new, forked = of_way.values()
     assert new == forked
-    assert new["program"].endswith("support/ending/kernels/python3/kernel.py")
+    assert new[0]["program"].endswith("support/ending/kernels/python3/kernel.py")
 
 
-def test_ranks_of_a_forked_kernel_import_from_its_folder(tmp_path):
+def test_a_forked_kernel_whose_forkserver_is_killed_starts_another(tmp_path):
     with kernels.in_use():
-        (said,) = _kernel(tmp_path, RANKS_PATH)
-    assert said.text == "True\n"
+        *_, again = _kernel(tmp_path, WHAT_IT_IS, WHAT_A_RANK_IS, WITHOUT_ITS_FORKSERVER)
+    assert again.text == "[0, 1]\n"
 
 
-def test_lessons_get_forked_kernels_and_nothing_else_does():
+def test_lessons_get_forked_kernels(tmp_path):
+    """They lie outside this folder, where pytest asks its conftest.py for few hooks."""
+    cell = nbformat.v4.new_code_cell("import sys\nassert 'torch' in sys.modules")
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "lesson.ipynb")
+    options = "-q", "-p", "no:cacheprovider", "--nbmake", "-k=lesson.ipynb"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, __file__, tmp_path / "lesson.ipynb"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_nothing_else_does():
     factory = kernels.KernelProvisionerFactory.instance()
     assert factory.default_provisioner_name == "local-provisioner"
     with kernels.in_use():
