@@ -11,7 +11,6 @@ launch.run(hello, 4, gpu="V100")    # each rank with a GPU of its own, real or v
 import linecache
 import os
 import pickle
-import socket
 import time
 from collections.abc import Callable
 from inspect import signature
@@ -164,7 +163,7 @@ def _jobs(
         # A figure drawn in a rank is shown by the notebook, not by the rank.
         "MPLBACKEND": "agg",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(machine.free_port()),  # for scripts that meet there; we meet in a file
         "OMP_NUM_THREADS": str(threads),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
@@ -197,13 +196,6 @@ def _jobs(
         )
         for rank in range(world_size)
     ]
-
-
-def _free_port() -> int:
-    """A port that is free now, for a script that meets through MASTER_PORT; we meet in a file."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _follow(team: Team, limit_s: float | None, arrived: Callable[[Member], bool]) -> None:

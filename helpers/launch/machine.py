@@ -1,7 +1,9 @@
 """What this machine has for its ranks: cores, GPUs, and a network that stays inside."""
 
 import os
+import random
 import socket
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -52,3 +54,20 @@ def loopback() -> str | None:
     """
     named = socket.if_nameindex() if hasattr(socket, "if_nameindex") else []
     return next((name for _, name in named if name in ("lo", "lo0")), None)
+
+
+def free_port() -> int:
+    """A port for ranks to meet at: free now, and none that systems give to others by themselves.
+
+    Whoever asks for any port gets one above 32767 on Linux, above 49151 elsewhere. One of those may
+    be gone before the ranks have started. Raises OSError if none of 100 is free.
+    """
+    tried = random.SystemRandom().sample(range(20_000, 30_000), 100)  # no seed of the user's
+    for port in tried:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(
+        "found no free port for the ranks: 100 between 20000 and 29999 are all taken. "
+        "Name one yourself, with --master-port or --rdzv-endpoint."
+    )

@@ -1,4 +1,7 @@
-"""Ranks compute on GPUs where each has one and NCCL is there, and on the CPU where not."""
+"""What ranks compute on: GPUs where each has one and NCCL is there, else the CPU. Where they meet."""
+
+import random
+import socket
 
 import pytest
 import torch
@@ -29,3 +32,21 @@ def test_what_ranks_compute_on_is_decided_in_one_place(monkeypatch, gpus, nccl, 
     assert chosen == [1] * (expected == "cuda")
     with vgpu.enable(ranks):
         assert machine.device_type() == "vgpu"
+
+
+def test_a_free_port_is_none_that_is_given_to_others(monkeypatch):
+    asked = []
+
+    def sample(self, ports, count):
+        asked.append((ports[0], ports[-1], count))
+        return [taken.getsockname()[1], 29_999] if len(asked) == 1 else [taken.getsockname()[1]]
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert 20_000 <= machine.free_port() < 30_000
+        monkeypatch.setattr(random.SystemRandom, "sample", sample)
+        assert machine.free_port() == 29_999
+        with pytest.raises(OSError, match="found no free port for the ranks"):
+            machine.free_port()
+    assert asked == [(20_000, 29_999, 100)] * 2

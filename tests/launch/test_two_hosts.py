@@ -16,18 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hosts import (
-    free_port,
-    status_of,
-    stop,
-    two_agents,
-    two_namespaces,
-    two_namespaces_if_possible,
-)
+from hosts import status_of, stop, two_agents, two_namespaces, two_namespaces_if_possible
 from sampling import WHOLE
 
 from helpers import vgpu
 from helpers.data import Digits
+from helpers.launch.machine import free_port
 from teaching import lessons
 
 LESSON = next(path for path in lessons.NOTEBOOKS if lessons.number(path) == "07")

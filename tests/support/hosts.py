@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
@@ -48,13 +47,6 @@ def status_of(agent):
     """Its exit status, once it has ended; None if it takes too long."""
     agent.join(TIME_S)
     return agent.exitcode
-
-
-def free_port():
-    """A port of this machine that is free now; a fresh namespace has them all free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

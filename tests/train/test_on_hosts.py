@@ -11,11 +11,12 @@ import psutil
 import pytest
 import torch
 import warm
-from hosts import TIME_S, free_port, status_of, stop, two_agents, two_namespaces
+from hosts import TIME_S, status_of, stop, two_agents, two_namespaces
 from sampling import WHOLE, sample
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from helpers import launch
+from helpers.launch.machine import free_port
 from helpers.train import Settings, Training
 from teaching import lessons
 
