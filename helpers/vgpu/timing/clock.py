@@ -13,6 +13,7 @@ from helpers.vgpu.device import gpus
 from helpers.vgpu.device.gpus import VirtualGPU
 from helpers.vgpu.timing.callers.backward import BackwardPasses, in_backward
 from helpers.vgpu.timing.costs import CostModel, Work
+from helpers.vgpu.timing.figures import check_seconds
 from helpers.vgpu.timing.lanes import Done, Hosts, HostTime, Known, Marked, StreamTime, learn
 from helpers.vgpu.timing.play.player import Player
 from helpers.vgpu.timing.play.steps import (
@@ -147,8 +148,7 @@ class Clock:
 
     def spend(self, duration_s: float) -> None:
         """The host computes something itself for so long."""
-        if duration_s < 0:
-            raise ValueError(f"duration_s must not be negative, got {duration_s}")
+        check_seconds("duration_s", duration_s)
         self._do(Spend(self.host().index, duration_s))
 
     def ask_stream(self, stream: StreamTime) -> bool:

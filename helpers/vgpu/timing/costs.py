@@ -29,7 +29,7 @@ from helpers.vgpu.device.networks import Network, get_network
 from helpers.vgpu.device.products import Product
 from helpers.vgpu.device.specs import GPUSpec, get_spec
 from helpers.vgpu.dispatch.operators import Args, Kwargs, Operator, named_arguments
-from helpers.vgpu.timing import collectives
+from helpers.vgpu.timing import collectives, figures
 from helpers.vgpu.timing.collectives import Way
 from helpers.vgpu.timing.traits import tensors_in
 
@@ -81,6 +81,8 @@ class Work(NamedTuple):
 
 
 _SHARES = ("arithmetic_share", "memory_share", "link_share", "network_share", "locked_share")
+_SECONDS = ("python_launch_s", "engine_launch_s", "kernel_s")
+_COUNTS = {"gpus_per_host": 0, "collective_processors": 0, "slowest_of": 1}  # and the least of each
 
 
 @dataclass(frozen=True)
@@ -140,18 +142,19 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name in _SHARES:
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
-        if not 0 <= self.collective_processors < self.spec.multi_processor_count:
+            figures.check_share(name, getattr(self, name))
+        for name in _SECONDS:
+            figures.check_seconds(name, getattr(self, name))
+        for name, least in _COUNTS.items():
+            figures.check_whole(name, getattr(self, name), least)
+        if self.collective_processors >= self.spec.multi_processor_count:
             raise ValueError(
-                f"collective_processors must be at least 0 and below the "
-                f"{self.spec.multi_processor_count} of {self.spec.name}, got "
-                f"{self.collective_processors}"
+                f"collective_processors must be below the {self.spec.multi_processor_count} of "
+                f"{self.spec.name}, got {self.collective_processors}"
             )
-        if not 0 <= self.speed_spread < 1 or self.slowest_of < 1:
+        if not 0 <= self.speed_spread < 1:
             raise ValueError(
-                "speed_spread must be at least 0 and below 1, of at least one GPU, got "
-                f"speed_spread={self.speed_spread} and slowest_of={self.slowest_of}"
+                f"speed_spread must be at least 0 and below 1, got {self.speed_spread}"
             )
         if self.async_tp and not self.fuses:
             raise ValueError(

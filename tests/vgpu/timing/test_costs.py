@@ -52,7 +52,7 @@ def test_a_product_in_place_costs_what_it_costs_out_of_place():
 
 
 @pytest.mark.parametrize("name", ["arithmetic_share", "memory_share", "link_share", "locked_share"])
-@pytest.mark.parametrize("share", [0, -0.1, 1.01])
+@pytest.mark.parametrize("share", [0, -0.1, 1.01, math.nan, "0.5"])
 def test_a_share_is_between_nothing_and_the_peak(name, share):
     with pytest.raises(ValueError, match=f"{name} must be in"):
         vgpu.CostModel(vgpu.PRESETS["K80"], **{name: share})
@@ -81,11 +81,35 @@ def test_the_slowest_of_many_is_as_slow_as_the_slowest_that_are_drawn():
         assert expected_largest(count) == pytest.approx(drawn, rel=0.01)
 
 
-@pytest.mark.parametrize("wrong", [{"speed_spread": -0.1}, {"speed_spread": 1}, {"slowest_of": 0}])
-def test_a_spread_below_one_and_at_least_one_gpu(wrong):
-    name, value = next(iter(wrong.items()))
-    with pytest.raises(ValueError, match=f"speed_spread must be .* got .*{name}={value}"):
-        vgpu.CostModel(vgpu.PRESETS["K80"], **wrong)
+@pytest.mark.parametrize("name", ["python_launch_s", "engine_launch_s", "kernel_s"])
+@pytest.mark.parametrize("time_s", [-1e-6, math.nan, math.inf, None])
+def test_a_time_is_finite_and_not_negative(name, time_s):
+    """With one that is not, a replay never ended, or kernels took less than no time."""
+    with pytest.raises(ValueError, match=f"{name} must be seconds, .* got {time_s!r}"):
+        vgpu.CostModel(vgpu.PRESETS["K80"], **{name: time_s})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gpus_per_host": -8},
+        {"gpus_per_host": 2.5},
+        {"collective_processors": 1.5},
+        {"slowest_of": 0},
+        {"slowest_of": math.nan},  # the search for its quantiles never ended
+        {"slowest_of": True},
+    ],
+)
+def test_a_count_is_a_whole_number(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} must be a whole number .* got {value}"):
+        vgpu.CostModel(vgpu.PRESETS["K80"], speed_spread=0.1, **wrong)
+
+
+@pytest.mark.parametrize("spread", [-0.1, 1, math.nan])
+def test_a_spread_is_below_one(spread):
+    with pytest.raises(ValueError, match=f"speed_spread must be .* got {spread}"):
+        vgpu.CostModel(vgpu.PRESETS["K80"], speed_spread=spread)
 
 
 def test_flops_and_bytes_of_a_matrix_product():

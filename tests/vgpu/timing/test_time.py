@@ -301,6 +301,9 @@ def test_spend_and_costs_by_name():
         x.neg()
     assert timeline.events[0].start_s == near(0.25 + 1e-6)
     assert timeline.events[0].duration_s == near(4e-6)
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"duration_s .* got {wrong}"), vgpu.record():
+            vgpu.spend(wrong)
     with pytest.raises(ValueError, match="link_share must be in"), vgpu.record(link_share=2):
         pass
     with pytest.raises(ValueError, match="no link preset 'PCI'"), vgpu.record(link="PCI"):
