@@ -17,14 +17,18 @@ from dataclasses import dataclass
 # on 16,384 H100s.
 LLAMA_3_FAILURES_PER_GPU_S = 419 / (54 * 86_400 * 16_384)
 
+MOST_FAILURES = 10_000_000
+"""That a simulation may expect, and parts that it may have: each is played, some 400,000 a second."""
+
 
 def mean_time_between_failures_s(
     gpus: int, failures_per_gpu_s: float = LLAMA_3_FAILURES_PER_GPU_S
 ) -> float:
     """Seconds from one failure to the next, on average, of a training run on so many GPUs."""
-    if gpus < 1 or failures_per_gpu_s <= 0:
+    if not 1 <= gpus < math.inf or not 0 < failures_per_gpu_s < math.inf:
         raise ValueError(
-            f"{gpus} GPUs that fail {failures_per_gpu_s} times a second: both must be positive"
+            f"{gpus} GPUs that fail {failures_per_gpu_s} times a second: both must be positive and "
+            "finite"
         )
     return 1 / (gpus * failures_per_gpu_s)
 
@@ -35,7 +39,8 @@ def best_interval_s(checkpoint_s: float, between_failures_s: float) -> float:
     Young, 1974, A first order approximation to the optimum checkpoint interval. It holds where a
     checkpoint takes much less time than passes between failures.
     """
-    _positive(checkpoint_s=checkpoint_s, between_failures_s=between_failures_s)
+    _check_finite(checkpoint_s=checkpoint_s)
+    _check_positive(checkpoint_s=checkpoint_s, between_failures_s=between_failures_s)
     return math.sqrt(2 * checkpoint_s * between_failures_s)
 
 
@@ -45,12 +50,16 @@ def expected_goodput(
     """The share of all time that goes into training which lasts, from 0 to 1.
 
     Daly, 2006, A higher order estimate of the optimum checkpoint interval for restart dumps:
-    exact for failures at a constant rate.
+    exact for failures at a constant rate. ``between_failures_s`` may be infinite.
     """
-    _positive(interval_s=interval_s, between_failures_s=between_failures_s)
-    mean_s = between_failures_s
-    failing = math.expm1((interval_s + checkpoint_s) / mean_s)
-    return interval_s / (mean_s * math.exp(restart_s / mean_s) * failing)
+    _check_finite(interval_s=interval_s, checkpoint_s=checkpoint_s, restart_s=restart_s)
+    _check_positive(interval_s=interval_s, between_failures_s=between_failures_s)
+    part_s = interval_s + checkpoint_s
+    expected = part_s / between_failures_s  # failures while a part takes its time
+    if expected > 700:
+        return 0.0  # to within 1e-300; beyond, e^expected is no float
+    lasts = expected / math.expm1(expected) if expected else 1.0
+    return interval_s / part_s * lasts * math.exp(-restart_s / between_failures_s)
 
 
 @dataclass(frozen=True)
@@ -81,8 +90,23 @@ def simulated(
     between_failures_s: float,
     seed: int = 0,
 ) -> Goodput:
-    """A training of ``training_s`` seconds with failures drawn at random."""
-    _positive(between_failures_s=between_failures_s)
+    """A training of ``training_s`` seconds with failures drawn at random.
+
+    ValueError where more than ``MOST_FAILURES`` are expected.
+    """
+    _check_training(training_s, interval_s, checkpoint_s, restart_s)
+    _check_positive(between_failures_s=between_failures_s)
+    if between_failures_s == math.inf:
+        return played(training_s, interval_s, checkpoint_s, restart_s, ())
+    costs = (checkpoint_s, restart_s, between_failures_s)
+    share = expected_goodput(min(interval_s, training_s), *costs)
+    if training_s / between_failures_s > MOST_FAILURES * share:
+        raise ValueError(
+            f"a failure every {between_failures_s:,.0f} s lets parts of {interval_s:,.0f} s, with "
+            f"checkpoints of {checkpoint_s:,.0f} s and restarts of {restart_s:,.0f} s, pass so "
+            f"rarely that more than {MOST_FAILURES:,} failures are expected in {training_s:,.0f} s "
+            f"of training: save more often, or train for less. expected_goodput says {share:.3g}"
+        )
     return played(training_s, interval_s, checkpoint_s, restart_s, _drawn(between_failures_s, seed))
 
 
@@ -104,12 +128,8 @@ def played(
 
     After each ``interval_s`` of training comes a checkpoint, the last of them at the end.
     """
-    _positive(training_s=training_s, interval_s=interval_s)
-    if checkpoint_s < 0 or restart_s < 0:
-        raise ValueError(
-            f"a checkpoint of {checkpoint_s} s and a restart of {restart_s} s: neither may be negative"
-        )
-    coming = iter(failures_s)
+    _check_training(training_s, interval_s, checkpoint_s, restart_s)
+    coming = _in_order(failures_s)
     next_s = next(coming, math.inf)
     now_s = done_s = lost_s = checkpoints_s = restarts_s = 0.0
     failures, restarting = 0, False
@@ -134,7 +154,37 @@ def played(
     return Goodput(training_s, lost_s, checkpoints_s, restarts_s, failures)
 
 
-def _positive(**values: float) -> None:
+def _in_order(failures_s: Iterable[float]) -> Iterator[float]:
+    last_s = 0.0
+    for time_s in failures_s:
+        if not time_s >= last_s:
+            raise ValueError(
+                f"failures_s must be times since the beginning, in order, got {time_s} after {last_s}"
+            )
+        last_s = time_s
+        yield time_s
+
+
+def _check_training(
+    training_s: float, interval_s: float, checkpoint_s: float, restart_s: float
+) -> None:
+    """An infinite ``interval_s`` saves at the end only."""
+    _check_positive(training_s=training_s, interval_s=interval_s)
+    _check_finite(training_s=training_s, checkpoint_s=checkpoint_s, restart_s=restart_s)
+    if training_s / interval_s > MOST_FAILURES:
+        raise ValueError(
+            f"{training_s} s of training have more than {MOST_FAILURES:,} parts of {interval_s} s: "
+            "save less often, or train for less"
+        )
+
+
+def _check_positive(**values: float) -> None:
     for name, value in values.items():
         if not value > 0:
             raise ValueError(f"{name} must be positive, got {value}")
+
+
+def _check_finite(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be finite and not negative, got {value}")
