@@ -148,7 +148,10 @@ def _virtual_gpus(
     spec = vgpu.get_spec(gpu)
     capacity_bytes = spec.memory_bytes if memory_bytes is None else memory_bytes
     if not isinstance(capacity_bytes, int) or capacity_bytes <= 0:
-        raise ValueError(f"memory_bytes must be a positive number; found {memory_bytes!r}.")
+        raise ValueError(
+            "memory_bytes must be a positive whole number, such as 16 * 2**30; "
+            f"found {memory_bytes!r}."
+        )
     real = machine.real_gpus_for(nprocs) and os.environ.get("COURSE_DEVICES") != "vgpu"
     return None if real else (spec, capacity_bytes)
 

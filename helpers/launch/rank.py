@@ -279,6 +279,7 @@ def _attempt(rank: _Rank, job: Job) -> Result | Failure:
 
 
 def _join_group(job: Job, scratch: Path) -> None:
+    dist.set_debug_level_from_env()  # read when torch was imported, in an earlier environment
     if job.gpus is not None or "nccl" in job.backend:
         torch.accelerator.set_device_index(job.rank)
     store = dist.FileStore(str(scratch / "store"), job.world_size)

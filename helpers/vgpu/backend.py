@@ -10,6 +10,7 @@ is available, as ``torch.cuda`` does on a machine without a GPU.
 
 import contextlib
 import dataclasses
+import operator
 from typing import Any
 
 import torch
@@ -112,19 +113,29 @@ def enable(
     gpu: a preset of specs.py, or a GPUSpec. memory_bytes: capacity of each, in place of the
     preset's. link: between GPUs, of links.py, in place of the preset's. May be called again at
     any time; tensors stay on the devices that remain. ValueError for a count that is not 1 to 127, a
-    name that no preset has, and memory that is not positive.
+    name that no preset has, and memory that is not positive; TypeError for what is no whole number.
     """
+    count = _whole(count, "count", "such as 4")
     if not 1 <= count <= 127:
         raise ValueError(f"count must be 1 to 127 (torch numbers devices in 8 bits), got {count}")
     spec = get_spec(gpu)
     if link is not None:
         spec = dataclasses.replace(spec, link=get_link(link))
-    capacity_bytes = spec.memory_bytes if memory_bytes is None else memory_bytes
+    capacity_bytes = spec.memory_bytes
+    if memory_bytes is not None:
+        capacity_bytes = _whole(memory_bytes, "memory_bytes", "such as 16 * 2**30")
     if capacity_bytes <= 0:
         raise ValueError(f"memory_bytes must be positive, got {memory_bytes}")
     before = _settings
     _use((count, spec, capacity_bytes))
     return Lab(before)
+
+
+def _whole(number: int, name: str, example: str) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, {example}; got {number!r}") from None
 
 
 def prepare() -> None:

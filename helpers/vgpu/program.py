@@ -4,6 +4,7 @@ What ``python script.py`` sees is kept: ``__main__`` is the script, ``sys.argv``
 are its own, and processes that multiprocessing starts find it.
 """
 
+import functools
 import importlib.util
 import multiprocessing.spawn
 import os
@@ -45,6 +46,18 @@ class Setting:
             torch.manual_seed(self.seed)
         if self.cuda_folder is not None:
             cuda_words.install(self.cuda_folder)
+            _scale_on_virtual_gpus()
+
+
+def _scale_on_virtual_gpus() -> None:
+    """``torch.amp.GradScaler()`` is for "cuda" where nothing is said; so are its subclasses."""
+    plain = torch.amp.GradScaler.__init__
+
+    @functools.wraps(plain)
+    def init(self: torch.amp.GradScaler, device: str = "cuda", *args: Any, **options: Any) -> None:
+        plain(self, cuda_words.word(device), *args, **options)
+
+    torch.amp.GradScaler.__init__ = init  # type: ignore[method-assign]
 
 
 def run_script(path: Path, setting: Setting) -> None:

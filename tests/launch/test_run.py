@@ -85,10 +85,12 @@ def test_a_changed_cell_is_what_runs():
 
 def test_the_environment_is_torchruns_and_threads_are_shared_out(monkeypatch):
     monkeypatch.setenv("SET_IN_A_CELL", "yes")
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")  # torch reads it when it is imported
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "SET_IN_A_CELL")
     results = run(
         """
         def main(rank, world_size, names):
+            assert dist.get_debug_level() == dist.DebugLevel.INFO
             return [os.environ[n] for n in names], torch.get_num_threads(), os.getcwd()
         """,
         2,

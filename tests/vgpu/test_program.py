@@ -150,11 +150,17 @@ def test_a_script_for_cuda_runs_unchanged_and_is_told_what_was_read(tmp_path):
         "x = torch.ones(2).cuda()\n"
         "y = torch.ones(2, device=f'cuda:{0}').to(chosen)\n"
         "print(x.device, y.is_cuda, DEVICE, x.device.type == 'cuda')\n"
+        "scaler = torch.amp.GradScaler()  # for cuda, where nothing is said\n"
+        "print(scaler.is_enabled(), scaler.scale(x).device, torch.GradScaler('cpu')._device)\n"
         "print('the word cuda in a sentence stays')\n"
     )
     code, out, error = run("--cuda-is-vgpu", "script.py", "--device", "cuda", cwd=tmp_path)
     assert code == 0, error
-    assert out.splitlines() == ["vgpu:0 True vgpu:1 True", "the word cuda in a sentence stays"]
+    assert out.splitlines() == [
+        "vgpu:0 True vgpu:1 True",
+        "True vgpu:0 cpu",
+        "the word cuda in a sentence stays",
+    ]
     assert "script.py: reads cuda as vgpu in lines 2, 5, 7, 8, 9, 10" in error
     assert "beside.py: reads cuda as vgpu in line 2" in error
 
@@ -236,6 +242,17 @@ def test_a_module_runs_as_python_m_does(tmp_path):
     code, out, error = run("--cuda-is-vgpu", "-m", "package", "a", "--b", cwd=tmp_path)
     assert code == 0, error
     assert out.strip() == "__main__ ['a', '--b'] vgpu:0"
+
+
+def test_tests_for_cuda_run_under_pytest(tmp_path):
+    (tmp_path / "test_gpu.py").write_text(
+        "import pytest, torch\n"
+        "@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs CUDA')\n"
+        "def test_is_on_the_gpu():\n    assert torch.ones(1).cuda().is_cuda\n"
+    )
+    arguments = "--cuda-is-vgpu", "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_gpu.py"
+    code, out, error = run(*arguments, cwd=tmp_path)
+    assert code == 0 and "1 passed" in out, out + error
 
 
 @pytest.mark.parametrize(

@@ -168,3 +168,18 @@ def test_tensors_outlive_a_smaller_count():
 def test_settings_that_make_no_sense_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         vgpu.enable(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"count": 4.0}, r"count must be a whole number, such as 4; got 4\.0"),
+        ({"count": 1, "memory_bytes": "16GiB"}, "memory_bytes must be a whole number.*'16GiB'"),
+    ],
+)
+def test_what_is_no_number_is_refused_and_nothing_is_left(arguments, words):
+    with pytest.raises(TypeError, match=words):
+        vgpu.enable(**arguments)
+    assert not vgpu.is_enabled()
+    with vgpu.enable(1):
+        assert torch.vgpu.device_count() == 1

@@ -120,7 +120,16 @@ def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
         new_class = type(content)
     # The other object now stands for the old contents, which a graph may still need.
     old_class, old_attributes = tensor.__class__, dict(vars(tensor))
-    torch._C._swap_tensor_impl(tensor, content)
+    try:
+        torch._C._swap_tensor_impl(tensor, content)
+    except RuntimeError as error:
+        if "weakrefs" not in str(error):
+            raise
+        raise RuntimeError(
+            f"a tensor of size {tuple(tensor.size())} cannot move from {tensor.device} to "
+            f"{source.device}: something in C++ refers to it, as torch.profiler does with record_shapes "
+            "or with_flops. On virtual GPUs, move the model before the profiler begins."
+        ) from None
     for target, kind, names in (
         (tensor, new_class, {**attributes, **held}),
         (content, old_class, old_attributes),

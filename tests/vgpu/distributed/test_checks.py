@@ -127,3 +127,24 @@ def test_two_ranks_on_one_gpu_are_refused_as_by_nccl():
     words = r"Duplicate GPU detected : rank (0 and rank 1|1 and rank 0) both on CUDA device 0"
     with pytest.raises(RuntimeError, match=words):
         launch.run(main, 2, gpu="V100")
+
+
+def test_a_tensor_on_another_gpu_than_the_group_s_is_refused_as_by_nccl():
+    main = cell(
+        """
+        def main(rank, world_size):
+            dist.destroy_process_group()
+            dist.init_process_group(
+                "vccl", store=dist.HashStore(), rank=0, world_size=1,
+                device_id=torch.device("vgpu", rank),
+            )
+            dist.all_reduce(torch.ones(2, device=f"vgpu:{rank}"))
+            dist.all_reduce(torch.ones(2, device=f"vgpu:{rank}"), group=dist.new_group([0]))
+            dist.all_reduce(torch.ones(2, device=f"vgpu:{1 - rank}"))
+        """
+    )["main"]
+    words = (
+        r"not on device passed to init_process_group.*CUDA device (1.*device_id 0|0.*device_id 1)"
+    )
+    with pytest.raises(RuntimeError, match=words):
+        launch.run(main, 2, gpu="V100")

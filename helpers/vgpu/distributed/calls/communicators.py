@@ -60,8 +60,16 @@ def expect(group: dist.ProcessGroup, store: dist.Store) -> None:
 def use(group: dist.ProcessGroup, gpu: VirtualGPU, peer: int | None = None) -> None:
     """Take part on this GPU; peer: for a message, the rank at its other end.
 
-    DistBackendError where another rank of the group is on the same GPU of the same host.
+    DistBackendError where another rank of the group is on the same GPU of the same host, and where
+    the group was made for another GPU than this one.
     """
+    bound = group.bound_device_id
+    if bound is not None and bound.index != gpu.index:
+        raise dist.DistBackendError(
+            "Attempt to perform collective on tensor not on device passed to init_process_group: the "
+            f"tensor is on CUDA device {gpu.index}, and the group of rank {group.rank()} has "
+            f"device_id {bound.index}. Call torch.cuda.set_device(local_rank) before the first tensor."
+        )
     if group in _of_group:
         _of_group[group].use(group.rank(), peer, gpu)
 
