@@ -15,17 +15,13 @@ from helpers.units import format_bytes
 def remedies(step: Step, costs: dict[str, Any]) -> str:
     """Changes that make it fit, fastest first, each tried on the cluster; text to print.
 
-    If no single one does, each is tried together with full checkpointing.
+    If no single one does, each is tried together with full checkpointing, then also with parameters
+    that are gathered again.
     """
-    plan = step.plan
-    everything_again = dataclasses.replace(plan, checkpoint="full")
-    for changes in (
-        list(_changes(plan)),
-        [(f"--checkpoint full {text}", other) for text, other in _spread(everything_again)],
-    ):
+    for given, plan in _keeping_less(step.plan):
         tried = [
-            (text, predict(other, **costs))
-            for text, other in tqdm(changes, desc="looking for what fits", leave=False)
+            (f"{given} {text}".strip(), predict(other, **costs))
+            for text, other in tqdm(list(_changes(plan)), desc="looking for what fits", leave=False)
         ]
         rows = [
             (text, format_bytes(other.reserved_bytes), f"{other.tokens_per_s:,.0f}")
@@ -34,12 +30,30 @@ def remedies(step: Step, costs: dict[str, Any]) -> str:
         ]
         if rows:
             return str(Table(("what would fit", "reserved", "tokens/s a GPU"), rows))
-    return "None of what was tried makes it fit: smaller batches, more sharing, checkpoints. Use more GPUs."
+    return (
+        "None of what was tried makes it fit: smaller batches, more sharing, checkpoints, parameters "
+        "gathered again. Use more GPUs."
+    )
+
+
+def _keeping_less(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """The plan, then with what it lacks of all that keeps less: one option, then both."""
+    yield "", plan
+    given = []
+    if plan.checkpoint != CHECKPOINTS[-1]:
+        plan = dataclasses.replace(plan, checkpoint=CHECKPOINTS[-1])
+        given.append(f"--checkpoint {plan.checkpoint}")
+        yield " ".join(given), plan
+    if not plan.reshard_after_forward:
+        given.append("--reshard-after-forward")
+        yield " ".join(given), dataclasses.replace(plan, reshard_after_forward=True)
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     for how in CHECKPOINTS[CHECKPOINTS.index(plan.checkpoint) + 1 :]:
         yield f"--checkpoint {how}", dataclasses.replace(plan, checkpoint=how)
+    if plan.layout.shards > 1 and not plan.reshard_after_forward:
+        yield "--reshard-after-forward", dataclasses.replace(plan, reshard_after_forward=True)
     yield from _spread(plan)
 
 

@@ -13,6 +13,7 @@ from helpers.models import LLAMA, Transformer, TransformerSizes
 from helpers.parallel import Layout
 from helpers.plan import Plan, napkin, predict
 from helpers.plan import __main__ as command
+from helpers.plan.remedies import remedies
 
 SMALL = TransformerSizes(2, 256, 8, 4, 512, 1024, sequence=128)
 FILE = """\
@@ -203,6 +204,19 @@ def test_what_does_not_fit_is_told_what_would(tmp_path, capsys):
     assert "It does not fit." in shown
     advice = shown.partition("what would fit")[2]
     assert "--checkpoint full" in advice and "tokens/s" in advice
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "advice"),
+    [("full", "--reshard-after-forward"), ("none", "--checkpoint full --reshard-after-forward")],
+)
+def test_gathering_again_is_among_what_would_fit(checkpoint, advice):
+    """Where everything else is tried or cannot be: "Use more GPUs", it said."""
+    sizes = TransformerSizes(4, 512, 8, 4, 1024, 1024)
+    gpu = dataclasses.replace(vgpu.PRESETS["H100"], memory_bytes=110 * 2**20)
+    plan = Plan(sizes, Layout(shards=8), 1, 512, checkpoint, False, gpu, gpus_per_host=1)
+    rows = remedies(predict(plan), {}).splitlines()[1:]
+    assert [row.rsplit(maxsplit=3)[0].strip() for row in rows] == [advice]
 
 
 @pytest.mark.parametrize(
