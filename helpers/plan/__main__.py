@@ -61,7 +61,12 @@ _COSTS = {
     "compile": "fuses",
     "async_tp": "async_tp",
 }
+_UNLESS_GIVEN = {
+    "sequence": "the model's, 8192 for those of Llama",
+    "micro-batches": "as many as ranks in the pipeline",
+}
 _SEARCH = ("hosts", "sequences", "whole", "processes")
+_TRIED = ("batch", "checkpoint", "reshard_after_forward")
 _LAYOUT = [field.name for field in dataclasses.fields(Layout)]
 
 
@@ -89,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
         ("chunks", "stages of each rank in a pipeline: 1 for 1F1B, more for interleaved 1F1B"),
         ("micro-batches", "into which a pipeline divides the batch"),
     ):
-        shown = _default(name.replace("-", "_")) or "as many as ranks in the pipeline"
+        shown = _default(name.replace("-", "_")) or _UNLESS_GIVEN[name]
         result.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (default: {shown})")
     result.add_argument(
         "--checkpoint",
@@ -148,7 +153,10 @@ def parser() -> argparse.ArgumentParser:
     )
     several = result.add_argument_group("search among all layouts, batches and checkpoints")
     several.add_argument(
-        "--search", action="store_true", help="print the fastest that fit; pipelines are not tried"
+        "--search",
+        action="store_true",
+        help="print the fastest that fit, whatever layout, batch and checkpoint a file has; pipelines "
+        "are not tried",
     )
     for name, text in (
         ("hosts", "of the cluster, in place of a layout"),
@@ -199,8 +207,9 @@ def _searched(options: argparse.Namespace) -> str:
 def _read(options: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
     given = {name: value for name, value in vars(options).items() if value is not None}
     searches = given.pop("search")
-    if not searches and (unused := [f"--{name}" for name in _SEARCH if name in given]):
-        raise ValueError(f"{', '.join(unused)}: only of use with --search")
+    useless = ("trace", *_TRIED) if searches else _SEARCH
+    if unused := [f"--{name.replace('_', '-')}" for name in useless if name in given]:
+        raise ValueError(f"{', '.join(unused)}: only of use with{'out' * searches} --search")
     for name in ("trace", *_SEARCH):
         given.pop(name, None)
     if file := given.pop("file", None):
@@ -211,7 +220,13 @@ def _read(options: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
     costs = {cost: given.pop(name) for name, cost in _COSTS.items() if name in given}
     if costs.get("async_tp") and not costs.get("fuses"):
         raise ValueError("--async-tp is a pass of torch.compile: give --compile with it")
-    return Plan(sizes, layout, **given), costs
+    plan = Plan(sizes, layout, **given)
+    if isinstance(model, dict) and "sequence" in model and plan.sequence > sizes.sequence:
+        raise ValueError(
+            f"sequences of {plan.sequence} tokens for a model that takes {sizes.sequence}: change one, "
+            "or leave sequence out of [model]"
+        )
+    return plan, costs
 
 
 def _from_file(file: Path) -> dict[str, Any]:

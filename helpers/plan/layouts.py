@@ -17,6 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from helpers.models import check_count
 from helpers.parallel import Layout
 from helpers.plan import napkin
 from helpers.plan.few_layers import LAYERS, continued, with_layers
@@ -113,12 +114,14 @@ def search(
     whole until ``whole`` of them fit. processes: how many predict at once, by default as many as
     cores and memory allow; the result is the same. costs: as for ``predict``. Nothing is
     accumulated over micro-batches, and ranks that share tensors are neighbours in one host.
-    Pipelines are not tried: ValueError for a plan with stages, and for less than one sequence or
-    process.
+    Pipelines are not tried: ValueError for a plan with stages, for less than one process, and for
+    fewer sequences than any layout takes.
     """
     for name, count in (("sequences", sequences), ("processes", processes)):
-        if count is not None and count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
+        if count is not None:
+            check_count(name, count)
+    if whole < 0:
+        raise ValueError(f"whole must be at least 0, got {whole}")
     if plan.layout.stages > 1:
         raise ValueError(
             f"a search tries no pipelines, and this layout has {plan.layout.stages} stages: leave "
@@ -126,6 +129,12 @@ def search(
         )
     plan, costs = plan.taking(costs)
     candidates = [Candidate(other) for other in _plans(plan, sequences)]
+    if not candidates:
+        least = min(other.layout.batches for other in _plans(plan, None))
+        raise ValueError(
+            f"no layout of {plan.layout.ranks} GPUs has as few as {sequences} sequences a step: at "
+            f"least {least}, one on each rank that has samples of its own"
+        )
     for one in candidates:
         one.reason = _too_large_on_paper(one.plan)
     left = [one for one in candidates if not one.reason]

@@ -22,7 +22,8 @@ class Plan:
     layout: Layout
     batch: int = 1
     """Sequences a step on each rank; ranks that share tensors compute on the same ones."""
-    sequence: int = 8192
+    sequence: int = dataclasses.field(default=None)  # type: ignore[assignment]
+    """Tokens of a sequence; the model's own unless given. For longer ones the model is made longer."""
     checkpoint: str = "none"
     reshard_after_forward: bool = True
     gpu: str | vgpu.GPUSpec = "H100"
@@ -34,6 +35,8 @@ class Plan:
     """Of a pipeline, into which ``batch`` is divided; None: as many as its ranks, as in torchtitan."""
 
     def __post_init__(self) -> None:
+        if self.sequence is None:
+            object.__setattr__(self, "sequence", self.sizes.sequence)
         for name in ("batch", "sequence", "gpus_per_host", "chunks", "micro_batches"):
             value = getattr(self, name)
             if value is not None or name != "micro_batches":

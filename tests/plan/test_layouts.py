@@ -158,6 +158,17 @@ def test_the_command_prints_the_best_and_why_others_fell_out(tmp_path, capsys):
         (["--search", "--sequences", "0"], "sequences must be at least 1, got 0"),
         (["--search", "--processes", "0"], "processes must be at least 1, got 0"),
         (["--search", "--hosts", "2", "--shards", "2"], "--hosts 2 beside a layout (2 shards)"),
+        (["--search", "--whole", "-3"], "whole must be at least 0, got -3"),
+        (["--search", "--trace", "step.json"], "--trace: only of use without --search"),
+        (
+            ["--search", "--no-reshard-after-forward"],
+            "--reshard-after-forward: only of use without",
+        ),
+        # Two ranks at most share a layer, so that four hosts have samples of their own.
+        (
+            ["--search", "--hosts", "4", "--sequences", "3"],
+            "no layout of 8 GPUs has as few as 3 sequences a step: at least 4",
+        ),
     ):
         with pytest.raises(SystemExit):
             command.main(["--file", str(file), *options])

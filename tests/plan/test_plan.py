@@ -115,6 +115,18 @@ def test_a_plan_that_cannot_be_is_refused(options, message):
         predict(Plan(**{"sizes": SMALL, "layout": Layout(), "gpus_per_host": 4, **options}))
 
 
+def test_a_sequence_is_as_long_as_the_model_s_unless_it_is_given(tmp_path, capsys):
+    """It was 8192 for any model."""
+    assert Plan(SMALL, Layout()).sequence == 128
+    file = tmp_path / "plan.toml"
+    file.write_text(FILE.format(shards=1, batch=1).replace("sequence = 128", "") + "sequence = 64")
+    plan, _ = command._read(command.parser().parse_args(["--file", str(file)]))
+    assert plan.sequence == 64
+    with pytest.raises(SystemExit):
+        command.main(["--file", str(file), "--sequence", "65"])
+    assert "65 tokens for a model that takes 64" in capsys.readouterr().err
+
+
 def test_leaving_a_plan_leaves_no_group_and_no_gpus():
     predict(Plan(SMALL, Layout(shards=4), sequence=128, gpus_per_host=4))
     assert not torch.distributed.is_initialized() and not vgpu.is_enabled()
