@@ -12,15 +12,16 @@ Arithmetic from sizes, for a transformer in the form of Llama that is cut four w
   gradients, in float32, reduced once, beside the last backward. Ranks of ``context`` hold the same
   parameters, so they belong to these groups too.
 
-Seconds are a ``CostModel``'s. Left out: embedding and loss, norms, the bytes of activations,
+Of each dimension it is the slowest group that counts, since the others wait for it: one that spans
+hosts where others lie inside one. Seconds are a ``CostModel``'s. Left out: embedding and loss, norms, the bytes of activations,
 recomputation, launches, dimensions that use a link at the same time, and stages that differ.
 """
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from helpers.meshes.groups import groups, slowest
 from helpers.models import TransformerSizes, check_count
 from helpers.vgpu import CostModel
 
@@ -36,7 +37,7 @@ class Traffic:
     """What one dimension sends in one step."""
 
     dimension: str
-    ranks: tuple[int, ...]  # rank 0 and those that it talks to
+    ranks: tuple[int, ...]  # of the slowest group; where all are alike, rank 0's
     link: str
     sent_bytes: float  # by each GPU
     sending_s: float
@@ -58,21 +59,6 @@ class Step:
 
     def of(self, dimension: str) -> Traffic:
         return next(each for each in self.traffic if each.dimension == dimension)
-
-
-def groups(sizes: Mapping[str, int], dimension: str) -> list[list[int]]:
-    """The groups of one dimension, each a list of ranks.
-
-    sizes: of each dimension, the one whose ranks are neighbours first; ``DeviceMesh`` names that one
-    last. ValueError for a dimension that the mesh does not have.
-    """
-    if dimension not in sizes:
-        raise ValueError(f"no dimension {dimension!r} in a mesh of {', '.join(sizes)}")
-    names = list(sizes)
-    stride = math.prod(sizes[name] for name in names[: names.index(dimension)])
-    count = sizes[dimension]
-    firsts = [r for r in range(math.prod(sizes.values())) if r // stride % count == 0]
-    return [[first + stride * place for place in range(count)] for first in firsts]
 
 
 def step(
@@ -109,7 +95,9 @@ class _Work:
         self, sizes: Mapping[str, int], model: TransformerSizes, sequences: int, cost: CostModel
     ) -> None:
         self.sizes, self.model, self.cost = sizes, model, cost
-        self.group = {name: groups(sizes, name)[0] for name in DIMENSIONS}
+        self.group = {name: slowest(groups(sizes, name), cost.gpus_per_host) for name in DIMENSIONS}
+        # Ranks that hold the same parameters.
+        self.holders = slowest(groups(sizes, "data", "context"), cost.gpus_per_host)
         self.micro_batches = sequences // sizes["data"]
         self.tokens = model.sequence // sizes["context"]  # of a micro-batch
         self.layers = model.layers // sizes["pipeline"]
@@ -127,11 +115,6 @@ class _Work:
 
         self.hidden_bytes = self.tokens * model.width * _WORKING_BYTES
         self.parameters = model.parameters / sizes["tensor"] / sizes["pipeline"]
-        self.holders = sorted(
-            first + other - self.group["data"][0]
-            for first in self.group["context"]
-            for other in self.group["data"]
-        )
 
     @property
     def held_bytes(self) -> float:

@@ -173,6 +173,17 @@ def test_a_slow_network_slows_only_what_goes_over_it():
         assert slow.of(name).link == "Ethernet, 100 Gb/s, TCP"
 
 
+def test_the_slowest_group_counts_and_not_rank_0_s():
+    found = meshes.step({"pipeline": 5, "data": 8, "tensor": 1, "context": 1}, MODEL, 64, cost())
+    assert found.of("pipeline").ranks == (15, 16, 17, 18, 19)  # four of a host, and one
+    assert found.of("pipeline").link == "InfiniBand NDR"
+    # 3 × 2 ranks hold the same parameters: 0 to 5 in one host, 6 to 11 in two.
+    sizes = {"context": 2, "data": 3, "tensor": 4, "pipeline": 1}
+    held = meshes.step(sizes, MODEL, 3, cost())
+    assert held.of("data").ranks == (6, 7, 8, 9, 10, 11)
+    assert meshes.groups(sizes, "data", "context")[:2] == [[*range(6)], [*range(6, 12)]]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
