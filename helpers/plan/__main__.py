@@ -1,6 +1,6 @@
 """Plan the training of a transformer on a cluster, without the cluster.
 
-PyTorch's own FSDP2 and tensor parallelism run as rank 0 of it on virtual GPUs, or as a rank of each
+PyTorch's own FSDP2 and tensor parallelism run as one rank of it on virtual GPUs, or as one of each
 kind of stage in a pipeline: bytes are counted, time is virtual. It needs no GPU.
 """
 
@@ -320,7 +320,7 @@ def _pipeline(plan: Plan) -> str:
 
 def _whose(step: Step) -> str:
     if step.plan.layout.stages == 1:
-        return "rank 0"
+        return f"rank {step.plan.slowest().rank}"
     rank = step.timeline.ranks[step.stage]
     return f"rank {rank}, the fullest, with {step.in_flight} micro-batches in flight"
 

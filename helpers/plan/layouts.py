@@ -154,7 +154,7 @@ def search(
 def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
     ranks = plan.layout.ranks
     for tensors, replicas in itertools.product(range(1, plan.gpus_per_host + 1), _parts(ranks)):
-        if ranks % (replicas * tensors):
+        if ranks % (replicas * tensors) or _spans_hosts(plan, tensors):
             continue
         layout = Layout(replicas, ranks // (replicas * tensors), tensors)
         gathers = (False, True) if layout.shards > 1 else (True,)
@@ -174,6 +174,11 @@ def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
                     )
                 except ValueError:  # the model's heads do not divide so
                     continue
+
+
+def _spans_hosts(plan: Plan, tensors: int) -> bool:
+    """Whether so many neighbours are in some places not in one host."""
+    return plan.hosts > 1 and plan.gpus_per_host % tensors > 0
 
 
 def _parts(ranks: int) -> list[int]:

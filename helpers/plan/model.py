@@ -37,14 +37,17 @@ def progress(what: str, total: int, unit: str) -> Any:
 
 
 @contextmanager
-def on_cluster(plan: Plan, rank: int = 0) -> Iterator[vgpu.Cluster]:
-    """In the block this process is a rank of the plan's cluster, and tensors are shapes."""
+def on_cluster(plan: Plan, rank: int | None = None) -> Iterator[vgpu.Cluster]:
+    """In the block this process is a rank of the plan's cluster, and tensors are shapes.
+
+    rank: by default the first of those whose groups are the slowest.
+    """
     cluster = vgpu.cluster(
         plan.hosts,
         min(plan.gpus_per_host, plan.layout.ranks),
         gpu=plan.spec,
         network=plan.network,
-        rank=rank,
+        rank=plan.slowest().rank if rank is None else rank,
         memory_bytes=_NO_LIMIT_BYTES,
     )
     with cluster as made, vgpu.shapes_only():

@@ -1,4 +1,4 @@
-"""Rank 0 of a plan's cluster trains: PyTorch's own parallel code, of which only the shapes exist."""
+"""One rank of a plan's cluster trains: PyTorch's own parallel code, of which only the shapes exist."""
 
 import dataclasses
 from typing import Any
@@ -16,8 +16,9 @@ from helpers.plan.step import Plan, Recorded, Step
 
 
 def predict(plan: Plan, **costs: Any) -> Step:
-    """The second step of rank 0, whose GPU computes nothing and counts everything.
+    """The second step of a rank whose GPU computes nothing and counts everything.
 
+    It is rank 0, unless groups of others span more hosts and are slower: then one of those.
     bfloat16 parameters and gradients with float32 master copies and reduction, AdamW fused. A plan
     with stages is one rank of each kind of stage, and a schedule played (pipelines). costs: as for
     ``vgpu.record`` (``arithmetic_share``, ``fuses``, ``async_tp`` and others); ``gpu`` and
@@ -27,7 +28,7 @@ def predict(plan: Plan, **costs: Any) -> Step:
     if plan.layout.stages > 1:
         return predict_pipeline(plan, **costs)
     with (
-        on_cluster(plan),
+        on_cluster(plan) as cluster,
         vgpu.record_memory() as memory,
         progress("predicting: a step, one recorded, the allocator", 3, "part") as bar,
     ):
@@ -35,12 +36,12 @@ def predict(plan: Plan, **costs: Any) -> Step:
         bar.update()
         step = rank.recorded(plan, **costs)
         bar.update()
-        reserved = memory.reserved("vgpu:0", expandable_segments=True)
+        reserved = memory.reserved(cluster.device, expandable_segments=True)
         return Step(**vars(step), reserved_bytes=reserved.peak_reserved_bytes)
 
 
 class Rank:
-    """The model and the optimizer of rank 0, for plans that differ in what a step does.
+    """The model and the optimizer of a rank, for plans that differ in what a step does.
 
     Batch, checkpoints and whether parameters are gathered again may change from step to step.
     """

@@ -52,9 +52,14 @@ class Ready:
             self._process.start()
 
     def takes(self, plan: Plan) -> bool:
-        """Whether a plan is for the same cluster and model, and no pipeline."""
+        """Whether a plan is for the same cluster and model, and no pipeline.
+
+        And whether the same rank shows its step: the process is one rank of the cluster.
+        """
         free = {name: getattr(plan, name) for name in _FREE}
         if plan.layout.stages > 1 or plan.layout.ranks != self._cluster.layout.ranks:
+            return False
+        if plan.slowest().rank != self._cluster.slowest().rank:
             return False
         return dataclasses.replace(self._cluster, **free) == plan
 
@@ -68,7 +73,8 @@ class Ready:
         if not self.takes(plan):
             raise ValueError(
                 f"{plan} is not for the cluster and the model whose ranks are ready: only "
-                f"{', '.join(_FREE)} may differ from {self._cluster}"
+                f"{', '.join(_FREE)} may differ from {self._cluster}, and the rank whose groups "
+                f"are the slowest must be {self._cluster.slowest().rank}"
             )
         self.begin()
         try:

@@ -6,6 +6,7 @@ from typing import Any
 from helpers import schedules, vgpu
 from helpers.models import TransformerSizes, check_count
 from helpers.parallel import Layout, check_tensors, parts
+from helpers.plan.hosts import Slowest, slowest_rank
 from helpers.plan.napkin import flop_per_token
 from helpers.vgpu.timing.trace import covered_s
 
@@ -54,6 +55,8 @@ class Plan:
             )
         check_tensors(self.sizes, self.layout.tensors, self.sequence)
         self._check_pipeline()
+        for stage in range(self.layout.stages):
+            self.slowest(stage)
 
     def _check_pipeline(self) -> None:
         if self.layout.stages == 1:
@@ -97,6 +100,10 @@ class Plan:
     def hosts(self) -> int:
         return max(1, self.layout.ranks // self.gpus_per_host)
 
+    def slowest(self, stage: int = 0) -> Slowest:
+        """The rank of a stage that is recorded: the first of those whose groups are the slowest."""
+        return slowest_rank(self.layout, self.gpus_per_host, stage)
+
     def taking(self, costs: dict[str, Any]) -> tuple["Plan", dict[str, Any]]:
         """The plan on the GPU and the network among ``costs``, if they name any; the other costs."""
         own = {name: costs[name] for name in ("gpu", "network") if name in costs}
@@ -111,7 +118,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """What a recorded step of rank 0 takes: virtual time and counted bytes.
+    """What a recorded step of one rank takes: virtual time and counted bytes.
 
     Of a pipeline: the time of all its stages, each a device of the timeline, and the bytes of a
     rank of the fullest one.
@@ -158,7 +165,10 @@ class Recorded:
     @property
     def time_by_cause(self) -> dict[str, float]:
         """Seconds of the step: computing, each collective that nothing hides, and the rest."""
-        events = self.timeline.of(self.timeline.devices[self.stage])
+        # A pipeline has a device for each stage, any other step those of the recorded rank's host.
+        own = self.plan.slowest().rank % self.plan.gpus_per_host
+        device = self.timeline.devices[self.stage if self.plan.layout.stages > 1 else own]
+        events = self.timeline.of(device)
         kernels = [event for event in events if event.kind == "kernel"]
         sent = [event for event in events if event.kind == "collective"]
         causes = {"computing": covered_s(kernels)}
@@ -176,7 +186,7 @@ class Recorded:
 
 @dataclasses.dataclass(frozen=True)
 class Step(Recorded):
-    """What a step of rank 0 takes, its allocator included."""
+    """What a step of one rank takes, its allocator included."""
 
     reserved_bytes: int = dataclasses.field(kw_only=True)
     """The most that PyTorch's allocator takes from the GPU for what is allocated."""

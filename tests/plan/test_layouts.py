@@ -81,6 +81,15 @@ def test_every_layout_that_divides_is_a_candidate_once():
     assert {p.reshard_after_forward for p in found if p.layout.shards == 1} == {True}
 
 
+def test_ranks_that_share_tensors_are_neighbours_in_one_host():
+    def tensors(ranks):
+        plan = dataclasses.replace(GUESS, layout=Layout(shards=ranks), gpus_per_host=6)
+        return {p.layout.tensors for p in layouts._plans(plan, sequences=None)}
+
+    assert tensors(12) == {1, 2}  # of 4, ranks 4 to 7 would lie in two hosts
+    assert tensors(4) == {1, 2, 4}
+
+
 @pytest.fixture(scope="module")
 def free():
     """A search where everything fits."""

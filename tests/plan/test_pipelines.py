@@ -136,6 +136,21 @@ def test_parameters_are_gathered_once_and_gradients_summed_once():
     assert again > gathers and same == sums
 
 
+def test_each_stage_has_its_slowest_rank_and_sends_over_what_its_groups_have():
+    six = dataclasses.replace(SIZES, layers=6)
+    one = {"batch": 1, "sequence": 128, "gpus_per_host": 3, "micro_batches": 1}
+    step = predict(Plan(six, Layout(shards=2, stages=6), **one))
+    links = [
+        {event.link for event in step.timeline.of(gpu) if event.kind == "collective"}
+        for gpu in step.timeline.devices
+    ]
+    inside, between = ({vgpu.get_spec("H100").link.name}, {vgpu.NETWORKS[TWO.network].name})
+    # Hosts of 3: ranks (2, 3) and (8, 9) lie in two.
+    assert links == 2 * [inside, between, inside]
+    several = plan(Layout(replicas=3, shards=2, stages=2), 2, gpus_per_host=3)
+    assert [several.slowest(stage).rank for stage in (0, 1)] == [2, 8]
+
+
 def test_pytorch_s_own_pipeline_takes_as_long_and_as_many_bytes():
     """Two ranks of torch.distributed.pipelining recorded, and played together."""
     layout = Layout(stages=2)

@@ -13,6 +13,8 @@ from helpers.models import LLAMA, Transformer, TransformerSizes
 from helpers.parallel import Layout
 from helpers.plan import Plan, napkin, predict
 from helpers.plan import __main__ as command
+from helpers.plan.model import on_cluster
+from helpers.plan.rank import Rank
 from helpers.plan.remedies import remedies
 
 SMALL = TransformerSizes(2, 256, 8, 4, 512, 1024, sequence=128)
@@ -82,6 +84,25 @@ def test_copies_shards_and_shared_tensors_send_what_they_must():
     assert "all_gather" in sent(Layout(tensors=4))
 
 
+def test_a_step_waits_for_the_groups_that_span_hosts(tmp_path, capsys):
+    # Hosts of 3: shards (0, 1) and (4, 5) lie inside one, (2, 3) in two.
+    on = {"sequence": 128, "gpus_per_host": 3, "network": "Ethernet 100"}
+    plan = Plan(SMALL, Layout(replicas=3, shards=2), **on)
+    alone = []
+    for rank in range(4):
+        with on_cluster(plan, rank):
+            alone.append(Rank(plan, takes_a_step=False).timed(plan)[0])
+    step = predict(plan)
+    assert step.timeline.ranks == [2] and step.seconds > 1.05 * alone[0].makespan_s
+    assert step.seconds == pytest.approx(vgpu.joined(alone).makespan_s)
+    assert step.time_by_cause["computing"] and step.time_by_cause["waiting for all_gather"]
+    assert step.replayed(network="InfiniBand NDR").seconds < step.seconds
+    file = tmp_path / "plan.toml"
+    file.write_text(FILE.format(shards=2, batch=1).replace("host = 4", "host = 3"))
+    command.main(["--file", str(file), "--replicas", "3"])
+    assert "bytes of rank 2" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("how", ["selective", "full"])
 def test_checkpoints_take_less_memory_and_more_time(how):
     plan = Plan(SMALL, Layout(shards=4), 8, 128, gpus_per_host=4)
@@ -108,6 +129,15 @@ def test_checkpoints_take_less_memory_and_more_time(how):
             "8 heads cannot be divided among 16 key",
         ),
         ({"gpu": "Z1"}, "no GPU preset 'Z1'"),
+        (
+            {
+                "sizes": TransformerSizes(2, 320, 10, 5, 640, 1280),
+                "layout": Layout(3, 3, 5),
+                "sequence": 640,
+                "gpus_per_host": 9,
+            },
+            r"no rank of stage 0 has the slowest .* let tensors \(5\) divide 9",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(options, message):

@@ -91,6 +91,11 @@ def test_what_it_is_not_for_is_refused(ready):
     for changes in ({"layout": Layout(shards=32)}, {"sequence": 128}, {"network": "Ethernet 100"}):
         with pytest.raises(ValueError, match="is not for the cluster and the model"):
             ready.answer(dataclasses.replace(PLAN, **changes))
+    cut = Ready(dataclasses.replace(PLAN, layout=Layout(shards=12), gpus_per_host=4))
+    # Of groups of 3 in hosts of 4, rank 3's is the first in two hosts.
+    other = dataclasses.replace(cut._cluster, layout=Layout(replicas=4, shards=3))
+    with pytest.raises(ValueError, match="the rank whose groups are the slowest must be 0"):
+        cut.answer(other)
     small = dataclasses.replace(PLAN, sizes=dataclasses.replace(SIZES, layers=4))
     with pytest.raises(ValueError, match="a model of 4 layers is small enough"):
         ready.answer(small)

@@ -20,7 +20,7 @@ from helpers.plan.step import Plan, Step
 from helpers.schedules import Action, Box
 from helpers.vgpu.timing.trace import TraceEvent, in_order
 
-_Kind = tuple[Any, ...]  # what the stages of a rank have
+_Kind = tuple[Any, ...]  # what the stages of a rank have, and where its groups lie
 
 
 def predict_pipeline(plan: Plan, **costs: Any) -> "PipelineStep":
@@ -104,7 +104,7 @@ def _played(found: _Parts) -> PipelineStep:
 
 def _kind(plan: Plan, device: int) -> _Kind:
     all_parts = parts(plan.sizes.layers, plan.layout.stages * plan.chunks)
-    return tuple(all_parts[device :: plan.layout.stages])
+    return (*all_parts[device :: plan.layout.stages], plan.slowest(device).placements)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _timeline(
     updates: list[vgpu.Timeline],
 ) -> vgpu.Timeline:
     """All ranks' events; modules bear the action in front, such as "2F0 blocks.1"."""
-    each, count = plan.layout.ranks_of_a_stage, play.schedule.devices
+    count = play.schedule.devices
     devices = [torch.device("vgpu", index) for index in range(count)]
     events: list[TraceEvent] = []
     makespan_s = 0.0
@@ -165,7 +165,7 @@ def _timeline(
         [],
         makespan_s,
         makespan_s,
-        [index * each for index in range(count)],
+        [plan.slowest(index).rank for index in range(count)],
     )
 
 

@@ -37,12 +37,11 @@ class Recorded(NamedTuple):
 
 
 def recorded(plan: Plan, schedule: Schedule, device: int, **costs: Any) -> Recorded:
-    """A step of the first rank of the device's stages; costs: as for ``vgpu.record``.
+    """A step of the slowest rank of the device's stages; costs: as for ``vgpu.record``.
 
     schedule: the plan's, or with fewer micro-batches.
     """
-    rank = device * plan.layout.ranks_of_a_stage
-    with on_cluster(plan, rank) as cluster, vgpu.record_memory() as memory:
+    with on_cluster(plan, plan.slowest(device).rank) as cluster, vgpu.record_memory() as memory:
         own = _Rank(plan, device, cluster.device)
         with PeakByCause(own.modules, own.optimizer) as peak:
             actions, in_flight = own.step(states(schedule, device), costs)
