@@ -42,6 +42,10 @@ class Times:
         times_as_long = self.by_stage[action.stage] if self.by_stage else 1
         return self._of_kinds(chunks)[action.kind] * times_as_long
 
+    def end(self, action: Action, chunks: int, start: float) -> float:
+        """When an action ends that begins at ``start``; asked once, in the order of each device."""
+        return start + self.of(action, chunks)
+
     def _of_kinds(self, chunks: int) -> dict[str, float]:
         return {
             FORWARD: self.forward / chunks,
@@ -111,7 +115,7 @@ def play(schedule: Schedule, times: Times | None = None) -> Play:
             for need in needed:
                 sent = schedule.device_of(need.stage) != device
                 start = max(start, ended[need] + (times.transfer if sent else 0))
-            ended[action] = start + times.of(action, schedule.chunks)
+            ended[action] = times.end(action, schedule.chunks, start)
             done.append(Box(action, start, ended[action]))
             free += waiting.pop(action, ())
     if any(len(done) < len(row) for done, row in zip(rows, schedule.rows, strict=True)):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from contextlib import nullcontext
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from helpers.parallel import Layout, Stage, parts
 from helpers.plan import Plan, model, predict, search
 from helpers.plan import __main__ as command
 from helpers.plan.model import Divided, on_cluster
-from helpers.plan.pipelines import playing
+from helpers.plan.pipelines import playing, times
 from helpers.plan.pipelines.ranks import recorded
 from helpers.plan.pipelines.states import moments, shortened
 from helpers.plan.remedies import _changes
@@ -99,7 +100,7 @@ def test_the_makespan_is_what_a_pencil_says():
     schedule = TWO.schedule
     first, second = (recorded(TWO, schedule, device) for device in (0, 1))
     ready_s = {
-        action: playing._ready_s(timeline)
+        action: times.ready_s(timeline)
         for rank in (first, second)
         for action, timeline in rank.actions.items()
     }
@@ -241,6 +242,25 @@ def test_interleaving_shortens_the_bubble_and_the_step():
     one, two = (plan(Layout(stages=2), 8, chunks=n, gpus_per_host=2) for n in (1, 2))
     plain, interleaved = predict(one), predict(two)
     assert interleaved.idle_s < plain.idle_s
+
+
+def test_chunks_gradients_share_a_link_and_the_update_waits_for_all():
+    """One chunk's are on their way when the next one's are made."""
+    wide = dataclasses.replace(SIZES, layers=5, width=1024, feed_forward=4096)
+    options = {"sequence": 128, "chunks": 2, "gpus_per_host": 2, "network": "Ethernet 100"}
+    step = predict(Plan(wide, Layout(2, 2, stages=2), 4, **options))
+    assert sum(step.time_by_cause.values()) == pytest.approx(step.seconds)
+    assert min(step.time_by_cause.values()) > -1e-12
+    for device in step.timeline.devices:
+        events = step.timeline.of(device)
+        sent = [event for event in events if event.kind == "collective"]
+        for link in {event.link for event in sent}:
+            turns = [event for event in sent if event.link == link]
+            assert all(one.end_s <= then.start_s + 1e-12 for one, then in pairwise(turns))
+        update = [event for event in events if event.module.startswith("update")]
+        assert max(event.end_s for event in sent) <= update[0].start_s
+    # Were there no such meeting, nothing above would be shown.
+    assert any(event.waited_s > 1e-6 for event in step.timeline.events)
 
 
 # What is shown

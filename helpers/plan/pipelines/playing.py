@@ -16,9 +16,10 @@ from helpers.parallel import parts
 from helpers.plan.model import progress
 from helpers.plan.pipelines.ranks import Recorded, recorded
 from helpers.plan.pipelines.states import Moment, moments, shortened
+from helpers.plan.pipelines.times import Times
 from helpers.plan.step import Plan, Step
 from helpers.schedules import Action, Box
-from helpers.vgpu.timing.trace import TraceEvent, in_order
+from helpers.vgpu.timing.trace import TraceEvent, in_order, union_s
 
 _Kind = tuple[Any, ...]  # what the stages of a rank have, and where its groups lie
 
@@ -77,17 +78,12 @@ def _played(found: _Parts) -> PipelineStep:
         for action, moment in moments(schedule, device).items()
     }
     updates = [alike[_kind(plan, device)].update for device in range(schedule.devices)]
-    times = _Times(
-        transfer=_transfer_s(plan, updates[0].programs[0].model),
-        seconds={action: _ready_s(timeline) for action, timeline in played.items()},
-    )
+    transfer_s = _transfer_s(plan, updates[0].programs[0].model)
+    times = Times(played, schedule.devices, transfer_s)
     play = schedules.play(schedule, times)
-    timeline = _timeline(plan, play, played, updates)
+    timeline = _timeline(plan, play, times.played, updates)
     stage = max(ranks, key=lambda device: ranks[device].reserved_bytes)
     fullest = ranks[stage]
-    busy_s = sum(box.end - box.start for box in play.boxes[stage]) + _after_s(
-        play.boxes[stage], played, updates[stage]
-    )
     return PipelineStep(
         plan,
         timeline,
@@ -96,7 +92,7 @@ def _played(found: _Parts) -> PipelineStep:
         fullest.peak_by_cause,
         stage,
         fullest.in_flight,
-        timeline.makespan_s - busy_s,
+        _idle_s(timeline, stage, play.boxes[stage], times.played, updates[stage]),
         reserved_bytes=fullest.reserved_bytes,
         parts=found,
     )
@@ -105,21 +101,6 @@ def _played(found: _Parts) -> PipelineStep:
 def _kind(plan: Plan, device: int) -> _Kind:
     all_parts = parts(plan.sizes.layers, plan.layout.stages * plan.chunks)
     return (*all_parts[device :: plan.layout.stages], plan.slowest(device).placements)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Times(schedules.Times):
-    """Times of each action."""
-
-    seconds: Mapping[Action, float] = dataclasses.field(default_factory=dict)
-
-    def of(self, action: Action, chunks: int) -> float:
-        return self.seconds[action]
-
-
-def _ready_s(timeline: vgpu.Timeline) -> float:
-    """When the default stream has computed all; gradients may still be on their way."""
-    return max(e.end_s for e in timeline.events if e.kind == "kernel" and e.stream == 0)
 
 
 def _transfer_s(plan: Plan, model: vgpu.CostModel) -> float:
@@ -132,12 +113,23 @@ def _transfer_s(plan: Plan, model: vgpu.CostModel) -> float:
     )
 
 
-def _after_s(
-    row: tuple[Box, ...], played: Mapping[Action, vgpu.Timeline], update: vgpu.Timeline
+def _reduced_s(row: tuple[Box, ...], played: Mapping[Action, vgpu.Timeline]) -> float:
+    """When a rank has the gradients of all its chunks, and can begin the update."""
+    return max(box.start + played[box.action].makespan_s for box in row)
+
+
+def _idle_s(
+    timeline: vgpu.Timeline,
+    device: int,
+    row: tuple[Box, ...],
+    played: Mapping[Action, vgpu.Timeline],
+    update: vgpu.Timeline,
 ) -> float:
-    """From the end of a rank's last backward to that of its step."""
-    last = played[row[-1].action]
-    return last.makespan_s - _ready_s(last) + update.makespan_s
+    """How long a rank waits for other stages, and has no collective under way meanwhile."""
+    taken = [(event.start_s, event.end_s) for event in timeline.of(timeline.devices[device])]
+    taken += [(box.start, box.end) for box in row]
+    taken.append((row[-1].end, _reduced_s(row, played) + update.makespan_s))
+    return timeline.makespan_s - union_s(taken)
 
 
 def _timeline(
@@ -155,9 +147,9 @@ def _timeline(
         for box in row:
             name = play.schedule.text(box.action)
             events += _moved(played[box.action], device, box.start, name)
-        end_s = row[-1].end + _after_s(row, played, update)
-        events += _moved(update, device, end_s - update.makespan_s, "update")
-        makespan_s = max(makespan_s, end_s)
+        reduced_s = _reduced_s(row, played)
+        events += _moved(update, device, reduced_s, "update")
+        makespan_s = max(makespan_s, reduced_s + update.makespan_s)
     return vgpu.Timeline(
         plan.spec.name.removeprefix("Virtual "),
         devices,

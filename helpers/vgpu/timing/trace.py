@@ -152,8 +152,13 @@ _name = functools.cache(str)  # of a device: events are many
 
 def covered_s(events: Iterable[TraceEvent]) -> float:
     """The length of the union of the events' intervals."""
+    return union_s((event.start_s, event.end_s) for event in events)
+
+
+def union_s(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals, each a start and an end."""
     total_s, until_s = 0.0, float("-inf")
-    for start_s, end_s in sorted((event.start_s, event.end_s) for event in events):
+    for start_s, end_s in sorted(intervals):
         if end_s > until_s:
             total_s += end_s - max(start_s, until_s)
             until_s = end_s

@@ -1,7 +1,7 @@
 """Recordings played again: with another GPU or network, or several ranks together."""
 
 import copyreg
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from helpers.vgpu.timing.play.garbage import rarely_collected
 from helpers.vgpu.timing.play.meeting import Meeting, Part
 from helpers.vgpu.timing.play.player import Player
 from helpers.vgpu.timing.play.steps import Collective, Program, Stream
-from helpers.vgpu.timing.trace import Timeline, in_order
+from helpers.vgpu.timing.trace import Timeline, TraceEvent, in_order
 
 SHOW_PROGRESS_FROM = 300_000
 """Steps that play in about a second; from here on a bar shows how far they are."""
@@ -47,6 +47,15 @@ def replay(timeline: Timeline, **changes: Any) -> Timeline:
         )
     programs = [replace(p, model=p.model.changed(changes)) for p in timeline.programs]
     return _played(programs)
+
+
+def replay_beside(timeline: Timeline, others: Iterable[TraceEvent]) -> Timeline:
+    """What one rank did again, while collectives of its GPU go on that were begun before.
+
+    others: their times are seconds since the timeline began, and may be less than 0.
+    """
+    (program,) = timeline.programs
+    return _alone(program, others)
 
 
 def joined(timelines: Sequence[Timeline]) -> Timeline:
@@ -97,8 +106,9 @@ def _played(programs: Sequence[Program]) -> Timeline:
     return _alone(programs[0]) if len(programs) == 1 else together(programs)
 
 
-def _alone(program: Program) -> Timeline:
+def _alone(program: Program, others: Iterable[TraceEvent] = ()) -> Timeline:
     player, steps = Player(program.model, program.rank), in_pieces(program)
+    player.take_up(others)
     with _bar(len(steps)) as bar:
         for _ in player.play(_counted(steps, bar)):
             raise AssertionError("a rank alone waits for nobody")

@@ -84,6 +84,16 @@ class Player(Lines):
             Wait: self._wait,
         }
 
+    def take_up(self, others: Iterable[TraceEvent]) -> None:
+        """Collectives of a GPU that were begun before the program, and still occupy what they use."""
+        for event in sorted(others, key=lambda event: event.start_s):
+            gpu, start_s = event.device.index, max(0.0, event.start_s)
+            for wire in self._wires_of(gpu, event.name, event.ranks):
+                wire.place(start_s, event.end_s - start_s)
+            self._beside_kernels(
+                self._processors(gpu), event.name, event.ranks, start_s, event.end_s
+            )
+
     def do(self, step: Step) -> int | None:
         """Do one step; returns the number of the moment that it begins, if it begins one."""
         return self._does[type(step)](step)
@@ -150,10 +160,13 @@ class Player(Lines):
     # Streams
 
     def _stream(self, step: Stream) -> None:
-        compute = self._compute.setdefault(step.gpu, Processors(self.model.lost_beside_collectives))
+        compute = self._processors(step.gpu)
         index = step.gpu if self._place is None else self._place
         device = torch.device(gpus.DEVICE_TYPE, index)
         self.lanes.append(Lane(device, step.number, compute, step.priority < 0))
+
+    def _processors(self, gpu: int) -> Processors:
+        return self._compute.setdefault(gpu, Processors(self.model.lost_beside_collectives))
 
     def _mark(self, step: Mark) -> int:
         lane, moment = self.lanes[step.stream], self.begin_moment()
@@ -337,9 +350,11 @@ class Player(Lines):
 
     def wires(self, part: Part) -> list[Unit]:
         """What a part of a collective occupies: the ways out of and into its GPU, or one of them."""
-        between = len(self.model.hosts_of(part.step.ranks)) > 1
-        ways = {"send": ("out",), "recv": ("in",)}.get(part.step.name, ("out", "in"))
-        gpu = part.lane.device.index
+        return self._wires_of(part.lane.device.index, part.step.name, part.step.ranks)
+
+    def _wires_of(self, gpu: int, name: str, ranks: Sequence[int]) -> list[Unit]:
+        between = self._is_between_hosts(ranks)
+        ways = {"send": ("out",), "recv": ("in",)}.get(name, ("out", "in"))
         return [self._wires.setdefault((gpu, between, way), Unit()) for way in ways]
 
     def ended(self, part: Part, start_s: float, end_s: float) -> None:
@@ -361,9 +376,17 @@ class Player(Lines):
             link=self.model.link_name(step.ranks),
             ready_s=part.ready_s,
         )
-        if step.name not in ("send", "recv", "permute"):  # copy engines do those
-            between_hosts = len(self.model.hosts_of(step.ranks)) > 1
-            lane.compute.begin_collective(start_s, end_s, between_hosts)
+        self._beside_kernels(lane.compute, step.name, step.ranks, start_s, end_s)
         part.has_ended = True
         del self.outstanding[part.moment]
         self._ran_on([lane], event, part.moment)
+
+    def _beside_kernels(
+        self, compute: Processors, name: str, ranks: Sequence[int], start_s: float, end_s: float
+    ) -> None:
+        """A collective takes multiprocessors from the kernels beside it."""
+        if name not in ("send", "recv", "permute"):  # copy engines do those
+            compute.begin_collective(start_s, end_s, self._is_between_hosts(ranks))
+
+    def _is_between_hosts(self, ranks: Sequence[int]) -> bool:
+        return len(self.model.hosts_of(ranks)) > 1
