@@ -13,6 +13,7 @@ from torch.distributed import _functional_collectives as functional
 from toy_gpu import KB, PLAIN, SPEC
 
 from helpers import vgpu
+from helpers.vgpu.timing.play.joint import replay_beside
 from helpers.vgpu.timing.play.units import Processors
 
 GPU = dataclasses.replace(SPEC, multi_processor_count=4)
@@ -68,6 +69,18 @@ def test_a_replay_takes_more_multiprocessors(rank):
     # At half of their speed: the first alone lasts until 40.
     again = vgpu.replay(recorded(), collective_processors=2)
     assert times_us(again, "kernel") == us((0, 40), (40, 60), (60, 80))
+
+
+def test_what_was_begun_before_occupies_the_links_and_multiprocessors(rank):
+    timeline = recorded(collective_processors=1)
+    (sending,) = (event for event in timeline.events if event.kind == "collective")
+    # The other one lasts until 10; that of a rank like this one, which has another GPU, counts too.
+    before = sending._replace(start_s=-30e-6, end_s=10e-6, device=torch.device("vgpu:1"))
+    again = replay_beside(timeline, [before])
+    assert times_us(again, "collective") == us((10, 50))
+    # The second does 17.5 of its 20 µs until then.
+    assert times_us(again, "kernel") == us((0, 80 / 3), (80 / 3, 52.5), (52.5, 72.5))
+    assert replay_beside(timeline, []).events == timeline.events
 
 
 def test_a_kernel_from_before_the_collective_keeps_its_times(rank):

@@ -52,7 +52,8 @@ def replay(timeline: Timeline, **changes: Any) -> Timeline:
 def replay_beside(timeline: Timeline, others: Iterable[TraceEvent]) -> Timeline:
     """What one rank did again, while collectives of its GPU go on that were begun before.
 
-    others: their times are seconds since the timeline began, and may be less than 0.
+    others: their times are seconds since the timeline began, and may be less than 0. Their device
+    does not count: they may be recordings of a rank that does the same.
     """
     (program,) = timeline.programs
     return _alone(program, others)
@@ -108,7 +109,7 @@ def _played(programs: Sequence[Program]) -> Timeline:
 
 def _alone(program: Program, others: Iterable[TraceEvent] = ()) -> Timeline:
     player, steps = Player(program.model, program.rank), in_pieces(program)
-    player.take_up(others)
+    player.take_up(others, program.gpu)
     with _bar(len(steps)) as bar:
         for _ in player.play(_counted(steps, bar)):
             raise AssertionError("a rank alone waits for nobody")

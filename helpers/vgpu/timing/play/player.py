@@ -84,10 +84,10 @@ class Player(Lines):
             Wait: self._wait,
         }
 
-    def take_up(self, others: Iterable[TraceEvent]) -> None:
-        """Collectives of a GPU that were begun before the program, and still occupy what they use."""
+    def take_up(self, others: Iterable[TraceEvent], gpu: int) -> None:
+        """Collectives that were begun before the program, and still occupy what they use of a GPU."""
         for event in sorted(others, key=lambda event: event.start_s):
-            gpu, start_s = event.device.index, max(0.0, event.start_s)
+            start_s = max(0.0, event.start_s)
             for wire in self._wires_of(gpu, event.name, event.ranks):
                 wire.place(start_s, event.end_s - start_s)
             self._beside_kernels(
