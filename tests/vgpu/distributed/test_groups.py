@@ -250,7 +250,7 @@ def test_a_hang_names_the_collective_on_virtual_tensors():
     [
         ({"gpu": "Z9"}, "no GPU preset 'Z9'"),
         ({"memory_bytes": 5}, "name its kind too"),
-        ({"gpu": "V100", "memory_bytes": 0}, "must be a positive number; found 0"),
+        ({"gpu": "V100", "memory_bytes": 0}, "must be a positive whole number.*; found 0"),
     ],
 )
 def test_bad_gpus_are_refused(options, phrase):
