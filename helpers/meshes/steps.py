@@ -13,8 +13,9 @@ Arithmetic from sizes, for a transformer in the form of Llama that is cut four w
   parameters, so they belong to these groups too.
 
 Of each dimension it is the slowest group that counts, since the others wait for it: one that spans
-hosts where others lie inside one. Seconds are a ``CostModel``'s. Left out: embedding and loss, norms, the bytes of activations,
-recomputation, launches, dimensions that use a link at the same time, and stages that differ.
+hosts where others lie inside one. Seconds are a ``CostModel``'s. Left out: embedding and loss, norms,
+the bytes of activations, recomputation, launches, dimensions that use a link at the same time, and
+stages that differ.
 """
 
 import itertools

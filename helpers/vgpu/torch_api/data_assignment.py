@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.dispatch import views
@@ -104,12 +105,26 @@ def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
     grad = tensor.grad
     if grad is not None:
         tensor.grad = None
-        become(grad, grad.detach().to(source.device))
+    try:
+        if grad is not None:
+            become(grad, grad.detach().to(source.device))
+        _swap(tensor, source)
+    except RuntimeError:
+        if grad is not None:
+            if grad.device != tensor.device:
+                become(grad, grad.detach().to(tensor.device))
+            tensor.grad = grad
+        raise
+    if grad is not None:
+        tensor.grad = grad
+
+
+def _swap(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """The two exchange their contents; a tensor that cannot is left as it was."""
     content: Any = source.data.requires_grad_(tensor.requires_grad)
     if not content.is_inference() and not tensor.is_inference():  # the count of changes stays
         torch._C._increment_version([content] * tensor._version)
-    if tensor.requires_grad:
-        _refuse_backward(tensor)
+    node = _accumulates(tensor) if tensor.requires_grad and not tensor.is_inference() else None
     attributes = {name: value for name, value in vars(tensor).items() if name not in HELD}
     held = {name: value for name, value in vars(content).items() if name in HELD}
     new_class: type[torch.Tensor] = torch.Tensor
@@ -130,6 +145,8 @@ def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
             f"{source.device}: something in C++ refers to it, as torch.profiler does with record_shapes "
             "or with_flops. On virtual GPUs, move the model before the profiler begins."
         ) from None
+    if node is not None:
+        _refuse_backward(node)
     for target, kind, names in (
         (tensor, new_class, {**attributes, **held}),
         (content, old_class, old_attributes),
@@ -141,11 +158,15 @@ def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if (hooks := getattr(tensor, name)) is not None:
             setattr(tensor, name, hooks)
-    if grad is not None:
-        tensor.grad = grad
 
 
-def _refuse_backward(tensor: torch.Tensor) -> None:
+def _accumulates(tensor: torch.Tensor) -> Node:
+    """What graphs made so far hand the tensor's gradient to."""
+    with torch.inference_mode(False):
+        return torch.autograd.graph.get_gradient_edge(tensor).node
+
+
+def _refuse_backward(node: Node) -> None:
     """Graphs made before the move would send their gradient to contents that nobody sees."""
 
     def refuse(grad_outputs: Any) -> None:
@@ -154,8 +175,4 @@ def _refuse_backward(tensor: torch.Tensor) -> None:
             "device: run the forward pass again, or move the module before it"
         )
 
-    if tensor.is_inference():
-        return  # no graph has it
-    with torch.inference_mode(False):
-        node = torch.autograd.graph.get_gradient_edge(tensor).node
     node.register_prehook(refuse)

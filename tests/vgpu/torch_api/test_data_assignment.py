@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 pytestmark = pytest.mark.virtual_gpus(3)
 
@@ -96,3 +97,18 @@ def test_a_view_that_is_given_data_counts_its_base_s_changes():
         assert (view.is_conj(), view.tolist()) == (False, [0, 0])
         base.add_(1)
         assert view._version == base._version == 1
+
+
+def test_what_a_profiler_holds_says_why_it_cannot_move_and_stays_as_it_was():
+    layer, x = nn.Linear(4, 4), torch.ones(1, 4)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True):
+        layer(x).sum().backward()
+        before = [(p.detach().clone(), p.grad.clone()) for p in layer.parameters()]
+        loss = layer(x).sum()
+        with pytest.raises(RuntimeError, match="move the model before the profiler begins"):
+            layer.to("vgpu:0")
+        for parameter, (value, grad) in zip(layer.parameters(), before, strict=True):
+            assert parameter.device == parameter.grad.device == torch.device("cpu")
+            assert parameter.equal(value) and parameter.grad.equal(grad)
+        loss.backward()  # nothing has moved
+    assert layer.weight.grad.equal(2 * before[0][1])
