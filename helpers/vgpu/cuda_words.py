@@ -124,9 +124,10 @@ class _Reader(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self._left |= {keyword.value for keyword in node.keywords if keyword.arg == "dest"}
         if isinstance(node.func, ast.Name) and node.func.id in _OF_ATTRIBUTES:
-            of, *names = node.args
-            if not (isinstance(of, ast.Name) and of.id in self._names_of_torch):
-                self._left |= set(names[:1])
+            of_torch = any(
+                isinstance(of, ast.Name) and of.id in self._names_of_torch for of in node.args[:1]
+            )
+            self._left |= set() if of_torch else set(node.args[1:2])
         self.generic_visit(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr == _WORD:
             self._renamed(node.func, gpus.DEVICE_TYPE)

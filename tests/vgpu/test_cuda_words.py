@@ -52,6 +52,7 @@ def test_read_for_virtual_gpus(source, expected):
         "torch.backends.cuda.matmul.allow_tf32 = True",
         "torch.version.cuda",
         "args.cuda",
+        "setattr()",
         "getattr(args, 'cuda', False) and hasattr(args, 'cuda')",
         "parser.add_argument('--no-cuda', dest='cuda', action='store_false')",
         "cuda = 3",
