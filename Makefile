@@ -30,7 +30,7 @@ override WHEELS := $(call at_home,$(WHEELS))
   slides book lesson clean
 help:
 	@echo "make lab      set up and open JupyterLab at lesson 00 (ARGS=\"--no-browser --port 9999\")"
-	@echo "make test     set up, then run the tests and every lesson (ARGS=\"tests/launch -k hang\")"
+	@echo "make test     set up, then run the tests and every lesson (ARGS=\"tests/vgpu/launch -k hang\")"
 # An edition has the lessons alone.
 ifneq ($(wildcard teaching),)
 	@echo "make test-browser   open and run every lesson in JupyterLab, in Chromium"

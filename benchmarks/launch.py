@@ -63,7 +63,7 @@ def call(peer: str, ranks: int) -> None:
     """Start that many ranks in one of the ways, and wait until they have ended."""
     # Each way is imported where it is used, so that the ranks of the others do not load it.
     if peer == "launch.run":
-        from helpers import launch
+        from vgpu import launch
 
         launch.run(talk, ranks)
     elif peer == "mp.spawn":

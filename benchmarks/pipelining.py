@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from helpers import launch
+from vgpu import launch
 
 MICRO_BATCHES = (4, 8, 16)
 ROWS, WIDTH, LAYERS = 64, 512, 6  # of a micro-batch, of a layer, of a stage

@@ -20,11 +20,12 @@ import dataclasses
 import time
 from typing import NamedTuple
 
+import vgpu
 from benchmarks._order import order
-from helpers import vgpu
-from helpers.models import LLAMA
-from helpers.parallel import Layout
-from helpers.plan import Plan, Step, napkin, predict
+from vgpu.plan import Plan, Step, predict
+from vgpu.plan import estimate as napkin
+from vgpu.plan.parallel import Layout
+from vgpu.plan.transformer import LLAMA
 
 GPU = dataclasses.replace(
     vgpu.get_spec("H100"),
@@ -124,7 +125,7 @@ _NOT_KEPT = (
 _PIECES = (
     "The gain is overestimated, and the pairs are not to blame: PyTorch's own pass, run over a block "
     "compiled for eight ranks, finds the same ones, with the same copies for the gradients of weights "
-    "(`helpers/vgpu/timing/compiled/async_tp.py` says what else it makes, some 1 % of a step). It is "
+    "(`vgpu/time/async_tp.py` says what else it makes, some 1 % of a step). It is "
     "the steps without it that stand out. Wherever a change leaves less of a step to anything but "
     "products and attention, the prediction becomes too fast, by torch.compile as by this:"
 )

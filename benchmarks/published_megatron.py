@@ -3,7 +3,7 @@
 Sources: Narayanan et al., 2021, Efficient large-scale language model training on GPU clusters
 (table 1: full recomputation, tensor and pipeline parallelism, interleaved where chunks are given);
 Korthikanti et al., 2022, Reducing activation recomputation in large transformer models (table 5).
-How a step's seconds come about stands at the head of ``helpers/plan/megatron/training.py``.
+How a step's seconds come about stands at the head of ``vgpu/plan/megatron/training.py``.
 
 Two figures are fitted, to the first and the last row of the first paper: the shares of the A100's
 peaks that arithmetic and memory reach. Beside it stands what the first row alone gives, with memory's
@@ -14,10 +14,10 @@ and whose 1000 B takes 8 % less time than the first paper's at the same layout.
 
 from typing import NamedTuple
 
+import vgpu
 from benchmarks._order import order
 from benchmarks.published import SPREAD
-from helpers import vgpu
-from helpers.plan.megatron import (
+from vgpu.plan.megatron import (
     FITTED,
     FULL,
     ROWS,

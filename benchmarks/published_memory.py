@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from helpers import schedules, vgpu
-from helpers.plan.megatron import SEQUENCE, Layers, Recipe, Sizes
+import vgpu
+from vgpu.plan import schedules
+from vgpu.plan.megatron import SEQUENCE, Layers, Recipe, Sizes
 
 
 class Row(NamedTuple):

@@ -19,7 +19,7 @@ import torch
 import torchvision
 from torch import nn
 
-from helpers import vgpu
+import vgpu
 
 GPU = "K80"
 LINKS = ("PCIe 3", "PCIe 3 via host")

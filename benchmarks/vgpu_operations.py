@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from helpers import vgpu
+import vgpu
 
 ROUNDS, BURSTS, CALLS = 9, 40, 50
 RESNET_ROUNDS = 5

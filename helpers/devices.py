@@ -8,9 +8,9 @@ import os
 
 import torch
 
-from helpers import vgpu
-from helpers.tables import Table
-from helpers.units import format_bytes
+import vgpu
+from vgpu.tables import Table
+from vgpu.units import format_bytes
 
 _CHOICES = ("auto", "cuda", "vgpu")
 # Lessons count the bytes of tensors. The workspaces that cuBLAS takes from PyTorch's allocator, 8 or

@@ -24,10 +24,10 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
-from helpers.launch import machine
 from teaching import lessons
 from teaching.handed_in import Learner, answers, handed_in, printable
 from teaching.judging.limits import Judged, Limits, NotPrepared, Stopped, judged
+from vgpu.launch import machine
 
 MARKS = {
     "right": "✓",

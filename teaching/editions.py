@@ -20,7 +20,7 @@ from typing import Any
 from teaching import lessons
 
 PARTS = (
-    *("notebooks", "helpers", "docs", "README.md", "LICENSE"),
+    *("notebooks", "vgpu", "helpers", "docs", "README.md", "LICENSE"),
     *("CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"),  # the README leads there
     *("Makefile", "find_python.sh", "setup_venv.py", "pytorch_builds.py", "open_lab.py"),
     *("pyproject.toml", "hatch_build.py", "environment.yml"),

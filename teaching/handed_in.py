@@ -11,8 +11,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from helpers.units import format_bytes
 from teaching import lessons
+from vgpu.units import format_bytes
 
 LARGEST_BYTES = 64 * 2**20
 """Of a notebook; its outputs count."""

@@ -17,14 +17,14 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from PIL import Image
 
-from helpers import vgpu
+import vgpu
 from helpers.plots.style import COLOURS, figure
 from helpers.plots.timeline import _OF_KIND, kind_of, stretches
 
 SET_UP = """\
 import torch
 from torch import nn
-from helpers import vgpu
+import vgpu
 
 vgpu.enable(8, gpu="H100")
 layers = [nn.Linear(2048, 2048) for _ in range(4)]

@@ -54,8 +54,9 @@ def run(path: Path, cache: Path) -> nbformat.NotebookNode:
 def _digest(path: Path) -> str:
     """Changes with the lesson and with the package behind it."""
     digest = hashlib.sha256(path.read_bytes())
-    for source in sorted((lessons.ROOT / "helpers").rglob("*.py")):
-        digest.update(source.read_bytes())
+    for package in ("vgpu", "helpers"):
+        for source in sorted((lessons.ROOT / package).rglob("*.py")):
+            digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -36,7 +36,7 @@ def _as_it_was(request):
 
 
 def _state():
-    vgpu, pyplot = sys.modules.get("helpers.vgpu"), sys.modules.get("matplotlib.pyplot")
+    vgpu, pyplot = sys.modules.get("vgpu"), sys.modules.get("matplotlib.pyplot")
     return {
         "virtual GPUs enabled": bool(vgpu and vgpu.is_enabled()),
         "open figures": pyplot.get_fignums() if pyplot else [],
@@ -44,7 +44,7 @@ def _state():
 
 
 def _clear_up(before):
-    vgpu = sys.modules.get("helpers.vgpu")
+    vgpu = sys.modules.get("vgpu")
     if vgpu and vgpu.is_enabled() and not before["virtual GPUs enabled"]:
         vgpu.disable()
     if pyplot := sys.modules.get("matplotlib.pyplot"):
@@ -58,7 +58,7 @@ def _virtual_gpus(request, _as_it_was):
     if marker is None:
         yield
         return
-    from helpers import vgpu
+    import vgpu
 
     with vgpu.enable(*marker.args, **marker.kwargs):
         yield
@@ -66,28 +66,27 @@ def _virtual_gpus(request, _as_it_was):
 
 # These start ranks, agents and kernels, each with files of its own.
 _MANY_FILES = (
-    "launch",
-    "forkserver",
-    "train",
+    "vgpu/launch",
+    "helpers/train",
     "claims",
     "teaching",
-    "schedules",
-    "vgpu/distributed",
+    "vgpu/plan/schedules",
+    "vgpu/collectives",
 )
 
 
 # Minutes each: a worker begins with these, so that both end at about the same time.
 _LONGEST = (
     "tests/claims/test_broken_claims.py",
-    "tests/checks/test_exercises.py",
-    "tests/train/",
+    "tests/helpers/checks/test_exercises.py",
+    "tests/helpers/train/",
     "tests/conformance/",
-    "tests/launch/",
+    "tests/vgpu/launch/",
     "tests/teaching/",
     "notebooks/",
-    "tests/vgpu/distributed/",
+    "tests/vgpu/collectives/",
     "tests/vgpu/test_program.py",
-    "tests/plan/",
+    "tests/vgpu/plan/",
     "tests/house/",
     "tests/vgpu/",
 )

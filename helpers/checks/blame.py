@@ -6,7 +6,7 @@ import traceback
 from types import FrameType
 
 from helpers.checks.describing import describe
-from helpers.launch.own_code import is_learners
+from vgpu.launch.own_code import is_learners
 
 _ARGUMENTS = "Keep the stub's name and arguments: the check calls it with them."
 _OF_NONE = (

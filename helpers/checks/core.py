@@ -21,7 +21,7 @@ from IPython.display import display
 
 from helpers.checks import blame, minutes, solved
 from helpers.checks.describing import describe, difference, told_apart
-from helpers.tables import Table
+from vgpu.tables import Table
 
 Status = Literal["not attempted", "wrong", "right"]
 Checker = Callable[[Any], Mapping[str, Any] | None]

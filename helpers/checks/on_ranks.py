@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from helpers import launch
 from helpers.checks.blame import hint_in, own_line_in
 from helpers.checks.core import Wrong
+from vgpu import launch
 
 TIMEOUT_S = 3.0
 """From the moment all ranks have met; a right answer takes milliseconds."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import platformdirs
 
-from helpers.tables import Table
+from vgpu.tables import Table
 
 _SUFFIX = ".solved"
 MINUTES_SUFFIX = ".minutes"

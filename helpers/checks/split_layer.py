@@ -12,8 +12,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from helpers import vgpu
-from helpers.models import TransformerBlock, TransformerSizes
+import vgpu
+from vgpu.plan.transformer import TransformerBlock, TransformerSizes
 
 _SPLIT = ("attention", "feed_forward")  # not their norms, nor the residual sums
 

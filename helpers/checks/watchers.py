@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset
 
-from helpers.calls.watching import Watching
+from vgpu.profiling.watching import Watching
 
 FEATURES, CLASSES = 6, 4
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from helpers.tables import Table
+from vgpu.tables import Table
 
 ANY = "any"
 PENDING = "pending"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from helpers.checks import exercises, guesses, minutes
 from helpers.checks.solved import ids
-from helpers.tables import Table
+from vgpu.tables import Table
 
 # Name and whom it is for, and its lessons; in brackets the part that is read, and its share.
 ROUTES = (

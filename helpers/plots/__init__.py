@@ -17,12 +17,7 @@ from helpers.plots.one_device.network import network
 from helpers.plots.one_device.places import memories, relabelled
 from helpers.plots.one_device.training import digit_grid, learning_curves, resumed_curves
 from helpers.plots.parallel.meshes import expert_load, mesh, ring_work
-from helpers.plots.parallel.plans import (
-    by_batch,
-    goodput,
-    latency_and_bandwidth,
-    same_batch,
-)
+from helpers.plots.parallel.plans import by_batch, goodput, latency_and_bandwidth, same_batch
 from helpers.plots.parallel.splits import gained, held, split_times
 from helpers.plots.pipeline import data_parallel_against_ddp, parts_of_time, split_sizes
 from helpers.plots.repeats import repeated_times

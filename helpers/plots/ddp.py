@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from matplotlib.patches import Rectangle
 
 from helpers.plots.style import COLOURS, figure, show, title
-from helpers.units import format_bytes
+from vgpu.units import format_bytes
 
 
 def hands(parts: Sequence[Sequence[int]]) -> None:

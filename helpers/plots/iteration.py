@@ -7,9 +7,9 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
 
-from helpers.memory import OTHER, Snapshot
 from helpers.plots.style import COLOURS, figure, headline, show
-from helpers.units import format_bytes
+from vgpu.profiling.memory import OTHER, Snapshot
+from vgpu.units import format_bytes
 
 _MIB = 2**20
 _OF_CAUSE = {

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from helpers.memory import ACTIVATIONS, TEMPORARY, StepRecord
 from helpers.plots.style import COLOURS, figure, headline, show, title
+from vgpu.profiling.memory import ACTIVATIONS, TEMPORARY, StepRecord
 
 _MIB = 2**20
 _OF_CAUSE = {

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from helpers.plots.style import COLOURS, figure, show, title
-from helpers.units import format_seconds
+from vgpu.units import format_seconds
 
 
 def repeated_times(times_s: Mapping[str, Sequence[float]]) -> None:

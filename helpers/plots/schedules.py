@@ -12,7 +12,7 @@ from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 
 from helpers.plots.style import COLOURS, figure, show, title
-from helpers.schedules import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Play
+from vgpu.plan.schedules import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Play
 
 _LOOKS = {
     FORWARD: ("forward", COLOURS["blue"]),

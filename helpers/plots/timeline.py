@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from helpers.plots.style import COLOURS, figure, show, title
-from helpers.units import format_seconds
-from helpers.vgpu import Timeline, TraceEvent, covered_s
+from vgpu import Timeline, TraceEvent, covered_s
+from vgpu.units import format_seconds
 
 _OF_KIND = {
     "forward": COLOURS["blue"],

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
-from helpers.launch import machine
-from helpers.parallel import KINDS, named_layout
 from helpers.train.folders import CheckpointError
 from helpers.train.meeting import fresh_store
 from helpers.train.tasks import DEFAULTS, DTYPES, TASKS, Settings
 from helpers.train.training import Training
+from vgpu.launch import machine
+from vgpu.plan.parallel import KINDS, named_layout
 
 JOIN_LIMIT = timedelta(minutes=5)
 """For all ranks to join; importing torch takes a while on a busy machine."""

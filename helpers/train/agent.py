@@ -25,9 +25,9 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 
-from helpers.forkserver import context, main_module_hidden
-from helpers.launch.rank import as_if_fresh
 from helpers.shell import Result
+from vgpu.launch.forkserver import context, main_module_hidden
+from vgpu.launch.rank import as_if_fresh
 
 
 def torchrun(line: str) -> Result:

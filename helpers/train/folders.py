@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary, finalize
 
 import torch.distributed as dist
 
-from helpers.units import format_bytes
+from vgpu.units import format_bytes
 
 if os.name == "posix":
     import fcntl

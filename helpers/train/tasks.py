@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers.data import Digits
-from helpers.models import LETTERS, DigitsCNN, Transformer
-from helpers.parallel import Layout, check_tensors
+from helpers.models import DigitsCNN
 from helpers.text import letters
+from vgpu.plan.parallel import Layout, check_tensors
+from vgpu.plan.transformer import LETTERS, Transformer
 
 DTYPES = {"single": torch.float32, "double": torch.float64}
 

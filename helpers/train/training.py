@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from helpers.launch import machine
-from helpers.models import Transformer
-from helpers.parallel import Layout, loss_context, shard, share_tensors
 from helpers.train import checkpoints, folders
 from helpers.train.checkpoints import Found
 from helpers.train.folders import CheckpointError
 from helpers.train.tasks import TASKS, Settings
+from vgpu.launch import machine
+from vgpu.plan.parallel import Layout, loss_context, shard, share_tensors
+from vgpu.plan.transformer import Transformer
 
 SCORED_AT_ONCE = 512
 """Held-out samples that a model gets at once."""

@@ -9,8 +9,8 @@ from IPython.display import display
 
 from helpers import plots
 from helpers.autograd_graph import Graph, graph_of, shared_part
-from helpers.tables import Table
 from helpers.widgets.live import live
+from vgpu.tables import Table
 
 EXPRESSIONS = (
     ("x * w", "(tanh(h) * v + x).sum()"),

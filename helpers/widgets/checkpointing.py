@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from helpers import plots
-from helpers.memory import StepRecord
-from helpers.tables import Table
-from helpers.units import format_bytes
 from helpers.widgets.live import live
+from vgpu.profiling.memory import StepRecord
+from vgpu.tables import Table
+from vgpu.units import format_bytes
 
 _BATCH, _WIDTH = 2048, 16
 

@@ -9,10 +9,10 @@ from IPython.display import display
 from torch import nn
 
 from helpers import plots
-from helpers.memory import Snapshot
-from helpers.tables import Table
-from helpers.units import format_bytes
 from helpers.widgets.live import live
+from vgpu.profiling.memory import Snapshot
+from vgpu.tables import Table
+from vgpu.units import format_bytes
 
 
 def show_parts(

@@ -1,8 +1,8 @@
 """Llama 70B on 64 H100s: a layout to bytes by cause, a timeline and tokens/s, by PyTorch's own code.
 
-The layout's step is recorded with few layers (``helpers.plan.few_layers``), which takes some seconds,
+The layout's step is recorded with few layers (``vgpu.plan.few_layers``), which takes some seconds,
 and kept: another network plays the same recording again. While somebody looks at the explorer, what
-one of its controls can reach is recorded by a process beside this one (``helpers.plan.ready``).
+one of its controls can reach is recorded by a process beside this one (``vgpu.plan.ready``).
 """
 
 import itertools
@@ -11,15 +11,16 @@ from functools import cache
 import ipywidgets
 from IPython.display import display
 
-from helpers import plots, vgpu
-from helpers.models import LLAMA
-from helpers.parallel import Layout
-from helpers.plan import CHECKPOINTS, Plan
-from helpers.plan.few_layers import FewLayers, in_few_layers
-from helpers.plan.ready import Ready
-from helpers.tables import Table
-from helpers.units import format_bytes, format_seconds
+import vgpu
+from helpers import plots
 from helpers.widgets.live import live, when_idle
+from vgpu.plan import CHECKPOINTS, Plan
+from vgpu.plan.few_layers import FewLayers, in_few_layers
+from vgpu.plan.parallel import Layout
+from vgpu.plan.ready import Ready
+from vgpu.plan.transformer import LLAMA
+from vgpu.tables import Table
+from vgpu.units import format_bytes, format_seconds
 
 GPUS, GPU, MODEL = 64, "H100", "70B"
 TENSORS, REPLICAS, BATCHES = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8, 16)

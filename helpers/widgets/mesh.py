@@ -1,7 +1,7 @@
 """64 GPUs as a mesh: the sizes and the order of its dimensions to groups, bytes on links, and time.
 
 The model is Llama 70B with sequences of 8192 tokens, trained on H100s with eight to a host; the
-arithmetic is that of ``helpers.meshes``.
+arithmetic is that of ``vgpu.plan.meshes``.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,14 @@ from itertools import permutations
 import ipywidgets
 from IPython.display import display
 
-from helpers import meshes, plots, vgpu
-from helpers.meshes import DIMENSIONS, Step
-from helpers.models import LLAMA
-from helpers.tables import Table
-from helpers.units import format_bytes, format_seconds
+import vgpu
+from helpers import plots
 from helpers.widgets.live import live
+from vgpu.plan import meshes
+from vgpu.plan.meshes import DIMENSIONS, Step
+from vgpu.plan.transformer import LLAMA
+from vgpu.tables import Table
+from vgpu.units import format_bytes, format_seconds
 
 GPUS, GPUS_PER_HOST, GPU = 64, 8, "H100"
 MODEL = replace(LLAMA["70B"], sequence=8192)

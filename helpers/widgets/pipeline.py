@@ -13,11 +13,12 @@ import torch
 from IPython.display import display
 from torch import nn
 
-from helpers import plots, vgpu
-from helpers.schedules import KINDS, Play, Times, peaks_in_flight, play
-from helpers.tables import Table
-from helpers.units import format_bytes, format_seconds
+import vgpu
+from helpers import plots
 from helpers.widgets.live import live
+from vgpu.plan.schedules import KINDS, Play, Times, peaks_in_flight, play
+from vgpu.tables import Table
+from vgpu.units import format_bytes, format_seconds
 
 # The network and the batch of the times that are not units: float16, 10 billion parameters, which
 # is more than the largest GPU of the presets can train.

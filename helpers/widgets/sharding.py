@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import ipywidgets
 from IPython.display import display
 
-from helpers import plots, vgpu
-from helpers.models import LLAMA, TransformerSizes
-from helpers.tables import Table
-from helpers.units import format_bytes
+import vgpu
+from helpers import plots
 from helpers.widgets.live import live
+from vgpu.plan.transformer import LLAMA, TransformerSizes
+from vgpu.tables import Table
+from vgpu.units import format_bytes
 
 GPUS_PER_HOST = 8
 

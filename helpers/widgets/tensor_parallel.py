@@ -8,10 +8,10 @@ from IPython.display import display
 
 from helpers import plots
 from helpers.plots.parallel.splits import parts_of
-from helpers.tables import Table
-from helpers.units import format_seconds
-from helpers.vgpu import Timeline
 from helpers.widgets.live import live
+from vgpu import Timeline
+from vgpu.tables import Table
+from vgpu.units import format_seconds
 
 WIDTHS = (1024, 2048, 4096, 8192, 16384)
 DEGREES = (1, 2, 4, 8, 16)

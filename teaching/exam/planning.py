@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from helpers import devices, memory, schedules
+from helpers import devices
 from helpers.checks.core import Wrong, exercise, for_input
-from helpers.units import format_bytes
+from vgpu.plan import schedules
+from vgpu.profiling import memory
+from vgpu.units import format_bytes
 
 
 @exercise("99.6", "Go on with other ranks")

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from helpers.calls import Collectives, counted_on_gpu, own_gpu
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
 from helpers.checks.on_ranks import GPU, on_ranks
+from vgpu.profiling import Collectives, counted_on_gpu, own_gpu
 
 
 @exercise("99.5", "The largest of all ranks")

@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 
 from helpers.checks import evaluate
 from helpers.checks.core import Outcome
-from helpers.launch import guard
-from helpers.launch.rank import as_if_fresh
 from teaching import lessons
 from teaching.cells import Shell
+from vgpu.launch import guard
+from vgpu.launch.rank import as_if_fresh
 
 LONGEST_MESSAGE = 2000
 """Characters of a verdict's message; an error may carry a whole tensor."""

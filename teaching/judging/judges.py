@@ -31,12 +31,12 @@ MARK = "COURSE_JUDGE"
 _FORKS = hasattr(os, "fork")
 # The first lets the others come without a search for garbage.
 _PRELOAD = (
-    "helpers.forkserver.unswept",
+    "vgpu.launch.gc_off",
     "torch._dynamo",
     "torchvision",
     "helpers.data",
     "helpers.devices",
-    "helpers.plan",
+    "vgpu.plan",
     "helpers.plots",
     "helpers.train",
     "helpers.widgets",

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import psutil
 
-from helpers.launch import guard
-from helpers.units import format_bytes
 from teaching import lessons
 from teaching.judging import judges
+from vgpu.launch import guard
+from vgpu.units import format_bytes
 
 LOOK_EVERY_S = 0.1
 # Loading PyTorch and running a lesson's own setup is not the learner's time.

@@ -11,9 +11,10 @@ import torch
 from forked_runs import run_of
 from needed_cells import needed
 
-from helpers import memory, vgpu
-from helpers.vgpu import cuda_words
+import vgpu
 from teaching import lessons
+from vgpu import cuda_words
+from vgpu.profiling import memory
 
 QUESTION = "torch.cuda.is_available()"
 WORDS = ("cuda", "vgpu")
@@ -23,9 +24,9 @@ WORDS = ("cuda", "vgpu")
 HANDED = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
 BEFORE = f"""
 import contextlib, io, itertools, json, os, torch
-from helpers import launch, shell, vgpu
-from helpers.vgpu import cuda_words
-from helpers.vgpu.distributed import groups
+import vgpu; from helpers import shell; from vgpu import launch
+from vgpu import cuda_words
+from vgpu.collectives import groups
 
 if not vgpu.is_enabled():
     vgpu.enable(2)
@@ -37,7 +38,7 @@ def run(function, ranks, plain=launch.run):
         return function(rank, world_size)
     return plain(on_rank, ranks, gpu="V100")
 
-patch("helpers.launch.run", run)
+patch("vgpu.launch.run", run)
 
 def run_lines(lines, files):
     lines = [line.replace("python ", "python handed.py ") for line in lines]

@@ -64,7 +64,7 @@ def test_what_leaves_a_thread_runs_for_each(player, tmp_path):
 
 def test_backward_on_virtual_gpus_leaves_no_thread(player):
     shared = step(
-        "import psutil, torch\nfrom helpers import vgpu\nvgpu.enable(1)\n"
+        "import psutil, torch\nimport vgpu\nvgpu.enable(1)\n"
         "w = torch.ones(2, device='vgpu', requires_grad=True)\nw.sum().backward()\n"
         "assert psutil.Process().num_threads() == 1"
     )
@@ -74,7 +74,7 @@ def test_backward_on_virtual_gpus_leaves_no_thread(player):
 
 
 def test_ranks_start_from_a_fork(player):
-    shared = step("from helpers import launch")
+    shared = step("from vgpu import launch")
     runs = [
         (shared, step(f"assert launch.run(lambda rank, ranks: rank, {n}) == list(range({n}))"))
         for n in (1, 2)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from helpers import vgpu
+import vgpu
 
 
 @pytest.fixture(autouse=True, scope="module")

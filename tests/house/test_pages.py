@@ -9,7 +9,8 @@ from teaching.lessons import ROOT
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 FOLDERS = {
-    name: ROOT / name for name in ("helpers", "tests", "teaching", "benchmarks", "notebooks")
+    name: ROOT / name
+    for name in ("vgpu", "helpers", "tests", "teaching", "benchmarks", "notebooks")
 }
 FOLDERS["docs"] = ROOT / "docs"
 
@@ -49,5 +50,6 @@ def test_the_readme_s_tree_is_that_of_the_repository():
         folder = ROOT / name if not indent else folder
         place = folder if not indent else folder / name
         assert "*" in name or place.exists(), f"no {place.relative_to(ROOT)}"
-    for part in (ROOT / "helpers").glob("*/__init__.py"):
-        assert f"  {part.parent.name}/ " in tree, f"the tree lacks helpers/{part.parent.name}"
+    for package in ("vgpu", "helpers"):
+        for part in (ROOT / package).glob("*/__init__.py"):
+            assert f"  {part.parent.name}/ " in tree, f"the tree lacks {package}/{part.parent.name}"

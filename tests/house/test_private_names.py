@@ -1,4 +1,4 @@
-"""The list of private names of torch is that of the code: tests/test_torch_private_names.py tries it."""
+"""The list of private names of torch is that of the code: tests/vgpu/test_torch_private_names.py tries it."""
 
 import re
 

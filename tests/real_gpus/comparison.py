@@ -8,9 +8,9 @@ import sys
 from itertools import combinations
 from pathlib import Path
 
-from helpers import vgpu
-from helpers.units import format_bytes, format_seconds
+import vgpu
 from teaching.lessons import ROOT
+from vgpu.units import format_bytes, format_seconds
 
 OBSERVED = Path(__file__).with_name("observed.py")
 # Workspaces of CUDA's libraries are allocated beside the tensors, and are not the model's.
@@ -35,7 +35,7 @@ def observe(*command: str) -> dict:
 
 def virtual_command(count: int, gpu: str) -> list[str]:
     """The same lines on virtual GPUs, by the option that the README names."""
-    return ["-m", "helpers.vgpu", "--cuda-is-vgpu", "--count", str(count), "--gpu", gpu]
+    return ["-m", "vgpu", "--cuda-is-vgpu", "--count", str(count), "--gpu", gpu]
 
 
 def preset_for(name: str) -> str:

@@ -1,6 +1,6 @@
 """What a GPU does, as one JSON object: errors, peak bytes and times. Written for CUDA.
 
-``python observed.py`` asks real GPUs; ``python -m helpers.vgpu --cuda-is-vgpu observed.py`` runs
+``python observed.py`` asks real GPUs; ``python -m vgpu --cuda-is-vgpu observed.py`` runs
 these very lines on virtual ones. What needs more GPUs than there are is left out.
 """
 
@@ -12,8 +12,8 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from helpers import vgpu
-from helpers.models import Transformer, TransformerSizes
+import vgpu
+from vgpu.plan.transformer import Transformer, TransformerSizes
 
 KIB, MIB = 2**10, 2**20
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from strategies import data, sharded
 
-from helpers import launch
+from vgpu import launch
 
 cloudpickle.register_pickle_by_value(strategies)
 ASKED = os.environ.get("REAL_GPUS") == "1"

@@ -4,7 +4,7 @@ import itertools
 import linecache
 import textwrap
 
-from helpers import launch
+from vgpu import launch
 
 _numbers = itertools.count(1)
 
@@ -13,7 +13,7 @@ import ctypes, datetime, os, shutil, signal, sys, threading, time, warnings
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
-from helpers import launch
+from vgpu import launch
 """
 
 

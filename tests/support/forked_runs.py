@@ -25,18 +25,18 @@ import psutil
 import torch
 import tqdm
 
-from helpers import launch
-from helpers.launch.rank import renew_autograd
 from teaching import lessons
 from teaching.cells import Shell
 from teaching.lessons import Cell
+from vgpu import launch
+from vgpu.launch.rank import renew_autograd
 
 # The ids and the sources of cells.
 Run = tuple[tuple[str, str], ...]
 START = """
 import sys
 sys.path[:0] = {paths!r}
-import helpers.forkserver.unswept
+import vgpu.launch.gc_off
 import forked_runs
 forked_runs.main()
 """

@@ -3,7 +3,9 @@
 A kilobyte takes a microsecond each way; what launches cost is up to each test.
 """
 
-from helpers import vgpu
+import pytest
+
+import vgpu
 
 PLAIN = vgpu.Link("plain", 1e9, 0.0, "made for these tests")
 KB = 250  # float32 values of 1,000 bytes
@@ -25,3 +27,18 @@ def toy_gpu(link: vgpu.Link = PLAIN) -> vgpu.GPUSpec:
 
 
 SPEC = toy_gpu()
+# Every launch takes a microsecond, and kernels reach the whole of every peak.
+LAUNCH_S = 1e-6
+COSTS = vgpu.CostModel(
+    SPEC,
+    arithmetic_share=1.0,
+    memory_share=1.0,
+    link_share=1.0,
+    python_launch_s=LAUNCH_S,
+    engine_launch_s=LAUNCH_S,
+    kernel_s=0.0,
+)
+
+
+def near(seconds):
+    return pytest.approx(seconds, rel=1e-9, abs=1e-15)

@@ -7,7 +7,7 @@ import pytest
 from sampling import WHOLE
 from wrong_answers.exam import WRONG
 
-from helpers import vgpu
+import vgpu
 from helpers.checks import exercises
 from teaching import class_check, editions, lessons
 from teaching.exam.__main__ import JUDGED_LATER, main

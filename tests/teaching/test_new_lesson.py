@@ -41,7 +41,7 @@ def run(root, *arguments):
 def tried(copy):
     """What the tests that concern the new lesson say: which failed, which passed, and all of it."""
     (notebook,) = copy.glob(f"notebooks/{NUMBER}_*.ipynb")
-    exercises = "tests/checks/test_exercises.py"
+    exercises = "tests/helpers/checks/test_exercises.py"
     tests = ["tests/lessons", "tests/teaching/test_teaching_guide.py", notebook]
     tests += [f"{exercises}::{EXERCISES[0]}"]
     tests += [
@@ -65,7 +65,9 @@ def test_its_structure_is_whole_and_its_words_are_asked_for(tried):
 
 def test_it_runs_and_its_exercises_are_judged(tried):
     _, passed, said = tried
-    judged = [name for name in passed if name.startswith("tests/checks/test_exercises.py::")]
+    judged = [
+        name for name in passed if name.startswith("tests/helpers/checks/test_exercises.py::")
+    ]
     assert len(judged) == 10 and set(EXERCISES) == {
         name.partition("::")[2].partition("[")[0] for name in judged
     }, said
@@ -74,5 +76,5 @@ def test_it_runs_and_its_exercises_are_judged(tried):
 
 def test_its_code_is_in_good_order(copy):
     for tool in (("check",), ("format", "--check")):
-        status, said = run(copy, "-m", "ruff", *tool, "helpers", "tests", "notebooks")
+        status, said = run(copy, "-m", "ruff", *tool, "vgpu", "helpers", "tests", "notebooks")
         assert status == 0, said

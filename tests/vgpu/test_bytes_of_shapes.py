@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from helpers import vgpu
+import vgpu
 
 pytestmark = pytest.mark.virtual_gpus(1, gpu="A100")
 

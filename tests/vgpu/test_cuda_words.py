@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from helpers.vgpu import cuda_words
+from vgpu import cuda_words
 
 
 def read(source):

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from helpers import vgpu
+import vgpu
 
 
 def make_model():

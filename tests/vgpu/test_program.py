@@ -1,4 +1,4 @@
-"""``python -m helpers.vgpu``: what a script sees, and what it is told when it cannot run."""
+"""``python -m vgpu``: what a script sees, and what it is told when it cannot run."""
 
 import json
 import multiprocessing
@@ -11,8 +11,8 @@ import pytest
 import warm
 from sampling import WHOLE
 
-from helpers.vgpu.__main__ import parser
 from teaching.lessons import ROOT
+from vgpu.__main__ import parser
 
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
@@ -20,15 +20,15 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREAD
 def run(*arguments, cwd, typed=""):
     """The command; its return code, output and errors."""
     # torch imports the last one at the first operation of a tensor that Python computes.
-    imports = "helpers.forkserver.unswept helpers.vgpu.program torch.distributed.tensor"
+    imports = "vgpu.launch.gc_off vgpu.program torch.distributed.tensor"
     done = warm.run(
-        "helpers.vgpu", arguments, imports=imports, cwd=cwd, environment=ENVIRONMENT, typed=typed
+        "vgpu", arguments, imports=imports, cwd=cwd, environment=ENVIRONMENT, typed=typed
     )
     return done.returncode, done.stdout, done.stderr
 
 
 def run_afresh(*arguments, cwd):
-    command = [sys.executable, "-m", "helpers.vgpu", *map(str, arguments)]
+    command = [sys.executable, "-m", "vgpu", *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=ENVIRONMENT)
     return done.returncode, done.stdout, done.stderr
 
@@ -124,7 +124,7 @@ def test_ctrl_c_ends_a_script_as_under_python(tmp_path):
         "print('begun', flush=True)\nfor _ in range(10_000): time.sleep(0.01)\n"
     )
     ended = []
-    for module in ([], ["-m", "helpers.vgpu"]):
+    for module in ([], ["-m", "vgpu"]):
         program = subprocess.Popen(
             [sys.executable, *module, "script.py"], cwd=tmp_path, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PYTHONPATH": str(ROOT)},
@@ -133,7 +133,7 @@ def test_ctrl_c_ends_a_script_as_under_python(tmp_path):
         program.send_signal(signal.SIGINT)
         _, error = program.communicate()
         assert "in <module>" in error and error.rstrip().endswith("KeyboardInterrupt")
-        ended.append((program.returncode, "helpers" in error))
+        ended.append((program.returncode, str(ROOT) in error))
     assert ended == [(-signal.SIGINT, False)] * 2
 
 
@@ -273,7 +273,7 @@ def test_tests_for_cuda_run_under_pytest(tmp_path):
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(arguments, phrase, tmp_path, capsys, monkeypatch):
-    from helpers.vgpu.__main__ import main
+    from vgpu.__main__ import main
 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
@@ -295,21 +295,21 @@ def test_a_module_that_is_not_there_is_said_in_a_line(tmp_path):
     assert (code, error) == (1, "ModuleNotFoundError: No module named 'nosuch'\n")
 
 
-def test_a_script_with_helpers_of_its_own_is_told(tmp_path):
+def test_a_script_beside_a_vgpu_module_of_its_own_is_warned(tmp_path):
     folder = tmp_path / "project"
     folder.mkdir()
-    (folder / "helpers.py").write_text("VALUE = 1\n")
+    (folder / "vgpu.py").write_text("VALUE = 1\n")
     (folder / "script.py").write_text("print('ran')\n")
     code, out, error = run("project/script.py", cwd=tmp_path)
     assert (code, out) == (0, "ran\n")
-    assert "project/helpers.py cannot be imported here" in error and "rename it" in error
+    assert "project/vgpu.py cannot be imported here" in error and "rename it" in error
 
 
 def test_the_examples_in_the_help_parse():
     commands = [
-        line.split("-m helpers.vgpu ")[1].split()
+        line.split("-m vgpu ")[1].split()
         for line in parser().format_help().splitlines()
-        if "-m helpers.vgpu " in line and "[options]" not in line
+        if "-m vgpu " in line and "[options]" not in line
     ]
     assert len(commands) == 3
     for command in commands:

@@ -1,6 +1,6 @@
 """Some hundred random programs compute the same on virtual GPUs as on the CPU.
 
-``TESTS=whole`` tries three hundred; ``cd tests; python -m vgpu.random_programs --seconds 3600`` looks
+``TESTS=whole`` tries three hundred; ``cd tests; python -m random_programs --seconds 3600`` looks
 for longer.
 """
 
@@ -17,9 +17,9 @@ from teaching.lessons import ROOT
 SCRIPT = """
 import sys
 from itertools import islice
-from helpers import vgpu
-from vgpu.random_programs.steps import programs
-from vgpu.random_programs.worlds import PRELUDE, difference, shrunk
+import vgpu
+from random_programs.steps import programs
+from random_programs.worlds import PRELUDE, difference, shrunk
 
 with vgpu.enable(2):
     for seed, lines in islice(programs(int(sys.argv[1])), 150):

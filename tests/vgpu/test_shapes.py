@@ -9,7 +9,7 @@ import torchvision
 from torch import nn
 from torch.nn import functional as F
 
-from helpers import vgpu
+import vgpu
 
 pytestmark = pytest.mark.virtual_gpus(2, gpu="H100")
 

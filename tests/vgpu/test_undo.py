@@ -7,13 +7,13 @@ import sys
 import pytest
 import torch
 
-from helpers import vgpu
+import vgpu
 
 # Runs in a fresh process, where virtual GPUs were never enabled.
 COMPARE = """
 import sys, types
 import torch, torch.nn.parallel.data_parallel
-from helpers import vgpu
+import vgpu
 
 def owners():
     for name, module in list(sys.modules.items()):
@@ -51,7 +51,7 @@ print("as it was")
 FIRST_TIME = """
 import sys, types
 import torch, torch.nn.parallel.data_parallel
-from helpers import vgpu
+import vgpu
 
 def snapshot():
     owners = {name: module for name, module in list(sys.modules.items())

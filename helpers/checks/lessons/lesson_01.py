@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers import devices
-from helpers.calls import Calls
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 from helpers.checks.describing import describe
+from vgpu.profiling import Calls
 
 Sample = namedtuple("Sample", "image label")
 

@@ -13,7 +13,7 @@ from torch import nn, optim
 from helpers.autograd_graph import SavedTensors
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 from helpers.checks.watchers import WatchedScores
-from helpers.units import format_bytes
+from vgpu.units import format_bytes
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 

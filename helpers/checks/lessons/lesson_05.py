@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from helpers import devices
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 from helpers.checks.describing import describe
-from helpers.memory import peaks_during
-from helpers.units import format_bytes
+from vgpu.profiling.memory import peaks_during
+from vgpu.units import format_bytes
 
 
 class _Noting(nn.Module):

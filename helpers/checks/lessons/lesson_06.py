@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from helpers.calls import answer_counted, counted_on_gpu
 from helpers.checks.core import Wrong, exercise, expect_close
 from helpers.checks.describing import describe
 from helpers.checks.on_ranks import GPU, on_ranks
+from vgpu.profiling import answer_counted, counted_on_gpu
 
 
 @exercise("6.1", "all_reduce out of two halves")

@@ -12,11 +12,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from helpers.calls import counted_on_gpu, own_gpu
-from helpers.calls.backward import run_backward
-from helpers.calls.graphs import WatchedLinear
+from helpers.checks.backward import run_backward
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
+from helpers.checks.graphs import WatchedLinear
 from helpers.checks.on_ranks import GPU, on_ranks
+from vgpu.profiling import counted_on_gpu, own_gpu
 
 
 @exercise("7.1", "DDP by hand")

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from helpers import devices
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 from helpers.checks.watchers import Leaving
-from helpers.memory import only_new_garbage, peaks_during
-from helpers.units import format_bytes
+from vgpu.profiling.memory import only_new_garbage, peaks_during
+from vgpu.units import format_bytes
 
 
 class Network(NamedTuple):

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from helpers import vgpu
+import vgpu
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
-from helpers.units import format_seconds
-from helpers.vgpu import Timeline
+from vgpu import Timeline
+from vgpu.units import format_seconds
 
 _MOST_RECORDINGS = 12
 

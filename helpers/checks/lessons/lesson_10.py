@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from helpers import vgpu
+import vgpu
 from helpers.checks.core import Wrong, exercise, expect_close, for_input
-from helpers.schedules import (
+from vgpu import Timeline
+from vgpu.plan.schedules import (
     DeadlockError,
     Schedule,
     Times,
@@ -18,8 +19,7 @@ from helpers.schedules import (
     peaks_in_flight,
     play,
 )
-from helpers.units import format_seconds
-from helpers.vgpu import Timeline
+from vgpu.units import format_seconds
 
 _STAGES = 4
 

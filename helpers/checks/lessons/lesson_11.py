@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from helpers import devices
-from helpers.calls import Calls, counted
-from helpers.calls.graphs import WatchedLinear
 from helpers.checks.core import Wrong, exercise, for_input
+from helpers.checks.graphs import WatchedLinear
 from helpers.checks.on_ranks import on_ranks
-from helpers.memory import Moment, StepRecord, peaks_during
-from helpers.units import format_bytes
+from vgpu.profiling import Calls, counted
+from vgpu.profiling.memory import Moment, StepRecord, peaks_during
+from vgpu.units import format_bytes
 
 _FLOAT_BYTES = 4
 

@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from helpers.calls import counted_on_gpu, own_gpu
-from helpers.calls.sent import ParametersGathered
 from helpers.checks.core import Wrong, exercise, for_input
 from helpers.checks.on_ranks import GPU, on_ranks
-from helpers.units import format_bytes
+from vgpu.profiling import counted_on_gpu, own_gpu
+from vgpu.profiling.collective_counters import ParametersGathered
+from vgpu.units import format_bytes
 
 _RANKS = 4
 _STEPS = 2

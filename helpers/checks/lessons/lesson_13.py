@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
-from helpers.calls import own_gpu
-from helpers.calls.backward import run_backward
-from helpers.calls.sent import Sent
+from helpers.checks.backward import run_backward
 from helpers.checks.core import Wrong, exercise, expect_close, for_input
 from helpers.checks.on_ranks import GPU, on_ranks
 from helpers.checks.split_layer import figures_of, layer_on
-from helpers.models import TransformerBlock, TransformerSizes, rotary_angles
-from helpers.units import format_bytes, format_seconds
+from vgpu.plan.transformer import TransformerBlock, TransformerSizes, rotary_angles
+from vgpu.profiling import own_gpu
+from vgpu.profiling.collective_counters import Sent
+from vgpu.units import format_bytes, format_seconds
 
 _A_FUNCTION = "put it into an autograd.Function that says what comes back, "
 

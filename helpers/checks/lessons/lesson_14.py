@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from helpers.calls import Calls
-from helpers.calls.watching import Watching
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
+from vgpu.profiling import Calls
+from vgpu.profiling.watching import Watching
 
 
 @exercise("14.1", "The groups of a mesh")

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from helpers.checks.core import Wrong, exercise, for_input
-from helpers.models import LLAMA, TransformerSizes
-from helpers.parallel import Layout
-from helpers.plan import Plan, failures, napkin
-from helpers.plan.few_layers import FewLayers, in_few_layers
-from helpers.tables import Table
-from helpers.units import format_bytes, format_seconds
+from vgpu.plan import Plan, failures
+from vgpu.plan import estimate as napkin
+from vgpu.plan.few_layers import FewLayers, in_few_layers
+from vgpu.plan.parallel import Layout
+from vgpu.plan.transformer import LLAMA, TransformerSizes
+from vgpu.tables import Table
+from vgpu.units import format_bytes, format_seconds
 
 ROOM = 0.85
 """Of a GPU's memory, what tensors may take: the allocator needs some of the rest."""

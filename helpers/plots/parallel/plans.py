@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from helpers.plots.style import COLOURS, figure, show, title
-from helpers.units import format_bytes, format_seconds
+from vgpu.units import format_bytes, format_seconds
 
 _IN_TURN = [COLOURS[name] for name in ("blue", "orange", "green", "purple")]
 

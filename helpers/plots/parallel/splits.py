@@ -8,7 +8,7 @@ from matplotlib.patches import Rectangle
 
 from helpers.plots.collectives import RANK_COLOURS
 from helpers.plots.style import COLOURS, figure, show, title
-from helpers.vgpu import Timeline
+from vgpu import Timeline
 
 WHOLE, ROWS, COLUMNS, PARTIAL = "whole", "rows", "columns", "partial"
 _SAID = {

@@ -1,6 +1,6 @@
 """Private names of torch that the course relies upon: what for, and what to do when one goes.
 
-``tests/test_torch_private_names.py`` tries each on the torch that is installed, and holds the list
+``tests/vgpu/test_torch_private_names.py`` tries each on the torch that is installed, and holds the list
 to the code: a private name that the code uses and this list lacks fails, and so does the reverse.
 docs/new_torch.md says when to run it.
 """
@@ -56,7 +56,7 @@ RELIANCES = (
     Reliance(
         "kernels of custom operators, on virtual tensors",
         "In dispatch/rules.py and dispatch/custom.py ask the registry another way for kernels that "
-        "Python has registered. tests/vgpu/dispatch/test_custom_operators.py is the judge.",
+        "Python has registered. tests/vgpu/tensor/test_custom_operators.py is the judge.",
         (
             "torch._library.utils._c_check_aliasing_constraint",
             "torch.library._defs",
@@ -79,7 +79,7 @@ RELIANCES = (
         "views and versions: a change in place through one name is seen through the others",
         "Without a substitute in dispatch/views.py and torch_api/data_assignment.py, refuse "
         "changes of shape in place and p.data = q (dispatch/refusals.py): an error is better "
-        "than a wrong gradient. tests/vgpu/dispatch/test_views.py is the judge.",
+        "than a wrong gradient. tests/vgpu/tensor/test_views.py is the judge.",
         (
             "torch.Tensor._version",
             "torch.Tensor._base",
@@ -275,7 +275,7 @@ RELIANCES = (
     Reliance(
         "tensors around virtual ones: DTensor, and results of collectives that are awaited",
         "They must say the device that their inner tensor says (distributed/wrappers.py); "
-        "tests/vgpu/distributed/test_wrappers.py shows which does not.",
+        "tests/vgpu/collectives/test_wrappers.py shows which does not.",
         (
             "torch.distributed._functional_collectives.AsyncCollectiveTensor",
             "torch.distributed.tensor._api.DTensor",
@@ -294,7 +294,7 @@ RELIANCES = (
     ),
     Reliance(
         "bytes by cause: which functions of FSDP2 and DDP allocate for gathers, and for gradients",
-        "Name the functions that do it now in helpers/peaks.py; tests/test_peaks.py says whether "
+        "Name the functions that do it now in vgpu/profiling/peaks.py; tests/vgpu/profiling/test_peaks.py says whether "
         "gathered parameters, gradients and buckets are found again.",
         (
             "torch.nn.parallel.DistributedDataParallel._pre_forward",
@@ -336,7 +336,7 @@ RELIANCES = (
     ),
     Reliance(
         "counting what collectives send: the process group among an operator's arguments",
-        "Print the arguments of a functional collective in helpers/calls/sent.py and see in what "
+        "Print the arguments of a functional collective in vgpu/profiling/collective_counters.py and see in what "
         "form the group comes now.",
         ("torch.ScriptObject._type",),
     ),

@@ -10,7 +10,7 @@ from pathlib import Path
 from teaching.lessons import ROOT
 
 # Tests that use a private name of their own say by failing that it is gone.
-FOLDERS = ("helpers", "teaching", "benchmarks", "tests/conformance")
+FOLDERS = ("vgpu", "helpers", "teaching", "benchmarks", "tests/conformance")
 # A text such as the aim of mock.patch, with a private part somewhere in it.
 _WRITTEN_OUT = re.compile(r"torch(?:\.\w+)*\._[A-Za-z]\w*(?:\.\w+)*")
 _PRIVATE = re.compile(r"_(?!_)")
@@ -44,7 +44,7 @@ def foreign_attributes() -> dict[str, str]:
     """Private attribute, of any object, that the package reads and nowhere defines → a place."""
     defined, read = set(), {}
     for path, tree in sources():
-        if path.relative_to(ROOT).parts[0] != "helpers":
+        if path.relative_to(ROOT).parts[0] not in ("vgpu", "helpers"):
             continue
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

@@ -30,8 +30,8 @@ from pathlib import Path
 
 import numpy as np
 
-from helpers import forkserver
 from teaching.lessons import ROOT
+from vgpu.launch import forkserver
 
 HURRIED = """
 import ctypes, gc, os
@@ -101,7 +101,7 @@ def serve():
         importlib.import_module(name)
     # A fork leaves out of its collections what it was forked with, garbage too.
     gc.freeze()
-    gc.enable()  # helpers.forkserver.unswept may have been among them
+    gc.enable()  # vgpu.launch.gc_off may have been among them
     server = socket.socket(fileno=int(os.environ[_SOCKET]))
     while True:
         message, streams, *_ = socket.recv_fds(server, 1 << 16, 3)
@@ -144,7 +144,7 @@ def _become(request, streams):
 
 def _renew():
     if torch := sys.modules.get("torch"):
-        torch.ones((), requires_grad=True).sin()  # see helpers.launch.rank.renew_autograd
+        torch.ones((), requires_grad=True).sin()  # see vgpu.launch.rank.renew_autograd
     # A forked process repeats the random numbers of the one it comes from.
     random.seed()
     np.random.seed()

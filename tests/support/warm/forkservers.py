@@ -12,8 +12,8 @@ import traceback
 from contextlib import contextmanager
 from unittest import mock
 
-from helpers import forkserver
-from helpers.forkserver import server
+from vgpu.launch import forkserver
+from vgpu.launch import forkserver as server
 
 _IMPORT = "from multiprocessing.forkserver import main; "  # so begins what Python is to run
 
@@ -54,7 +54,7 @@ def _wait_and_serve(asked):
     os.environ.clear()
     os.environ.update(request["environment"])
     here = dict(zip(request["passed"], files, strict=True))
-    from helpers.launch import rank  # there by now
+    from vgpu.launch import rank  # there by now
 
     def file(value):
         return here[value] if isinstance(value, int) else value

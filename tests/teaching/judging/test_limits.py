@@ -6,8 +6,8 @@ import time
 import pytest
 from learners import LESSON, SOLUTIONS, hand_in, is_alive, statuses
 
-from helpers import forkserver
 from teaching import class_check, lessons
+from vgpu.launch import forkserver
 
 
 def test_a_limit_of_time_ends_an_answer_and_what_it_started_but_not_the_next_answer(tmp_path):

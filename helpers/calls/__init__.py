@@ -1,5 +1,0 @@
-"""What PyTorch is asked for: operations, and on a rank collectives (``sent.py`` has their bytes)."""
-
-from helpers.calls.noted import Calls, Collectives, answer_counted, counted, counted_on_gpu, own_gpu
-
-__all__ = ["Calls", "Collectives", "answer_counted", "counted", "counted_on_gpu", "own_gpu"]

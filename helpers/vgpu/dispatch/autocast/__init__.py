@@ -1,1 +1,0 @@
-"""Autocast for virtual GPUs: what runs in which type, as for CUDA."""

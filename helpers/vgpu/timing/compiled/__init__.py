@@ -1,1 +1,0 @@
-"""What torch.compile makes of a program, in virtual time."""

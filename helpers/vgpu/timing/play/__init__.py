@@ -1,1 +1,0 @@
-"""A recording as a program of steps, and what plays it: one rank, or several that meet."""

@@ -1,0 +1,166 @@
+"""The machinery of exercises: verdicts, blame, progress."""
+
+import linecache
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.checks import check, core, evaluate, exercises, progress, reset, solved
+from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
+from vgpu.launch import own_code
+
+
+@pytest.fixture(autouse=True)
+def own_progress(tmp_path, monkeypatch):
+    monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path / "progress"))
+
+
+@pytest.fixture
+def doubled(monkeypatch):
+    """An exercise that exists for one test: double a random tensor."""
+    # All of them: what is first imported in this test would be forgotten with it.
+    monkeypatch.setattr(core, "_exercises", {item.id: item for item in exercises()})
+    # Checks stand in the package; these ones stand here, and are no learner's code either.
+    monkeypatch.setattr(own_code, "_LIBRARIES", (*own_code._LIBRARIES, Path(__file__).parent))
+
+    @exercise("99.1", "double it")
+    def checker(answer):
+        given = torch.randn(3)
+        expect_close(answer(given), given * 2, given=given, hint="twice, not squared")
+
+    @exercise("99.2", "double ones")
+    def double_ones(answer):
+        with for_input("ones", hint="look at the sizes"):
+            expect_close(answer(torch.ones(3)), torch.full((3,), 2.0))
+
+
+def learner(source):
+    """A function as a notebook cell would define it."""
+    filename = "<a cell of the learner's>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace = {"torch": torch}
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace["answer"]
+
+
+@pytest.mark.usefixtures("doubled")
+class TestVerdicts:
+    def test_right(self):
+        assert evaluate("99.1", lambda x: x + x).status == "right"
+
+    def test_wrong_says_yours_expected_given_and_a_hint(self):
+        outcome = evaluate("99.1", lambda x: x**2)
+        assert outcome.status == "wrong"
+        assert outcome.yours and outcome.expected and outcome.given
+        assert outcome.hint == "twice, not squared"
+        assert "yours" in str(outcome) and "twice, not squared" in outcome._repr_html_()
+
+    @pytest.mark.parametrize("answer", [..., (1, ...), {"a": ...}])
+    def test_an_ellipsis_is_not_attempted(self, answer):
+        assert evaluate("99.1", answer).status == "not attempted"
+
+    @pytest.mark.parametrize("begun", ["", "    y = x\n"])
+    @pytest.mark.parametrize("exercise_id", ["99.1", "99.2"])
+    def test_a_bare_not_implemented_is_not_attempted(self, exercise_id, begun):
+        answer = learner(f"def answer(x):\n{begun}    raise NotImplementedError\n")
+        assert evaluate(exercise_id, answer).status == "not attempted"
+
+    def test_a_stub_is_not_called(self):
+        answer = learner('def answer():\n    """What to do."""\n    raise NotImplementedError\n')
+        assert evaluate("99.1", answer).status == "not attempted"
+
+    def test_torchs_not_implemented_is_an_error(self):
+        answer = learner("def answer(x):\n    raise NotImplementedError('could not run')\n")
+        assert evaluate("99.1", answer).status == "wrong"
+
+    def test_an_error_names_the_learners_line(self):
+        answer = learner("def answer(x):\n    y = x + 1\n    return y @ torch.ones(7)\n")
+        outcome = evaluate("99.1", answer)
+        assert outcome.status == "wrong"
+        assert "RuntimeError" in outcome.error
+        assert "line 3 of your cell: return y @ torch.ones(7)" in outcome.error
+
+    def test_an_error_inside_a_library_still_names_the_learners_line(self):
+        answer = learner("def answer(x):\n    return torch.nn.Linear(5, 2)(x)\n")
+        assert "line 2 of your cell" in evaluate("99.1", answer).error
+
+    def test_a_wrong_signature_is_said(self):
+        outcome = evaluate("99.1", lambda: 1)
+        assert outcome.status == "wrong" and "positional argument" in outcome.error
+        assert "stub's name and arguments" in outcome.hint
+
+    def test_an_error_comes_with_the_input_and_a_hint(self):
+        answer = learner("def answer(x):\n    return x @ torch.ones(7)\n")
+        outcome = evaluate("99.1", answer)
+        assert outcome.given.startswith("answer(x=tensor([") and "shape" in outcome.hint
+        own = evaluate("99.2", answer)
+        assert own.given == "ones" and own.hint == "look at the sizes"
+        assert "line 2 of your cell" in own.error
+
+    def test_a_wrong_without_an_input_gets_that_of_its_block(self):
+        outcome = evaluate("99.2", lambda x: x)
+        assert (outcome.given, outcome.hint) == ("ones", "look at the sizes")
+
+    def test_a_traceback_inside_a_message_is_cut_to_its_end(self):
+        answer = learner(
+            "def answer(x):\n"
+            "    try:\n"
+            "        [][1]\n"
+            "    except IndexError:\n"
+            "        import traceback\n"
+            "        raise RuntimeError('Caught in replica 0\\n' + traceback.format_exc())\n"
+        )
+        error = evaluate("99.1", answer).error
+        assert error.splitlines()[0] == "IndexError: list index out of range"
+        assert "Traceback" not in error and "of your cell" in error and len(error) < 300
+
+    def test_texts_of_several_lines_stay_in_their_column(self):
+        rows = str(evaluate("99.1", learner("def answer(x):\n    return x + y\n"))).splitlines()
+        column = next(row for row in rows if "NameError" in row).index("NameError")
+        (second,) = [row for row in rows if "in line 2" in row]
+        assert second.index("in line 2") == column and second[:column].isspace()
+
+    def test_a_value_where_a_function_belongs(self):
+        outcome = evaluate("99.1", torch.ones(2))
+        assert outcome.status == "wrong" and "function itself" in outcome.hint
+
+    def test_wrong_type_of_result(self):
+        assert evaluate("99.1", lambda x: None).status == "wrong"
+        assert evaluate("99.1", lambda x: x.tolist()).status == "wrong"
+
+
+def test_an_unknown_exercise():
+    with pytest.raises(ValueError, match=r"no exercise has the id '1\.99'"):
+        evaluate("1.99", 3)
+    with pytest.raises(ValueError, match="no exercise has the id 'seven'"):
+        evaluate("seven", 3)
+
+
+def test_a_number_is_not_a_bool():
+    expect_equal(1, 1)
+    with pytest.raises(Wrong):
+        expect_equal(True, 1)
+    with pytest.raises(Wrong):
+        expect_equal(torch.ones(2), torch.zeros(2))
+
+
+@pytest.mark.usefixtures("doubled")
+def test_progress_is_kept_and_forgotten(capsys):
+    check("99.1", lambda x: x**2)
+    assert solved.ids() == set()
+    check("99.1", lambda x: x * 2)
+    assert solved.ids() == {"99.1"}
+    assert "99.1 ✓" in str(progress())
+    reset()
+    assert "Forgot 1 solved exercise." in capsys.readouterr().out
+    assert "99.1 ·" in str(progress())
+
+
+@pytest.mark.usefixtures("doubled")
+def test_a_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path / "file"))
+    check("99.1", lambda x: x * 2)
+    shown = capsys.readouterr().out
+    assert "right" in shown and "COURSE_PROGRESS_DIR" in shown

@@ -1,0 +1,89 @@
+"""Every exercise: the stub is not attempted, typical wrong answers fail, the solution passes.
+
+Where trying an answer takes long, the first wrong one stands for the others and for those that are
+right in another way, which ``TESTS=whole`` in the environment tries as well.
+"""
+
+import re
+
+import forked_runs
+import pytest
+from checks.right_answers import RIGHT
+from sampling import WHOLE
+from wrong_answers import wrong_answers
+
+import vgpu
+from helpers.checks import exercises
+from teaching import lessons
+from teaching.judging.judge import outcome_of
+
+EXERCISES = [
+    (path, exercise_id) for path in lessons.NOTEBOOKS for exercise_id in lessons.exercise_ids(path)
+]
+# Each answer starts ranks, or has networks measured.
+LONG = (
+    *("6.1", "6.2", "6.3", "6.5", "7.1", "7.2", "7.4", "8.3", "9.2", "11.2", "12.1", "12.4"),
+    *("13.1", "13.2", "13.3", "13.4"),
+)
+each_exercise = pytest.mark.parametrize(
+    ("path", "exercise_id"), EXERCISES, ids=[exercise_id for _, exercise_id in EXERCISES]
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported():
+    """The checks measure bytes, after a collection each: it goes through no module then."""
+    forked_runs.import_what_lessons_do()
+
+
+@pytest.fixture(autouse=True)
+def _lab_is_closed():
+    yield
+    if vgpu.is_enabled():
+        vgpu.disable()  # a lesson's first cells call devices.lab, which leaves its GPUs there
+
+
+@each_exercise
+def test_the_stub_alone_is_not_attempted(path, exercise_id):
+    (stub,) = lessons.tagged(path, f"stub-{exercise_id}")
+    assert outcome_of(path, exercise_id, stub.source).status == "not attempted"
+
+
+@each_exercise
+def test_the_folded_solution_passes(path, exercise_id):
+    outcome = outcome_of(path, exercise_id, lessons.solution(path, exercise_id))
+    assert outcome.status == "right", str(outcome)
+    assert outcome.achieved, "a right answer is shown what it did, beside the budget"
+
+
+@pytest.mark.parametrize("exercise_id", [each for each in RIGHT if WHOLE or each not in LONG])
+def test_answers_that_are_right_in_another_way_pass(exercise_id):
+    (path,) = (path for path, each in EXERCISES if each == exercise_id)
+    for source in RIGHT[exercise_id]:
+        outcome = outcome_of(path, exercise_id, source)
+        assert outcome.status == "right", f"{source}\n{outcome}"
+
+
+@each_exercise
+def test_typical_wrong_answers_fail_with_their_hint(path, exercise_id):
+    wrong = wrong_answers(exercise_id)
+    assert wrong
+    for source, phrase in wrong if WHOLE or exercise_id not in LONG else wrong[:1]:
+        outcome = outcome_of(path, exercise_id, source)
+        assert outcome.status == "wrong", f"passed as {outcome.status}:\n{source}"
+        pattern = re.compile(re.escape(phrase)) if isinstance(phrase, str) else phrase
+        assert pattern.search(str(outcome)), f"{phrase!r} is not in:\n{outcome}"
+        assert outcome.yours != outcome.expected or outcome.error, f"they read the same:\n{outcome}"
+        assert outcome.given and outcome.hint, f"for which input, and why?\n{outcome}"
+
+
+def test_lessons_and_checks_name_the_same_exercises():
+    ids = [exercise_id for _, exercise_id in EXERCISES]
+    assert [item.id for item in exercises()] == ids
+    assert set(LONG) <= set(ids)
+
+
+def test_a_verdict_has_the_title_of_its_exercise():
+    for item, (path, exercise_id) in zip(exercises(), EXERCISES, strict=True):
+        (text,) = lessons.tagged(path, f"exercise-{exercise_id}")
+        assert f"### Exercise {exercise_id} · {item.title}\n" in text.source

@@ -1,0 +1,120 @@
+"""The figure of a timeline: lanes, colours, and few bars for many kernels."""
+
+import itertools
+
+import matplotlib
+import pytest
+import torch
+from torch import nn
+
+import vgpu
+from helpers.plots.style import figure
+from helpers.plots.timeline import kind_of, lanes_of, stretches, timeline, timelines
+
+matplotlib.use("Agg")
+
+
+@pytest.fixture
+def recorded():
+    with vgpu.enable(3, gpu="K80"), vgpu.shapes_only():
+        first, second = nn.Linear(64, 64).to("vgpu:0"), nn.Linear(64, 64).to("vgpu:1")
+        x = torch.randn(4096, 64)
+        with vgpu.record() as found:
+            second(first(x.to("vgpu:0")).relu().to("vgpu:1")).sum().backward()
+            torch.vgpu.synchronize("vgpu:0")
+        return found
+
+
+def test_every_gpu_has_a_lane_and_every_event_a_kind(recorded):
+    lanes = lanes_of(recorded, host=True)
+    assert list(lanes) == ["vgpu:0", "vgpu:1", "vgpu:2", "host"]
+    assert lanes["vgpu:2"] == []
+    # relu() stands outside every module.
+    kinds = {"copy", "forward", "backward", "other kernels"}
+    assert {kind_of(e) for e in lanes["vgpu:0"]} == kinds
+    assert list(lanes_of(recorded, devices=recorded.devices[1:2])) == ["vgpu:1"]
+    assert {kind_of(e) for e in lanes["host"]} == {"wait"}
+
+
+def test_neighbours_of_one_kind_become_one_bar(recorded):
+    events = lanes_of(recorded)["vgpu:0"]
+    bars = stretches(events, gap_s=1.0)
+    kinds = [kind for kind, _, _ in bars]
+    assert all(kind != following for kind, following in itertools.pairwise(kinds))
+    assert bars[0][1] == events[0].start_s and bars[-1][2] == events[-1].end_s
+    assert len(stretches(events, gap_s=0.0)) >= len(bars)
+
+
+def test_the_figure_says_what_was_drawn(recorded):
+    made, axes = figure()
+    timeline(recorded, "Two stages", axes=axes, host=True)
+    words = [text.get_text() for text in axes.texts]
+    assert "virtual time, Tesla K80" in words
+    assert axes.get_title(loc="left").strip() == "Two stages"
+    assert axes.get_xlabel() == "µs" and axes.get_xlim()[1] == 1e6 * recorded.makespan_s
+    assert [label.get_text() for label in axes.get_yticklabels()][-1] == "host"
+    matplotlib.pyplot.close(made)
+
+
+def test_a_further_stream_is_named_after_what_it_does():
+    with vgpu.enable(2, gpu="K80") as lab, vgpu.shapes_only():
+        here, there = lab.devices
+        x = torch.randn(64, 64, device=here)
+        out, into, mixed = torch.Stream(here), torch.Stream(there), torch.Stream(here)
+        with vgpu.record() as found:
+            out.wait_stream(torch.accelerator.current_stream(here))
+            with out, into:
+                moved = x.to(there, non_blocking=True)
+            torch.accelerator.current_stream(there).wait_stream(into)
+            moved + 1
+            mixed.wait_stream(torch.accelerator.current_stream(here))
+            with mixed:
+                x.to("cpu")
+                x + 1
+    names = list(lanes_of(found))
+    assert names[0] == "vgpu:0, copies out" and names[1].startswith("vgpu:0, stream ")
+    assert names[2:] == ["vgpu:1", "vgpu:1, copies in"]
+
+
+def test_several_recordings_share_one_scale(recorded, monkeypatch):
+    drawn = []
+
+    def display(picture):
+        drawn.append((picture.alt, matplotlib.pyplot.gcf().get_axes()))
+
+    monkeypatch.setattr("helpers.plots.style.display", display)
+    with vgpu.enable(1, gpu="K80"), vgpu.record() as short:
+        torch.ones(8, device="vgpu:0") + 1
+    timelines({"Two stages": recorded, "One addition": short}, host=True)
+    ((alt, panels),) = drawn
+    assert [panel.get_xlim() for panel in panels] == [(0, 1e6 * recorded.makespan_s)] * 2
+    left = [panel.get_position().x0 for panel in panels]
+    assert left[0] == left[1]
+    assert "Two stages: " in alt and "One addition: " in alt and "host wait" in alt
+
+
+def test_joined_ranks_of_a_cluster_have_their_numbers():
+    devices = [torch.device("vgpu", index) for index in range(2)]
+    joined = vgpu.Timeline("made by hand", devices, ranks=[0, 64])
+    assert list(lanes_of(joined)) == ["rank 0", "rank 64"]
+    assert list(lanes_of(vgpu.Timeline("made by hand", devices, ranks=[0, 1]))) == [
+        "vgpu:0",
+        "vgpu:1",
+    ]
+
+
+def test_a_stream_whose_bars_no_eye_would_see_has_no_lane():
+    """Its lane would look empty; the line under the title says that it is not there."""
+    with vgpu.enable(1, gpu="K80"), vgpu.shapes_only():
+        x, tiny = torch.ones(2**26, device="vgpu"), torch.ones(1, device="vgpu")
+        with vgpu.record() as found:
+            x.neg()
+            with torch.vgpu.stream(torch.vgpu.Stream()):
+                tiny.neg()
+    assert len(lanes_of(found)) == 2
+    made, axes = figure()
+    timeline(found, "One kernel", axes=axes)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["vgpu:0"]
+    under = "virtual time, Tesla K80; without a stream that works for moments only"
+    assert under in [text.get_text() for text in axes.texts]
+    matplotlib.pyplot.close(made)

@@ -1,0 +1,158 @@
+"""Letters from Python's own help: encoded, split, cut into batches for ranks, and learned."""
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from helpers.text import VOCABULARY, batches, decode, encode, letters, sample
+from vgpu.plan.transformer import LETTERS, Transformer
+
+
+def test_the_vocabulary_is_a_lines_end_and_printable_ascii():
+    assert len(VOCABULARY) == len(set(VOCABULARY)) == LETTERS.vocabulary == 96
+    assert VOCABULARY.isascii() and VOCABULARY.replace("\n", "").isprintable()
+
+
+def test_encode_and_decode_are_each_others_inverse():
+    tokens = encode(VOCABULARY)
+    assert tokens.tolist() == list(range(96))
+    assert decode(tokens) == VOCABULARY
+    assert decode(encode("")) == ""
+
+
+def test_a_letter_without_a_number_is_named_with_its_place():
+    with pytest.raises(ValueError, match=r"letter 'ß' at place 3 .*printable ASCII"):
+        encode("Spaß")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.tensor([1, 96]), r"number 96 at place 1 .* 0 to 95"),
+        (torch.tensor([-1]), "number -1 at place 0"),
+        (torch.zeros(2, 3, dtype=torch.int64), r"shape \(2, 3\).* row by row"),
+        (torch.zeros(3), r"torch.float32 of shape \(3,\)"),
+    ],
+)
+def test_what_is_no_text_is_refused(tokens, message):
+    with pytest.raises(ValueError, match=message):
+        decode(tokens)
+
+
+def test_training_and_held_out_letters_are_apart_and_plenty():
+    train, held_out = letters(train=True), letters(train=False)
+    assert len(train) > 300_000 and len(held_out) == pytest.approx(len(train) / 9, rel=1e-3)
+    whole = torch.cat([train, held_out])
+    assert decode(whole[: len('The "assert" statement')]) == 'The "assert" statement'
+    assert whole.unique().numel() > 90, "nearly the whole vocabulary is used"
+
+
+def test_targets_are_the_letters_after_their_inputs():
+    tokens = torch.arange(100)
+    inputs, targets = next(batches(tokens, 50, length=7))
+    assert inputs.shape == targets.shape == (50, 7)
+    torch.testing.assert_close(targets, inputs + 1)
+    assert inputs.min() < 10 and targets.max() > 90, "they begin anywhere"
+
+
+def test_the_last_letter_can_be_a_target():
+    assert {int(t) for _, t in islice(batches(torch.arange(3), 1, length=1), 50)} == {1, 2}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_share_out_what_one_process_sees(world_size):
+    tokens = letters()
+    whole = batches(tokens, 8, length=16, seed=3)
+    parts = [
+        batches(tokens, 8, length=16, seed=3, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    for _ in range(3):
+        of_ranks = [next(part) for part in parts]
+        for kind, expected in enumerate(next(whole)):
+            assert torch.equal(torch.cat([pair[kind] for pair in of_ranks]), expected)
+
+
+def test_another_seed_draws_other_sequences():
+    first, second = (next(batches(letters(), 8, length=16, seed=seed))[0] for seed in (0, 1))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "asked", "message"),
+    [
+        (torch.arange(8), {"batch_size": 1, "length": 8}, r"\(8,\): it takes \(N,\) with N above"),
+        (torch.arange(8)[None], {"batch_size": 1, "length": 2}, r"shape \(1, 8\)"),
+        (torch.arange(8), {"batch_size": 1, "length": 0}, "a positive length"),
+        (
+            torch.arange(8),
+            {"batch_size": 6, "length": 2, "world_size": 4},
+            "6 sequences .* 4 ranks",
+        ),
+        (torch.arange(8), {"batch_size": 4, "length": 2, "rank": 1}, "rank 1 is none of 1 ranks"),
+    ],
+)
+def test_batches_that_cannot_be_cut_are_refused_at_once(tokens, asked, message):
+    with pytest.raises(ValueError, match=message):
+        batches(tokens, **asked)
+
+
+def test_a_sequence_longer_than_the_model_was_made_for_is_refused():
+    with pytest.raises(ValueError, match=r"sequence of 9 tokens is longer than the 8"):
+        Transformer(replace(LETTERS, sequence=8))(torch.zeros(1, 9, dtype=torch.int64))
+
+
+def test_the_letters_model_has_the_parameters_that_its_comment_says():
+    assert sum(p.numel() for p in Transformer(LETTERS).parameters()) == 352_896
+
+
+class NextLetter(nn.Module):
+    """Sure of one thing: after each letter of the vocabulary comes the next one."""
+
+    def __init__(self):
+        super().__init__()
+        self.sure = nn.Parameter(torch.tensor(100.0))
+        self.longest = 0
+
+    def forward(self, tokens):
+        self.longest = max(self.longest, tokens.size(1))
+        return self.sure * F.one_hot((tokens + 1) % 96, 96)
+
+
+def test_a_sample_continues_the_prompt_with_what_the_model_holds_likely():
+    model = NextLetter()
+    assert sample(model, "ab", count=5, window=4) == "abcdefg"
+    assert model.longest == 4
+
+
+def test_a_sample_follows_its_seed():
+    model = Transformer(LETTERS)
+    first, same, other = (sample(model, count=20, seed=seed) for seed in (0, 0, 1))
+    assert first == same != other and first.startswith("The ")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"), [({"prompt": ""}, "empty"), ({"temperature": 0}, "positive; found 0")]
+)
+def test_a_sample_that_cannot_be_drawn_is_refused(asked, message):
+    with pytest.raises(ValueError, match=message):
+        sample(NextLetter(), **asked)
+
+
+def test_the_letters_model_learns():
+    """Forty steps: from as good as guessing to knowing which letters follow which."""
+    torch.manual_seed(0)
+    model = Transformer(LETTERS)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for inputs, targets in islice(batches(letters(), 16, length=64), 40):
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert 4.3 < losses[0] < 5 and losses[-1] < 2.9

@@ -1,0 +1,58 @@
+"""The explorer of the appendix: words, verdict and lesson narrow the list of claims."""
+
+import pytest
+from IPython.display import Code
+
+from helpers.course import claims
+from helpers.widgets.claims import claims_explorer, findings, show_claims
+from vgpu.tables import Table
+
+PROOF = claims.Proof("01_a.ipynb", "sum", "Sums", "assert 1 + 1 == 2")
+LEDGER = [
+    claims.Claim("X1", "The sum is a mean", "false", "01", "It is not", "Names", proof=PROOF),
+    claims.Claim("X2", "A mean of means", "true", "02", proof=PROOF),
+    claims.Claim("X3", "Rings are fast", "true", "02", pending="no cell yet"),
+]
+
+
+def test_one_claim_comes_with_its_proof():
+    table, code = findings(LEDGER, "mean", lesson="01")
+    assert isinstance(table, Table) and [row[0] for row in table.rows] == ["X1"]
+    assert isinstance(code, Code) and code.data == "assert 1 + 1 == 2"
+
+
+@pytest.mark.parametrize(
+    ("words", "ids"), [("mean", ["X1", "X2"]), ("ring", ["X3"]), ("", ["X1", "X2", "X3"])]
+)
+def test_several_or_a_pending_one_are_listed(words, ids):
+    (table,) = findings(LEDGER, words)
+    assert [row[0] for row in table.rows] == ids
+
+
+def test_nothing_found_is_said(monkeypatch):
+    shown = []
+    monkeypatch.setattr("helpers.widgets.claims.display", shown.append)
+    show_claims(LEDGER, "nowhere")
+    assert len(shown) == 1 and "Fewer words" in shown[0]
+
+
+def test_typing_and_choosing_narrow_the_list():
+    controls, shown = claims_explorer(LEDGER).children
+    words, verdict, lesson = controls.children
+    assert verdict.options == ("any", "false", "pending", "true")
+    assert lesson.options == ("any", "01", "02")
+
+    def listed():
+        html = shown.outputs[0]["data"].get("text/html", "")
+        return [claim.id for claim in LEDGER if f">{claim.id}<" in html]
+
+    assert listed() == ["X1", "X2", "X3"]
+    lesson.value = "02"
+    assert listed() == ["X2", "X3"]
+    verdict.value = "true"
+    assert listed() == ["X2"] and "assert 1" in shown.outputs[1]["data"]["text/plain"]
+    lesson.value = verdict.value = "any"
+    words.value = "rings"
+    assert listed() == ["X3"]
+    words.value = "rings nowhere"
+    assert listed() == [] and "Fewer words" in shown.outputs[0]["data"]["text/plain"]

@@ -1,0 +1,133 @@
+"""The explorer of lesson 10: stages, micro-batches, schedule and GPU to time, bubble and memory."""
+
+import math
+
+import pytest
+import torch
+
+import vgpu
+from helpers.widgets.pipeline import (
+    BATCH,
+    BYTES_PER_PARAMETER,
+    LAYERS,
+    TOKENS,
+    WIDTH,
+    answer,
+    answer_table,
+    layer_cost,
+    pipeline_explorer,
+    show_answer,
+)
+from vgpu.plan.schedules import KINDS
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What would have been drawn: a played schedule and the options of each figure."""
+    figures = []
+    monkeypatch.setattr(
+        "helpers.plots.schedule", lambda *a, **options: figures.append((a, options))
+    )
+    return figures
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_units_are_those_of_the_schedule_itself(kind):
+    found = answer(kind, 4, 8)
+    # Forward takes 1 and backward 2, so eight micro-batches on each of four devices take 4 × 24.
+    assert found.alone == 4 * 24
+    assert math.isclose(found.played.bubble, 1 - found.alone / (4 * found.played.makespan))
+    rows = answer_table(found).rows
+    assert rows[1][1] == f"{found.played.bubble:.1%}"
+    assert rows[2][1] == ", ".join(map(str, found.in_flight))
+
+
+def test_a_layer_costs_what_one_gpu_records(monkeypatch):
+    cost = layer_cost("H100", 8)
+    # Per layer 12 D² parameters, and biases and norms; 2 FLOPs each for every token forward.
+    assert 12 * WIDTH**2 < cost.parameters < 12.1 * WIDTH**2
+    least_s = 2 * 12 * WIDTH**2 * 8 * TOKENS / vgpu.PRESETS["H100"].tensor_flop_per_s
+    assert least_s < cost.forward_s < 10 * least_s
+    assert 1.5 * cost.forward_s < cost.backward_s < 3 * cost.forward_s
+    assert cost.output_bytes == 8 * TOKENS * WIDTH * 2 < cost.activation_bytes
+    # Twice the micro-batch keeps twice the bytes, but for the state of a random generator.
+    twice = layer_cost("H100", 16).activation_bytes
+    assert twice == pytest.approx(2 * cost.activation_bytes, rel=1e-5)
+
+
+def test_virtual_time_and_memory_on_gpus_by_name():
+    one, eight = answer("1F1B", 1, 16, "H100"), answer("1F1B", 8, 16, "H100")
+    assert eight.cost == one.cost
+    assert math.isclose(eight.alone, one.played.makespan, rel_tol=1e-9)
+    assert 8 * (1 - eight.played.bubble) == pytest.approx(eight.alone / eight.played.makespan)
+    held = LAYERS * one.cost.parameters * BYTES_PER_PARAMETER
+    assert one.peak_bytes() == [held + LAYERS * one.cost.activation_bytes]
+    assert eight.peak_bytes()[7] == (held + LAYERS * one.cost.activation_bytes) // 8
+    assert eight.peak_bytes() == sorted(eight.peak_bytes(), reverse=True)
+
+
+def test_a_faster_gpu_is_faster_and_a_larger_one_fits_more():
+    names = ("K80", "V100", "A100", "H100")
+    found = [answer("1F1B", 4, 8, name) for name in names]
+    times = [each.played.makespan for each in found]
+    assert times == sorted(times, reverse=True)
+    rows = [answer_table(each).rows[2] for each in found]
+    # Rooms of 12 to 80 GiB. A K80 has no fused attention and keeps the scores; a V100's fused one
+    # hands its output back in an order of its own, which is copied.
+    k80, v100, a100, h100 = (found_on.peak_bytes()[0] for found_on in found)
+    assert k80 > v100 > a100 == h100
+    assert "of 12 GiB; fits on 0 of 4" in rows[0][2]
+    assert "of 80 GiB; fits on 4 of 4" in rows[3][2]
+
+
+def test_the_network_needs_more_than_one_gpu():
+    largest = max(spec.memory_bytes for spec in vgpu.PRESETS.values())
+    (needed,) = answer("1F1B", 1, 64, "H100").peak_bytes()
+    assert needed > largest
+    assert max(answer("1F1B", 2, 64, "H100").peak_bytes()) < largest
+
+
+def test_interleaving_keeps_more_in_smaller_pieces():
+    plain, woven = answer("1F1B", 4, 8, "A100"), answer("interleaved 1F1B, 2 chunks", 4, 8, "A100")
+    activations = 8 * plain.cost.activation_bytes
+    held = plain.peak_bytes()[0] - 4 * activations
+    # 2 p + p - 1 pieces, each half a device's layers.
+    assert woven.peak_bytes()[0] == held + 11 * activations // 2
+
+
+def test_virtual_gpus_are_left_as_they_were():
+    with vgpu.enable(3, gpu="V100"):
+        layer_cost.__wrapped__("K80", 1)
+        assert torch.get_device_module("vgpu").device_count() == 3
+        assert "V100" in torch.get_device_module("vgpu").get_device_name(0)
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        (("interleaved 1F1B, 2 chunks", 8, 4), "4 is not a multiple of it"),
+        (("1F1B", 8, BATCH * 2, "H100"), "does not come out even"),
+    ],
+)
+def test_a_choice_without_a_schedule_is_said_and_not_drawn(choice, said, drawn, capsys):
+    show_answer(*choice)
+    assert said in capsys.readouterr().out
+    assert drawn == []
+
+
+def test_every_control_redraws(drawn):
+    explorer = pipeline_explorer()
+    (kind, gpu), (devices, micro_batches) = (row.children for row in explorer.children[:2])
+    kind.value = "zero bubble (ZB-H1)"
+    devices.value = 8
+    micro_batches.value = 32
+    gpu.value = "H100"
+    played = [arguments[0] for arguments, _ in drawn]
+    assert [p.schedule.name for p in played[:2]] == ["1F1B", "zero bubble (ZB-H1)"]
+    assert [p.schedule.devices for p in played] == [4, 4, 8, 8, 8]
+    assert [p.schedule.micro_batches for p in played] == [8, 8, 8, 32, 32]
+    assert [options.get("unit") for _, options in drawn] == [None, None, None, None, "ms"]
+    assert played[-1].makespan == answer("zero bubble (ZB-H1)", 8, 32, "H100").played.makespan
+    kind.value, micro_batches.value = "interleaved 1F1B, 2 chunks", 4
+    (told,) = explorer.children[-1].outputs
+    assert len(drawn) == 6 and "not a multiple" in told["text"]

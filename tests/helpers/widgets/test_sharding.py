@@ -1,0 +1,100 @@
+"""The explorer of lesson 12: bytes of each way of cutting, beside what is allocated and sent."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import vgpu
+from helpers.widgets import sharding
+from helpers.widgets.sharding import WAYS, answer, sharding_explorer
+from vgpu.plan.transformer import LETTERS, LLAMA, Transformer
+
+DDP, ZERO_1, ZERO_2, FSDP, HSDP = WAYS
+SHAPE = replace(LLAMA["8B"], layers=3, vocabulary=8_000)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),  # Llama 3.1's model cards
+    [("8B", 8_030_261_248), ("70B", 70_553_706_496), ("405B", 405_853_388_800)],
+)
+def test_parameters_are_those_published(name, published):
+    assert LLAMA[name].parameters == published
+
+
+def test_sixteen_bytes_are_cut_where_the_way_says_so():
+    count = LETTERS.parameters
+    per_parameter = {way: answer(LETTERS, 64, way).at_rest_bytes / count for way in WAYS}
+    assert per_parameter == pytest.approx(
+        {DDP: 16, ZERO_1: 4 + 12 / 64, ZERO_2: 2 + 14 / 64, FSDP: 16 / 64, HSDP: 16 / 8}, rel=1e-4
+    )
+
+
+def test_hybrid_sharding_stays_inside_and_hosts_do_not_help_it():
+    on_8, on_64 = (answer(LETTERS, gpus, HSDP) for gpus in (8, 64))
+    assert on_8.held == on_64.held and on_8.inside_bytes == on_64.inside_bytes
+    assert on_8.across_bytes == 0 < on_64.across_bytes < on_64.inside_bytes
+    assert on_8 == answer(LETTERS, 8, FSDP)
+
+
+def test_one_gpu_sends_and_gathers_nothing():
+    for way in WAYS:
+        alone = answer(LETTERS, 1, way)
+        assert alone.inside_bytes == alone.across_bytes == 0
+        assert sum(alone.held.values()) == 16 * alone.parameters
+
+
+def test_what_fully_shard_keeps_and_sends_is_the_answer():
+    """PyTorch's own, as rank 0 of 8: with its gradients in bfloat16, as the explorer counts."""
+    found = answer(SHAPE, 8, FSDP)
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    with vgpu.cluster(hosts=1) as cluster, vgpu.shapes_only():
+        model = Transformer(SHAPE).to("vgpu")
+        for module in (*model.blocks, model):
+            fully_shard(module, mp_policy=bf16, reshard_after_forward=True)
+        optimizer = torch.optim.Adam(model.parameters(), fused=True)
+        tokens = torch.zeros(1, 8, dtype=torch.int64, device="vgpu")
+        with vgpu.record() as timeline:
+            model(tokens).sum().backward()
+        optimizer.step()
+        kept_bytes = torch.vgpu.memory_allocated()
+        sent_bytes = sum(
+            7 / 8 * event.size_bytes
+            for event in timeline.of(cluster.device)
+            if event.kind == "collective"
+        )
+    # In float32, slices of parameters, gradients and two averages: 16 bytes as well.
+    assert kept_bytes == pytest.approx(found.at_rest_bytes, rel=0.02)
+    assert sent_bytes == pytest.approx(found.inside_bytes, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "way", "message"),
+    [(8, "everything", "no way 'everything'"), (12, DDP, "12 GPUs are no whole hosts of 8")],
+)
+def test_what_cannot_be_is_refused(gpus, way, message):
+    with pytest.raises(ValueError, match=message):
+        answer(LETTERS, gpus, way)
+
+
+def test_the_controls_redraw(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "helpers.plots.held_by_cause", lambda held, **how: drawn.append((held, how))
+    )
+    explorer = sharding_explorer()
+    model, gpu = explorer.children[0].children
+    gpus, way = explorer.children[1].children
+    model.value, gpu.value, gpus.value, way.value = "8B", "A100", 8, DDP
+    held, how = drawn[-1]
+    assert list(held) == list(WAYS) and "Llama 8B on 8 GPUs" in how["message"]
+    assert how["capacity_bytes"] == vgpu.PRESETS["A100"].memory_bytes
+    texts = "".join(str(output) for output in explorer.children[2].outputs)
+    assert "does not fit" in texts
+
+
+def test_the_figure_works_without_the_widget(capsys):
+    sharding.show_answer("70B", 64, FSDP, "H100")
+    shown = capsys.readouterr().out
+    assert "fits, without activations" in shown

@@ -1,0 +1,99 @@
+"""One rank of a cluster that does not exist: what it is told, and what it cannot do."""
+
+import os
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from toy_cluster import toy
+
+import vgpu
+from vgpu.memory import gpus
+
+
+def test_what_a_rank_is_told():
+    with toy(hosts=3, rank=6) as made:
+        assert (dist.get_rank(), dist.get_world_size()) == (6, 12)
+        assert made.device == torch.device("vgpu:2")
+        assert torch.vgpu.current_device() == 2
+        assert torch.empty(1, device="vgpu").device == made.device
+        assert (os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]) == ("2", "12")
+        assert "rank 6 of 12: 3 hosts with 4 A100-SXM4-40GB each, toy link inside" in str(made)
+        mesh = init_device_mesh("vgpu", (3, 4), mesh_dim_names=("dp", "tp"))
+        assert dist.get_process_group_ranks(mesh["dp"].get_group()) == [2, 6, 10]
+        assert dist.get_process_group_ranks(mesh["tp"].get_group()) == [4, 5, 6, 7]
+
+
+def test_everything_is_put_back():
+    before, enabled = dict(os.environ), vgpu.is_enabled()
+    with pytest.raises(KeyError), toy():
+        raise KeyError
+    assert not dist.is_initialized()
+    assert vgpu.is_enabled() == enabled
+    assert dict(os.environ) == before
+    assert gpus.current_index() == 0
+    with vgpu.enable(1), vgpu.record() as timeline:
+        torch.ones(1, device="vgpu")
+    assert timeline.makespan_s > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"hosts": 0}, "hosts must be at least 1, got 0"),
+        ({"gpus_per_host": 0}, "gpus_per_host must be at least 1, got 0"),
+        ({"rank": 8}, "rank must be 0 to 7 for 2 hosts with 4 GPUs each, got 8"),
+        ({"rank": -1}, "rank must be 0 to 7"),
+    ],
+)
+def test_a_cluster_that_cannot_be(options, words):
+    with pytest.raises(ValueError, match=words), toy(**options):
+        pass
+    assert not dist.is_initialized()
+
+
+def test_out_of_memory_names_the_rank():
+    words = r"out of memory.*on rank 5 of 8\."
+    with toy(rank=5, memory_bytes=2**20), vgpu.shapes_only():
+        with pytest.raises(torch.OutOfMemoryError, match=words):
+            torch.empty(2**20, device="vgpu")
+        dist.destroy_process_group()
+        with pytest.raises(torch.OutOfMemoryError) as alone:
+            torch.empty(2**20, device="vgpu")
+    assert "rank" not in str(alone.value)
+
+
+def test_an_unknown_network_is_named():
+    words = "no network preset 'pigeons'; there are InfiniBand EDR"
+    with pytest.raises(ValueError, match=words), vgpu.cluster(2, network="pigeons"):
+        pass
+
+
+def test_a_process_group_that_exists_is_not_lost():
+    with toy():
+        with pytest.raises(RuntimeError, match="a process group exists already"), toy():
+            pass
+        assert dist.get_world_size() == 8
+
+
+def test_a_mesh_larger_than_the_world():
+    with toy(), pytest.raises(RuntimeError, match="32"):
+        init_device_mesh("vgpu", (4, 8))
+
+
+def test_an_error_after_the_cluster_is_shown_as_before():
+    """torch's process group lets uncaught errors name their rank."""
+    before = sys.excepthook
+    with toy():
+        pass
+    assert sys.excepthook is before
+
+
+def test_integers_on_the_host_keep_their_values():
+    with toy(), vgpu.shapes_only():
+        assert torch.arange(3).tolist() == [0, 1, 2]
+        assert torch.zeros(2, dtype=torch.int64).tolist() == [0, 0]
+        assert vgpu.is_shape(torch.zeros(2))
+        assert vgpu.is_shape(torch.arange(3).to("vgpu"))

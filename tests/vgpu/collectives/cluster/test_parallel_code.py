@@ -1,0 +1,180 @@
+"""PyTorch's own parallel code on one rank of a cluster that does not exist."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from toy_cluster import collectives, toy
+
+import vgpu
+
+# torch 2.13 renames collectives.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
+
+
+def mlp(width=256):
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4)))
+
+
+def step(model, width=256, **changes):
+    x = torch.empty(64, width, device="vgpu")
+    model(x).sum().backward()
+    with vgpu.record(**changes) as timeline:
+        model(x).sum().backward()
+    return timeline
+
+
+def test_ddp_in_one_cluster_leaves_nothing_to_the_next():
+    """Its groups' names are those of the next one, whose gradients are freed once they are sent."""
+
+    def peak_bytes(wrap):
+        with vgpu.cluster(hosts=1) as cluster, vgpu.shapes_only():
+            model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to("vgpu")
+            wrap(model)(torch.empty(1, 1024, device="vgpu")).sum().backward()
+            return torch.vgpu.max_memory_allocated(cluster.device)
+
+    def sharded(model):
+        for layer in model:
+            fully_shard(layer)
+        return fully_shard(model)
+
+    alone = peak_bytes(sharded)
+    peak_bytes(nn.parallel.DistributedDataParallel)
+    assert peak_bytes(sharded) == alone
+
+
+def test_ddp_sends_its_buckets_while_it_computes():
+    with toy(), vgpu.shapes_only():
+        model = DistributedDataParallel(mlp().to("vgpu"), bucket_cap_mb=0.3)
+        timeline = step(model, python_launch_s=0.0, engine_launch_s=0.0)
+        assert timeline.races == []
+        sent = [event for event in collectives(timeline) if event.name == "all_reduce"]
+        size_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
+        assert sum(event.size_bytes for event in sent) == size_bytes
+        backward = [e for e in timeline.events if e.kind == "kernel" and e.backward]
+        assert any(e.start_s < sent[0].end_s and e.end_s > sent[0].start_s for e in backward)
+        # DDP copies the sums out of its buckets after the last one has come.
+        copied = [e for e in backward if e.name == "copy" and e.start_s >= sent[-1].end_s]
+        assert copied
+
+
+def test_fsdp_gathers_ahead_and_holds_an_eighth():
+    with toy(), vgpu.shapes_only():
+        model = mlp().to("vgpu")
+        whole = sum(p.numel() * 4 for p in model.parameters())
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+        assert sum(p.to_local().numel() * 4 for p in model.parameters()) == whole / 8
+        timeline = step(model, python_launch_s=0.0, engine_launch_s=0.0)
+        assert timeline.races == []
+        names = [event.name for event in collectives(timeline)]
+        # Four blocks forward, and again backward but the last, which the root does not reshard.
+        assert names.count("all_gather") >= 7
+        assert names.count("reduce_scatter") == 4
+        gathered = [e for e in collectives(timeline) if e.name == "all_gather"]
+        first, second = gathered[:2]
+        work = [e for e in timeline.events if e.kind == "kernel" and e.stream == 0]
+        computing = [e for e in work if e.name == "addmm"]
+        assert second.start_s < computing[0].end_s  # the next block's is under way meanwhile
+        assert computing[0].start_s >= first.end_s
+        assert (
+            sum(e.size_bytes for e in collectives(timeline) if e.name == "reduce_scatter") == whole
+        )
+
+
+def test_tensor_parallel_sends_one_all_reduce_each_way():
+    with toy(), vgpu.shapes_only():
+        mesh = init_device_mesh("vgpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        block = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).to("vgpu")
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
+        x = torch.empty(64, 256, device="vgpu", requires_grad=True)
+        block(x).sum().backward()
+        with vgpu.record() as timeline:
+            y = block(x)
+            forward = len(collectives_so_far())
+            y.sum().backward()
+        sent = collectives(timeline)
+        assert [event.name for event in sent] == ["all_reduce", "all_reduce"]
+        assert forward == 1
+        assert {event.size_bytes for event in sent} == {64 * 256 * 4}
+        assert timeline.races == []
+
+
+def test_a_second_cluster_has_groups_of_its_own():
+    """DTensor keeps plans for meshes, which are equal for ranks whose groups are not."""
+    found = {}
+    for rank in (0, 5):
+        with toy(rank=rank) as made, vgpu.shapes_only():
+            mesh = init_device_mesh("vgpu", (2, 4), mesh_dim_names=("dp", "tp"))
+            block = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(made.device)
+            parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+            with vgpu.record() as timeline:
+                block(torch.empty(8, 64, device=made.device)).sum().backward()
+            found[rank] = {event.ranks for event in collectives(timeline)}
+    assert found == {0: {(0, 1, 2, 3)}, 5: {(4, 5, 6, 7)}}
+
+
+# As in a process that launch has forked: what was imported before is hidden from gc.get_objects().
+FROZEN = """
+import functools, gc
+import torch.distributed.tensor.parallel
+from vgpu.plan.transformer import TransformerSizes
+from vgpu.plan.parallel import Layout
+from vgpu.plan import Plan, predict
+gc.freeze()
+sizes = TransformerSizes(2, 64, 4, 4, 128, 256, sequence=32)
+predict(Plan(sizes, Layout(2, 2, 2), sequence=32))
+gc.unfreeze()
+found = [f for f in gc.get_objects() if type(f) is functools._lru_cache_wrapper]
+of_dtensor = [f for f in found if f.__module__.startswith("torch.distributed.tensor")]
+print(len(of_dtensor), [f.__qualname__ for f in of_dtensor if f.cache_info().currsize])
+"""
+
+
+def test_no_plan_of_dtensor_of_a_frozen_process_outlives_a_cluster():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FROZEN], capture_output=True, text=True
+    )
+    count, kept = done.stdout.split(maxsplit=1)
+    assert int(count) > 1 and kept.strip() == "[]", done.stderr
+
+
+def collectives_so_far():
+    from vgpu.time import recording
+
+    return [e for e in recording.under_way.clock.player.events if e.kind == "collective"]
+
+
+def test_dtensor_is_a_shape():
+    with toy(), vgpu.shapes_only():
+        mesh = init_device_mesh("vgpu", (8,))
+        made = distribute_tensor(torch.empty(80, 4, device="vgpu"), mesh, [Shard(0)])
+        assert made.to_local().shape == (10, 4)
+        assert made.full_tensor().shape == (80, 4)
+        assert str(made.device) == "vgpu:0"
+
+
+def test_fsdp_frees_what_it_has_gathered():
+    with toy(), vgpu.shapes_only():
+        model = mlp(512).to("vgpu")
+        one_block = sum(p.numel() * 4 for p in model[0].parameters())
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+        x = torch.empty(8, 512, device="vgpu")
+        before = torch.vgpu.memory_allocated()
+        torch.vgpu.reset_peak_memory_stats()
+        with torch.no_grad():
+            model(x)
+        # Two blocks at once, each gathered into a buffer and copied out, and small activations.
+        assert torch.vgpu.max_memory_allocated() - before < 4.5 * one_block
+        assert torch.vgpu.memory_allocated() - before < 0.1 * one_block

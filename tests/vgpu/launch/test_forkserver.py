@@ -1,0 +1,61 @@
+"""The process that ranks come from: started ahead, without torch here, and clean for its forks."""
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import subprocess
+import sys
+
+import pytest
+from cells import run
+
+from vgpu import launch
+
+
+def test_warming_up_starts_the_process_that_ranks_come_from():
+    source = "def main(rank, world_size): return rank"
+    server = multiprocessing.forkserver._forkserver
+    launch.warm_up()
+    started = server._forkserver_pid
+    launch.warm_up()
+    run(source, 1)
+    assert started is not None and server._forkserver_pid == started
+
+
+def test_what_warms_up_needs_no_torch_itself():
+    """So a lesson's own imports and those for its ranks run at once."""
+    line = "import sys; from vgpu.launch.forkserver import warm_up; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="process groups are POSIX's")
+def test_a_kernel_that_ends_has_no_process_to_wait_for():
+    """Jupyter's kernel waits for all of its process group, ended or not, for 2.5 s."""
+    source = """
+import os, psutil
+from vgpu.launch.forkserver import warm_up
+warm_up()
+print([os.getpgid(child.pid) == os.getpgrp() for child in psutil.Process().children()])
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "[False, False]\n"
+
+
+@pytest.mark.skipif(
+    "forkserver" not in multiprocessing.get_all_start_methods(), reason="nothing to fork from"
+)
+def test_a_rank_looks_for_garbage_among_its_own_objects_only():
+    """Going through all of torch takes longer than most ranks compute, and copies its pages."""
+    source = """
+    def main(rank, world_size):
+        import gc
+        first = [name for name in sys.modules if name in ("torch", "vgpu.launch.gc_off")]
+        return len(gc.get_objects()), gc.get_freeze_count(), gc.isenabled(), first
+    """
+    [(own, of_the_forkserver, looks, first)] = run(source, 1)
+    assert of_the_forkserver > 100_000 > 10 * own
+    # While those modules came nobody looked, and the rank does.
+    assert first == ["vgpu.launch.gc_off", "torch"] and looks

@@ -1,0 +1,113 @@
+"""What a rank has started ends with the call: in sessions of its own, without its environment."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from cells import cell
+
+from vgpu import launch
+from vgpu.launch import guard
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+
+# By itself: its package would import torch.
+GUARD = f"import sys; sys.path.insert(0, {os.path.dirname(guard.__file__)!r}); import guard"
+
+STARTS = """
+import subprocess
+
+def program():
+    # Nothing ties it to the rank: no session, no group, no variable.
+    return subprocess.Popen(["sleep", "600"], start_new_session=True, env={}).pid
+
+def daemon():
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.setsid()
+            os.write(write, str(os.getpid()).encode())
+            time.sleep(600)
+        os._exit(0)
+    return int(os.read(read, 20))
+"""
+
+
+def is_alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("start", ["program", "daemon"])
+@pytest.mark.parametrize(
+    ("ending", "error"),
+    [
+        ("return", None),
+        ("raise ValueError", launch.RankRaised),
+        ("os._exit(0)", launch.RankDied),
+        ("os.kill(os.getpid(), signal.SIGKILL)", launch.RankDied),
+        ("time.sleep(600)", launch.RanksHung),
+    ],
+)
+def test_what_left_its_session_ends_with_the_call(start, ending, error):
+    body = f"def main(rank, world_size):\n    launch.report({start}())\n    {ending}"
+    function = cell(STARTS + body)["main"]
+    started = []
+
+    def note(rank, pid):
+        assert is_alive(pid)
+        started.append(pid)
+
+    timeout_s = 1.5 if error is launch.RanksHung else 300.0
+    if error is None:
+        launch.run(function, 2, on_report=note, timeout_s=timeout_s)
+    else:
+        with pytest.raises(error):
+            launch.run(function, 2, on_report=note, timeout_s=timeout_s)
+    assert started and not any(map(is_alive, started))
+
+
+def test_a_child_that_tidies_up_when_its_rank_ends_has_the_time(tmp_path):
+    names = cell(
+        """
+        import subprocess
+
+        def main(rank, world_size, path):
+            # The end of its input tells it that the rank is gone.
+            subprocess.Popen(["sh", "-c", f"cat; touch {path}"], stdin=subprocess.PIPE)
+        """
+    )
+    launch.run(names["main"], 1, tmp_path / "tidied")
+    assert (tmp_path / "tidied").exists()
+
+
+@pytest.mark.parametrize("ending", ["os._exit(7)", "os.abort()", "os.kill(os.getpid(), 9)"])
+def test_the_guard_ends_as_what_it_guards(ending):
+    code = f"import os; {GUARD}; guard.enter(); {ending}"
+    done = subprocess.run([sys.executable, "-c", code])
+    plain = subprocess.run([sys.executable, "-c", f"import os; {ending}"])
+    assert done.returncode == plain.returncode != 0
+
+
+def test_the_guard_ends_everything_on_request():
+    code = f"""
+import os, subprocess, time
+{GUARD}
+guard.enter()
+child = subprocess.Popen(["sleep", "600"], start_new_session=True, env={{}})
+print(os.getpid(), child.pid, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        below = [int(number) for number in process.stdout.readline().split()]
+        assert process.pid not in below and all(map(is_alive, below))
+        guard.end(process.pid)
+        process.wait(60)
+    assert not any(map(is_alive, below))
+    assert process.returncode == -signal.SIGKILL

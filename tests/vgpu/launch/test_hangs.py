@@ -1,0 +1,103 @@
+"""Which hangs are certain, and who is reported missing, from where the ranks are."""
+
+import math
+
+import torch.distributed as dist
+
+import helpers.checks.on_ranks
+from vgpu.launch import call_sites as places
+from vgpu.launch.call_sites import Collective, Place, Snapshot, own_place
+from vgpu.launch.hangs import explain, is_deadlock
+
+PLACE = Place("train.py", 3, "dist.all_reduce(t)")
+BOTH = {"0": [0, 1]}
+
+
+def started(number, *, group="0", finished=False, name="all_reduce", shape=(2,)):
+    amounts = ((math.prod(shape), "Float"),)
+    return Collective(f"{group}/gloo", number, name, PLACE, f"{[*shape]} Float", amounts, finished)
+
+
+def waiting(*collectives, members=None):
+    return Snapshot("runs", PLACE, "all_reduce", True, list(collectives), members or BOTH)
+
+
+def returned(*collectives):
+    return Snapshot("has returned", collectives=list(collectives), members=BOTH)
+
+
+def computing(*collectives):
+    return Snapshot("runs", PLACE, collectives=list(collectives), members=BOTH)
+
+
+def test_waiting_for_one_that_has_returned_is_certain():
+    assert is_deadlock([waiting(started(1)), returned()])
+
+
+def test_one_that_still_computes_may_yet_come():
+    assert not is_deadlock([waiting(started(1)), computing()])
+    assert not is_deadlock([waiting(started(1)), None])
+
+
+def test_all_in_the_same_collective_is_no_deadlock():
+    assert not is_deadlock([waiting(started(1)), waiting(started(1))])
+    # One has gone on to the next while the other is finishing.
+    ahead = waiting(started(1, finished=True), started(2))
+    assert not is_deadlock([ahead, waiting(started(1))])
+
+
+def test_two_that_wait_for_each_other_in_different_groups():
+    members = {"1": [0, 1], "2": [0, 1]}
+    first = waiting(started(1, group="1"), members=members)
+    second = waiting(started(1, group="2"), members=members)
+    assert is_deadlock([first, second])
+
+
+def test_a_rank_outside_the_group_is_not_missing():
+    members = {"1": [0, 1]}
+    inside = waiting(started(1, group="1"), members=members)
+    text = explain([inside, returned(), returned()], str)
+    assert "rank 0 came, rank 1 never came" in text and "rank 2 never" not in text
+
+
+def test_different_collectives_at_the_same_number():
+    ranks = [waiting(started(1)), waiting(started(1, name="broadcast"))]
+    assert is_deadlock(ranks)
+    assert "rank 0 calls all_reduce; rank 1 calls broadcast; no rank is missing" in explain(
+        ranks, str
+    )
+
+
+def test_different_sizes_in_one_all_reduce():
+    ranks = [waiting(started(1)), waiting(started(1, shape=(3,)))]
+    assert is_deadlock(ranks)
+    assert "Mismatch in all_reduce" in explain(ranks, str)
+    # One has got through with what there was, and waits for the other at the next.
+    ahead = waiting(started(1, finished=True), started(2, name="barrier"))
+    assert is_deadlock([ahead, waiting(started(1, shape=(3,)))])
+
+
+def test_as_many_elements_in_another_shape_are_no_mismatch():
+    ranks = [waiting(started(1, shape=(2, 3))), waiting(started(1, shape=(6,)))]
+    assert not is_deadlock(ranks) and "Mismatch" not in explain(ranks, str)
+    uneven = [waiting(started(1, name="all_gather", shape=(n,))) for n in (2, 3)]
+    assert not is_deadlock(uneven), "NCCL gathers unequal shares"
+
+
+def test_a_group_that_gives_up_in_time_is_left_to_say_so():
+    stuck = waiting(started(1))
+    stuck.limits_s = {"0": 20.0}
+    assert not is_deadlock([stuck, returned()], within_s=60)
+    assert is_deadlock([stuck, returned()], within_s=10)
+
+
+def test_the_package_counts_as_a_library_unless_it_is_all_that_runs():
+    inside, cell = helpers.checks.on_ranks.__file__, "<cell 1>"
+    assert own_place([(dist.__file__, 1), (inside, 2), (cell, 3)]).filename == cell
+    assert own_place([(dist.__file__, 1), (inside, 2)]).line == 2
+    assert own_place([(dist.__file__, 1), (places.__file__, 2)]) is None
+
+
+def test_nobody_waits():
+    assert "No rank waits for another" in explain([computing(), computing()], str)
+    assert "No rank waits for another" not in explain([computing(), waiting(started(1))], str)

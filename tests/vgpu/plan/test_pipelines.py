@@ -1,0 +1,362 @@
+"""Plans with stages: how a model is cut, what plays, what is kept, and what is refused."""
+
+import dataclasses
+import json
+from contextlib import nullcontext
+from itertools import pairwise
+
+import pytest
+import torch
+from sampling import sample
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import vgpu
+from vgpu.plan import Plan, model, predict, search
+from vgpu.plan import __main__ as command
+from vgpu.plan.model import Divided, on_cluster
+from vgpu.plan.parallel import Layout, Stage, parts
+from vgpu.plan.pipelines import simulation as playing
+from vgpu.plan.pipelines import times
+from vgpu.plan.pipelines.ranks import recorded
+from vgpu.plan.pipelines.states import moments, shortened
+from vgpu.plan.remedies import _changes
+from vgpu.plan.schedules import Action, peaks_in_flight
+from vgpu.plan.transformer import LLAMA, Transformer, TransformerSizes
+
+SIZES = TransformerSizes(4, 256, 8, 4, 512, 1024, sequence=128)
+
+
+def plan(layout, batch, **options):
+    options = {"sequence": 128, "gpus_per_host": 4, "reshard_after_forward": False} | options
+    return Plan(SIZES, layout, batch, **options)
+
+
+FILE = """\
+stages = 2
+tensors = 2
+gpus-per-host = 4
+batch = 4
+sequence = 128
+
+[model]
+layers = 4
+width = 256
+heads = 8
+key_value_heads = 4
+feed_forward = 512
+vocabulary = 1024
+"""
+TWO = plan(Layout(shards=2, stages=2), 2, gpus_per_host=2)  # a host for each stage
+
+# A rank's launches run ahead of its GPU; where each action is recorded, they begin anew.
+NO_LAUNCHES = {"python_launch_s": 0.0, "engine_launch_s": 0.0}
+
+
+# How a model is cut
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "counts"),
+    [
+        (126, 8, [15, *[16] * 6, 15]),  # what torchtitan's own function gives
+        (126, 16, [7, *[8] * 14, 7]),
+        (6, 2, [3, 3]),
+        (7, 2, [4, 3]),
+        (4, 4, [1, 2, 1, 0]),
+        (5, 1, [5]),
+    ],
+)
+def test_embedding_and_output_count_as_a_layer_each(layers, stages, counts):
+    found = parts(layers, stages)
+    assert [part.layers for part in found] == counts
+    assert [part.first for part in found] == [True, *[False] * (stages - 1)]
+    assert [part.last for part in found] == [*[False] * (stages - 1), True]
+
+
+def test_stages_one_after_another_are_the_whole_transformer():
+    torch.manual_seed(0)
+    whole, begin = Transformer(SIZES), 0
+    tokens = hidden = torch.randint(SIZES.vocabulary, (2, SIZES.sequence))
+    for part in parts(SIZES.layers, 4):
+        stage = Stage(SIZES, part)
+        own = {
+            name.replace(f"blocks.{begin + number}.", f"blocks.{number}."): value
+            for number in range(part.layers)
+            for name, value in whole.state_dict().items()
+            if name.startswith(f"blocks.{begin + number}.")
+        }
+        ends = {"embedding": part.first, "norm": part.last, "output": part.last}
+        own |= {f"{n}.weight": getattr(whole, n).weight for n, here in ends.items() if here}
+        stage.load_state_dict(own)
+        hidden, begin = stage(hidden), begin + part.layers
+    torch.testing.assert_close(hidden, whole(tokens))
+
+
+# What plays
+
+
+def test_the_makespan_is_what_a_pencil_says():
+    schedule = TWO.schedule
+    first, second = (recorded(TWO, schedule, device) for device in (0, 1))
+    ready_s = {
+        action: times.ready_s(timeline)
+        for rank in (first, second)
+        for action, timeline in rank.actions.items()
+    }
+    f, b = ([ready_s[Action(kind, 0, stage)] for stage in (0, 1)] for kind in "FB")
+    f_again, b_last = ([ready_s[Action(kind, 1, stage)] for stage in (0, 1)] for kind in "FB")
+    hidden_bytes = 2 * 128 * SIZES.width
+    network = vgpu.NETWORKS[TWO.network]
+    sent_s = network.latency_s + hidden_bytes / (0.8 * network.bytes_per_s_per_gpu(2))
+    # Stage 1 is the slower one: it takes both micro-batches without a pause, and stage 0 waits for it.
+    assert f_again[0] < f[1] + b[1] and b[0] < f_again[1] + b_last[1]
+    last = first.actions[Action("B", 1, 0)]
+    after_s = last.makespan_s - b_last[0] + first.update.makespan_s
+    expected_s = f[0] + sent_s + f[1] + b[1] + f_again[1] + b_last[1] + sent_s + b_last[0] + after_s
+    step = predict(TWO)
+    assert step.seconds == pytest.approx(expected_s, rel=1e-9)
+    assert sum(step.time_by_cause.values()) == pytest.approx(step.seconds)
+    assert step.tokens_per_s == pytest.approx(2 * 2 * 128 / 4 / step.seconds)
+
+
+def test_all_stages_together_compute_what_one_would():
+    one, two = (predict(plan(Layout(stages=n), 4, gpus_per_host=1)) for n in (1, 2))
+    assert one.timeline.flop == two.timeline.flop
+
+
+def test_parameters_are_gathered_once_and_gradients_summed_once():
+    def sent(**options):
+        step = predict(plan(Layout(shards=2, stages=2), 3, micro_batches=3, **options))
+        events = step.timeline.of("vgpu:1")
+        return [sum(e.name == name for e in events) for name in ("all_gather", "reduce_scatter")]
+
+    gathers, sums = sent()
+    assert gathers == sums == 3  # two blocks, and what lies outside them
+    again, same = sent(reshard_after_forward=True)
+    assert again > gathers and same == sums
+
+
+def test_each_stage_has_its_slowest_rank_and_sends_over_what_its_groups_have():
+    six = dataclasses.replace(SIZES, layers=6)
+    one = {"batch": 1, "sequence": 128, "gpus_per_host": 3, "micro_batches": 1}
+    step = predict(Plan(six, Layout(shards=2, stages=6), **one))
+    links = [
+        {event.link for event in step.timeline.of(gpu) if event.kind == "collective"}
+        for gpu in step.timeline.devices
+    ]
+    inside, between = ({vgpu.get_spec("H100").link.name}, {vgpu.NETWORKS[TWO.network].name})
+    # Hosts of 3: ranks (2, 3) and (8, 9) lie in two.
+    assert links == 2 * [inside, between, inside]
+    several = plan(Layout(replicas=3, shards=2, stages=2), 2, gpus_per_host=3)
+    assert [several.slowest(stage).rank for stage in (0, 1)] == [2, 8]
+
+
+def test_pytorch_s_own_pipeline_takes_as_long_and_as_many_bytes():
+    """Two ranks of torch.distributed.pipelining recorded, and played together."""
+    layout = Layout(stages=2)
+    whole = plan(layout, 6, micro_batches=3, gpus_per_host=1)
+    timelines, peaks = [], []
+    for rank in range(2):
+        with on_cluster(whole, rank) as made:
+            timeline, peak = _torch_s_own(whole, rank, made.device)
+            timelines.append(timeline)
+            peaks.append(peak)
+    together = vgpu.joined(timelines)
+    step = predict(whole, **NO_LAUNCHES)
+    assert step.seconds == pytest.approx(together.makespan_s, rel=0.005)
+    assert step.allocated_bytes == pytest.approx(peaks[step.stage], rel=0.03)
+
+
+def _loss(logits, tokens):
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+def _torch_s_own(whole, rank, gpu):
+    mesh, part = whole.layout.mesh("vgpu"), parts(SIZES.layers, 2)[rank]
+    divided = Divided(Stage(SIZES, part), whole, mesh)
+    divided.set(whole)
+    hidden = torch.empty(2, 128, SIZES.width, dtype=torch.bfloat16, device=gpu).requires_grad_()
+    tokens = torch.randint(SIZES.vocabulary, (6, 128), device=gpu)
+    logits = torch.empty(2, 128, SIZES.vocabulary, dtype=torch.bfloat16, device=gpu)
+    stage = PipelineStage(
+        divided.module,
+        rank,
+        2,
+        gpu,
+        input_args=(tokens[:2] if part.first else hidden,),
+        output_args=(logits if part.last else hidden,),
+        group=mesh["stages"].get_group(),
+    )
+    running = Schedule1F1B(stage, 3, loss_fn=_loss, scale_grads=False)
+    optimizer = torch.optim.AdamW(divided.module.parameters(), fused=True)
+
+    def step():
+        given, right = ((tokens,), {}) if part.first else ((), {"target": tokens})
+        running.step(*given, **right, return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    torch.get_device_module("vgpu").reset_peak_memory_stats()
+    with vgpu.record(**NO_LAUNCHES) as timeline:
+        step()
+    return timeline, torch.get_device_module("vgpu").max_memory_allocated()
+
+
+# What is kept
+
+
+def test_micro_batches_in_flight_are_counted_and_so_are_their_bytes():
+    whole = plan(Layout(stages=2), 3, micro_batches=3, gpus_per_host=2)
+    found = [recorded(whole, whole.schedule, device) for device in (0, 1)]
+    assert [rank.in_flight for rank in found] == peaks_in_flight(whole.schedule) == [2, 1]
+    for rank in found:
+        bytes_of = rank.peak_by_cause
+        assert bytes_of["gathered parameters"] and bytes_of["gradients"] and not bytes_of["other"]
+    more, less = (rank.peak_by_cause["activations"] for rank in found)
+    assert more > 1.2 * less  # twice as many micro-batches, though the last stage has logits, too
+
+
+@pytest.mark.parametrize("chunks", sample([2, 1], 1))
+def test_few_micro_batches_show_what_many_do(chunks, monkeypatch):
+    whole = plan(Layout(stages=2), 8, chunks=chunks, micro_batches=8, gpus_per_host=2)
+    short = shortened(whole)
+    assert short.micro_batches < 8
+    few = predict(whole)
+    monkeypatch.setattr(playing, "shortened", lambda plan: plan.schedule)
+    many = predict(whole)
+    assert few.seconds == pytest.approx(many.seconds, rel=1e-6)
+    assert few.allocated_bytes == many.allocated_bytes and few.in_flight == many.in_flight
+    assert few.reserved_bytes == many.reserved_bytes
+
+
+def test_a_schedule_with_all_its_states_is_not_shortened():
+    whole = plan(Layout(stages=4), 4)
+    assert shortened(whole) == whole.schedule
+    seen = moments(whole.schedule, 0)
+    assert [action for action, moment in seen.items() if moment.last] == [Action("B", 3, 0)]
+
+
+def test_interleaving_shortens_the_bubble_and_the_step():
+    one, two = (plan(Layout(stages=2), 8, chunks=n, gpus_per_host=2) for n in (1, 2))
+    plain, interleaved = predict(one), predict(two)
+    assert interleaved.idle_s < plain.idle_s
+
+
+def test_chunks_gradients_share_a_link_and_the_update_waits_for_all():
+    """One chunk's are on their way when the next one's are made."""
+    wide = dataclasses.replace(SIZES, layers=5, width=1024, feed_forward=4096)
+    options = {"sequence": 128, "chunks": 2, "gpus_per_host": 2, "network": "Ethernet 100"}
+    step = predict(Plan(wide, Layout(2, 2, stages=2), 4, **options))
+    assert sum(step.time_by_cause.values()) == pytest.approx(step.seconds)
+    assert min(step.time_by_cause.values()) > -1e-12
+    for device in step.timeline.devices:
+        events = step.timeline.of(device)
+        sent = [event for event in events if event.kind == "collective"]
+        for link in {event.link for event in sent}:
+            turns = [event for event in sent if event.link == link]
+            assert all(one.end_s <= then.start_s + 1e-12 for one, then in pairwise(turns))
+        update = [event for event in events if event.module.startswith("update")]
+        assert max(event.end_s for event in sent) <= update[0].start_s
+    # Were there no such meeting, nothing above would be shown.
+    assert any(event.waited_s > 1e-6 for event in step.timeline.events)
+
+
+# What is shown
+
+
+# On a V100 attention in bfloat16 has no fused kernel, and a replay keeps the kernels of its recording.
+@pytest.mark.parametrize(("gpu", "fused"), sample([("A100", True), ("V100", False)], 1))
+def test_a_step_played_again_is_the_step_predicted_anew(gpu, fused):
+    with nullcontext() if fused else sdpa_kernel(SDPBackend.MATH):
+        _compare_played_again(gpu)
+
+
+def _compare_played_again(gpu):
+    whole = plan(Layout(shards=2, tensors=2, stages=2), 4, chunks=2, gpus_per_host=4)
+    step = predict(whole, fuses=True, **NO_LAUNCHES)
+    assert step.replayed().timeline == step.timeline
+    costs = {"arithmetic_share": 0.2, "speed_spread": 0.1, "async_tp": True}
+    again = step.replayed(**costs, gpu=gpu, network="Ethernet 100")
+    anew = predict(again.plan, fuses=True, **NO_LAUNCHES, **costs)
+    assert again.seconds == pytest.approx(anew.seconds, rel=1e-9)
+    assert again.seconds != step.seconds and again.idle_s == pytest.approx(anew.idle_s)
+    assert again.reserved_bytes == step.reserved_bytes
+    assert again.plan == dataclasses.replace(whole, gpu=gpu, network="Ethernet 100")
+
+
+def test_what_takes_long_shows_how_far_it_is(capsys, monkeypatch):
+    one = plan(Layout(), 1, gpus_per_host=1)
+    monkeypatch.setattr(model, "SHOW_AFTER_S", 1e9)
+    predict(TWO), predict(one)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(model, "SHOW_AFTER_S", 1e-9)
+    predict(TWO)
+    assert "recording stages" in capsys.readouterr().err
+    predict(one)
+    assert "predicting" in capsys.readouterr().err
+
+
+def test_the_trace_has_a_lane_for_each_stage_s_rank(tmp_path, capsys):
+    trace, file = tmp_path / "step.json", tmp_path / "plan.toml"
+    file.write_text(FILE)
+    command.main(["--file", str(file), "--chunks", "2", "--trace", str(trace)])
+    shown = capsys.readouterr().out
+    assert "2 stages × 2 tensors on 4 H100" in shown
+    assert "interleaved 1F1B, 2 chunks: 2 micro-batches of 2 on each" in shown
+    assert "layers of the stages: 1, 2, 1, 0" in shown
+    assert "waiting for other stages" in shown and "micro-batches in flight" in shown
+    rows = json.loads(trace.read_text())["traceEvents"]
+    lanes = {row["args"]["name"] for row in rows if row["name"] == "process_name"}
+    assert {lane.split()[0] for lane in lanes} == {"vgpu:0", "vgpu:1", "host"}
+    assert any(row["name"].startswith("3B1 ") for row in rows)
+
+
+def test_what_does_not_fit_may_take_smaller_micro_batches():
+    def tried(whole):
+        return {text: other for text, other in _changes(whole) if "batch" in text}
+
+    changes = tried(plan(Layout(stages=2), 4))
+    assert changes["--micro-batches 4"].micro_batch == 1
+    assert changes["--batch 2"].schedule.micro_batches == 2
+    assert not tried(plan(Layout(stages=2), 2))  # each micro-batch is one sequence
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": Layout(stages=8)}, "8 stages .* too many for a model of 4 layers: at most 4"),
+        ({"layout": Layout(stages=4), "chunks": 2}, "8 stages .* too many"),
+        ({"layout": Layout(stages=2), "batch": 3}, "a batch of 3 cannot .* 2 micro-batches"),
+        (
+            {"layout": Layout(stages=4), "chunks": 1, "batch": 6, "micro_batches": 4},
+            "a batch of 6 cannot be divided into 4 micro-batches",
+        ),
+        (
+            {"layout": Layout(stages=2), "chunks": 2, "micro_batches": 3, "batch": 3},
+            "3 is not a multiple",
+        ),
+        ({"layout": Layout(stages=2), "micro_batches": 0}, "micro_batches must be at least 1"),
+        ({"layout": Layout(), "chunks": 2}, "belong to a pipeline: give the layout at least 2"),
+        ({"layout": Layout(shards=4), "micro_batches": 2}, "belong to a pipeline"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Plan(**{"sizes": SIZES, "sequence": 128, "batch": 4, "gpus_per_host": 4, **options})
+
+
+def test_a_search_tries_no_pipelines():
+    with pytest.raises(ValueError, match="this layout has 2 stages"):
+        search(TWO)
+
+
+def test_405b_is_cut_as_the_command_says():
+    whole = Plan(LLAMA["405B"], Layout(1, 8, 8, 8), 32, checkpoint="full")
+    assert whole.schedule.micro_batches == 8 and whole.micro_batch == 4
+    assert command._pipeline(whole).endswith("layers of the stages: 15, 6 × 16, 15")

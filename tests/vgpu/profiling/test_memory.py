@@ -1,0 +1,195 @@
+"""Bytes by cause add up to what the device counts."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import vgpu
+from helpers import devices
+from vgpu.profiling import memory
+
+
+@pytest.fixture
+def gpus():
+    yield devices.lab(2)
+    vgpu.disable()
+
+
+def test_causes_add_up_to_what_is_allocated(gpus):
+    known = torch.ones(1024, device=gpus[0])
+    unknown = torch.ones(256, device=gpus[0])
+    seen = memory.snapshot("now", gpus, {"known": [known, known[:], known.view(2, -1)]})
+    assert seen.by_cause[gpus[0]] == {"known": known.nbytes, memory.OTHER: unknown.nbytes}
+    assert seen.total_bytes(gpus[0]) == torch.get_device_module(gpus[0]).memory_allocated(gpus[0])
+    assert seen.total_bytes(gpus[1]) == 0
+
+
+def test_the_first_cause_that_names_a_tensor_has_it(gpus):
+    tensor = torch.ones(1024, device=gpus[1])
+    seen = memory.snapshot("now", gpus, {"first": [tensor], "second": [tensor]})
+    assert seen.by_cause[gpus[1]]["first"] == 4096 and seen.by_cause[gpus[1]]["second"] == 0
+
+
+def test_a_snapshot_has_the_peak_since_the_one_before(gpus):
+    memory.snapshot("before", gpus, {})
+    torch.ones(1024, device=gpus[0]).add(1)
+    first = memory.snapshot("first", gpus, {})
+    second = memory.snapshot("second", gpus, {})
+    assert first.peak_bytes == {gpus[0]: 8192, gpus[1]: 0}
+    assert second.peak_bytes == {gpus[0]: 0, gpus[1]: 0}
+
+
+def test_peaks_are_those_of_the_step_alone(gpus):
+    kept = torch.ones(10_000, device=gpus[0])
+
+    def step():
+        first = torch.ones(1024, device=gpus[0])
+        del first
+        torch.ones(512, device=gpus[1])
+
+    assert memory.peaks_during(step, gpus) == [4096, 2048]
+    assert kept.sum().item() == 10_000
+
+
+@pytest.fixture
+def step():
+    """A small model on one GPU, with what a step of it needs."""
+    (gpu,) = devices.lab(1)
+    layers = nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()
+    model = nn.Sequential(*layers).to(gpu)
+    yield gpu, model, torch.randn(256, 64, device=gpu)
+    vgpu.disable()
+
+
+def record_of(model, x, optimizer=None):
+    with memory.StepRecord(model, optimizer, [x]) as record:
+        loss = model(x).sum()
+        record.phase("backward")
+        loss.backward()
+        if optimizer:
+            record.phase("update")
+            optimizer.step()
+    return record
+
+
+def test_a_record_adds_up_to_the_counter_and_its_peak(step):
+    gpu, model, x = step
+    elsewhere = torch.ones(5000, device=gpu)
+    module = torch.get_device_module(gpu)
+    module.reset_peak_memory_stats(gpu)
+    record = record_of(model, x)
+    others = 20_480  # 20,000 bytes of floats, rounded up to 512
+    assert record.peak.total_bytes + others == module.max_memory_allocated(gpu)
+    assert elsewhere.numel() == 5000
+
+
+def test_causes_of_a_record_are_those_of_a_hand_calculation(step):
+    _, model, x = step
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    without_state = record_of(model, x, optimizer).moments[0].by_cause["optimizer state"]
+    model.zero_grad()
+    record = record_of(model, x, optimizer)
+    sizes = sum(parameter.nbytes for parameter in model.parameters())
+    last = record.moments[-1].by_cause
+    assert last["parameters"] == last["gradients"] == last["optimizer state"] == sizes
+    assert without_state == 0 and record.moments[0].by_cause["gradients"] == 0
+    assert all(moment.by_cause["inputs"] == x.nbytes for moment in record.moments)
+    at_loss = [moment for moment in record.moments if moment.phase == "forward"][-1]
+    # What each ReLU has made, and the loss itself.
+    output = 256 * 128 * 4
+    assert at_loss.activations_by_module == {"1": output, "3": output, "": 512}
+    assert [record.moments[-1].by_cause[c] for c in ("activations", "temporary")] == [512, 0]
+    assert {moment.phase for moment in record.moments} == {"forward", "backward", "update"}
+
+
+def test_what_a_checkpoint_brings_back_is_activations_of_its_modules(step):
+    _, model, x = step
+    with memory.StepRecord(model, inputs=[x]) as record:
+        loss = checkpoint(model, x, use_reentrant=False).sum()
+        loss = loss * 1  # an operation after which the output of the model is gone
+        record.phase("backward")
+        loss.backward()
+    forward = [moment for moment in record.moments if moment.phase == "forward"]
+    again = [moment for moment in record.moments if moment.phase == "backward"]
+    assert forward[-1].activations_by_module == {"": 1024}
+    assert {moment.module for moment in again} == {"", "0", "1", "2", "3"}
+    assert max(moment.activations_by_module.get("1", 0) for moment in again) == 256 * 128 * 4
+
+
+def test_hooks_of_a_record_are_gone_after_it(step):
+    _, model, x = step
+    record = record_of(model, x)
+    count = len(record.moments)
+    model(x)
+    assert len(record.moments) == count
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_a_record_keeps_no_tensor_alive(gpus):
+    gpu = gpus[0]
+    model = nn.Linear(64, 64).to(gpu)
+    optimizer = torch.optim.Adam(model.parameters())
+    record = record_of(model, torch.randn(32, 64, device=gpu), optimizer)
+    del model, optimizer
+    assert torch.get_device_module(gpu).memory_allocated(gpu) == 0 and record.peak.total_bytes > 0
+
+
+def test_capacity_holds_inside_its_block_only(step):
+    gpu, _, _ = step
+    wanted = pytest.raises(torch.OutOfMemoryError, match=r"total capacity of 1\.00 MiB")
+    with memory.capacity(gpu, 2**20), wanted:
+        torch.empty(2**20, device=gpu)
+    assert torch.empty(2**20, device=gpu).nbytes == 2**22
+
+
+def test_capacity_is_that_of_one_gpu_and_its_model_stays():
+    with vgpu.enable(2, gpu="A100", link="PCIe 4"), pytest.raises(ZeroDivisionError):
+        before = [torch.vgpu.mem_get_info(index) for index in range(2)]
+        with memory.capacity(torch.device("vgpu:1"), 2**30):
+            assert torch.vgpu.mem_get_info(0) == before[0]
+            assert torch.vgpu.mem_get_info(1) == (2**30, 2**30)
+            assert "A100" in torch.vgpu.get_device_name(1)
+            with vgpu.record() as timeline:
+                torch.ones(1, device="vgpu:0").to("vgpu:1")
+            assert timeline.programs[0].model.link.name == "PCIe 4.0 x16"
+            _ = 1 / 0
+    none = memory.capacity(torch.device("vgpu:0"), 0)
+    with vgpu.enable(1), pytest.raises(ValueError, match="got 0 for vgpu:0"), none:
+        pass
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["nothing", "all"])
+def test_collections_leave_out_what_lives_already(frozen):
+    before = gc.get_freeze_count()
+    gc.unfreeze()
+    gc.collect()
+    own = gc.get_freeze_count()  # from Python 3.12 on there are some that it freezes itself
+    if frozen:
+        gc.freeze()
+    memory.has_frozen.cache_clear()
+    try:
+        for _ in range(2):
+            with memory.only_new_garbage():
+                assert gc.get_freeze_count() > own
+            assert (gc.get_freeze_count() > own) == frozen
+    finally:
+        memory.has_frozen.cache_clear()
+        gc.unfreeze()
+        if before:
+            gc.freeze()
+
+
+def test_what_is_frozen_is_counted_once(monkeypatch):
+    counts = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.append(1) or 10**6)
+    memory.has_frozen.cache_clear()
+    try:
+        for _ in range(3):
+            with memory.only_new_garbage():
+                pass
+    finally:
+        memory.has_frozen.cache_clear()
+    assert len(counts) == 1

@@ -1,0 +1,240 @@
+"""Fused attention: the CPU's values and gradients, without a matrix of scores."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+import vgpu
+
+pytestmark = pytest.mark.virtual_gpus(2, gpu="A100")
+
+HEADS, LENGTH, WIDTH = 4, 64, 16
+
+
+def attended(device, dtype, mask=None, **options):
+    """The output, the gradients, and the bytes that forward keeps on vgpu:1."""
+    torch.manual_seed(0)
+    parts = [torch.randn(2, HEADS, LENGTH, WIDTH, dtype=dtype) for _ in range(3)]
+    if options.get("enable_gqa"):
+        parts[1:] = [part[:, :2].contiguous() for part in parts[1:]]
+    parts = [part.to(device).requires_grad_() for part in parts]
+    mask = None if mask is None else mask.to(device)
+    before = torch.vgpu.memory_allocated(1)
+    output = F.scaled_dot_product_attention(*parts, attn_mask=mask, **options)
+    kept = torch.vgpu.memory_allocated(1) - before
+    output.square().sum().backward()
+    return [output.detach().cpu(), *(part.grad.cpu() for part in parts)], kept
+
+
+def some_mask(dtype):
+    mask = torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(1)) > 0.3
+    mask = mask | torch.eye(LENGTH, dtype=torch.bool)
+    return mask if dtype is torch.bool else torch.zeros(mask.shape).masked_fill(~mask, -9.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        (None, {}),
+        (None, {"is_causal": True}),
+        (None, {"scale": 0.5}),
+        (torch.bool, {}),
+        (torch.float32, {}),
+        (None, {"enable_gqa": True}),
+    ],
+    ids=["plain", "causal", "scaled", "mask of bools", "mask of numbers", "grouped queries"],
+)
+def test_values_and_gradients_are_the_cpus_and_no_scores_are_kept(dtype, mask, options):
+    if mask is torch.float32:
+        mask = dtype
+    made = None if mask is None else some_mask(mask).to(mask)
+    expected, _ = attended("cpu", dtype, made, **options)
+    found, kept = attended("vgpu:1", dtype, made, **options)
+    for mine, other in zip(found, expected, strict=True):
+        if options.get("enable_gqa"):  # where several heads' gradients are added, orders differ
+            tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+            torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
+        else:
+            assert torch.equal(mine, other)
+    scores = 2 * HEADS * LENGTH * LENGTH * torch.empty((), dtype=dtype).element_size()
+    assert kept < scores, "the matrix of scores is larger than all that is kept"
+
+
+@pytest.mark.parametrize("heads_first", [True, False], ids=["heads first", "rows first"])
+@pytest.mark.parametrize(
+    ("dtype", "masked"), [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)]
+)
+def test_strides_and_bytes_are_those_of_torchs_functions_for_meta_tensors(
+    dtype, masked, heads_first
+):
+    """They write down CUDA's: torch/_meta_registrations.py. 40 rows fill no block of 32."""
+
+    def attended():
+        shape = (2, 4, 40, 16) if heads_first else (2, 40, 4, 16)
+        parts = [torch.randn(shape, device="vgpu:1", dtype=dtype) for _ in range(3)]
+        if not heads_first:
+            parts = [part.transpose(1, 2) for part in parts]
+        parts = [part.requires_grad_() for part in parts]
+        mask = torch.zeros(40, 40, device="vgpu:1", dtype=dtype) if masked else None
+        before = torch.vgpu.memory_allocated(1)
+        output = F.scaled_dot_product_attention(*parts, attn_mask=mask)
+        kept = torch.vgpu.memory_allocated(1) - before
+        node = output.grad_fn
+        gradients = node(torch.ones_like(output))[:3]
+        return kept, [output.stride(), *(gradient.stride() for gradient in gradients)]
+
+    with vgpu.shapes_only():
+        expected = attended()
+    assert attended() == expected
+
+
+def test_as_many_heads_of_keys_as_of_queries_are_not_copied():
+    """CUDA's own first step with enable_gqa: pre_process_group_query_attention_input in
+    aten/src/ATen/native/transformers/attention.cpp hands equal numbers of heads on as they are."""
+    parts = [torch.randn(2, HEADS, LENGTH, WIDTH, device="vgpu:1") for _ in range(3)]
+    kept = {}
+    for grouped in (False, True):
+        before = torch.vgpu.memory_allocated(1)
+        output = F.scaled_dot_product_attention(
+            *(part.detach().requires_grad_() for part in parts), enable_gqa=grouped
+        )
+        kept[grouped] = torch.vgpu.memory_allocated(1) - before
+        del output
+    assert kept[True] == kept[False] > 0
+
+
+def test_the_unfused_way_keeps_the_scores():
+    with sdpa_kernel(SDPBackend.MATH):
+        _, kept = attended("vgpu:1", torch.float32)
+    assert kept >= 2 * HEADS * LENGTH * LENGTH * 4
+
+
+def test_dropout_is_computed_unfused_and_the_operator_refuses_it():
+    parts = [torch.randn(2, 4, 8, 16, device="vgpu:0") for _ in range(3)]
+    torch.manual_seed(3)
+    one = F.scaled_dot_product_attention(*parts, dropout_p=0.5)
+    torch.manual_seed(3)
+    assert torch.equal(one.cpu(), F.scaled_dot_product_attention(*parts, dropout_p=0.5).cpu())
+    with pytest.raises(NotImplementedError, match=r"dropout_p=0\.5 is not supported"):
+        torch.ops.aten._scaled_dot_product_flash_attention(*parts, 0.5)
+
+
+SCORES_BYTES = 2 * HEADS * LENGTH * LENGTH  # at least one byte each
+MATH, FLASH = SDPBackend.MATH, SDPBackend.FLASH_ATTENTION
+EFFICIENT, CUDNN = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
+
+
+def test_float64_has_no_fused_kernel():
+    found, kept = attended("vgpu:1", torch.float64)
+    assert kept >= 8 * SCORES_BYTES
+    expected, _ = attended("cpu", torch.float64)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "mask", "able"),
+    [
+        ("A100", torch.float16, False, {MATH, FLASH, EFFICIENT, CUDNN}),
+        ("A100", torch.bfloat16, True, {MATH, EFFICIENT, CUDNN}),
+        ("A100", torch.float32, False, {MATH, EFFICIENT}),
+        ("A100", torch.float32, True, {MATH, EFFICIENT}),
+        ("A100", torch.float64, False, {MATH}),
+        ("V100", torch.float16, False, {MATH, EFFICIENT}),
+        ("V100", torch.bfloat16, False, {MATH}),
+        ("K80", torch.float32, False, {MATH}),
+    ],
+)
+def test_what_no_enabled_kernel_can_do_is_refused(gpu, dtype, mask, able):
+    with vgpu.enable(2, gpu=gpu):
+        for backend in (MATH, FLASH, EFFICIENT, CUDNN):
+            with sdpa_kernel(backend):
+                if backend in able:
+                    _, kept = attended(
+                        "vgpu:1", dtype, some_mask(dtype).to(dtype) if mask else None
+                    )
+                    assert (kept < SCORES_BYTES * dtype.itemsize) is (backend != MATH)
+                else:
+                    with pytest.raises(
+                        RuntimeError, match=r"No available kernel\. Aborting execution\."
+                    ):
+                        attended("vgpu:1", dtype, some_mask(dtype).to(dtype) if mask else None)
+
+
+def test_what_a_kernel_cannot_do_goes_to_the_next():
+    q, k = (torch.randn(1, 2, n, 16, device="vgpu:0").half() for n in (8, 6))
+    thin = torch.randn(1, 2, 8, 5, device="vgpu:0")
+    for call in (
+        lambda: F.scaled_dot_product_attention(q, k, k, is_causal=True),
+        lambda: F.scaled_dot_product_attention(*[q.mT.contiguous().mT] * 3),
+    ):
+        with sdpa_kernel(FLASH), pytest.raises(RuntimeError, match="queries"):
+            call()
+        call()
+    with sdpa_kernel(EFFICIENT), pytest.raises(RuntimeError, match=r"torch\.float32"):
+        F.scaled_dot_product_attention(thin, thin, thin)
+
+
+def test_an_order_that_is_asked_for_is_kept():
+    with sdpa_kernel([MATH, EFFICIENT], set_priority=True):
+        _, first = attended("vgpu:1", torch.float32)
+    with sdpa_kernel([EFFICIENT, MATH], set_priority=True):
+        _, second = attended("vgpu:1", torch.float32)
+    assert second < SCORES_BYTES * 4 <= first
+
+
+def test_invalid_inputs_get_torchs_error_whatever_is_enabled():
+    q = torch.randn(1, 2, 8, 16, device="vgpu:0")
+    with sdpa_kernel(FLASH):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            F.scaled_dot_product_attention(q, q.half(), q)
+        with pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal"):
+            F.scaled_dot_product_attention(
+                q, q, q, torch.ones(8, 8, device="vgpu:0"), is_causal=True
+            )
+
+
+def test_autocast_lowers_the_type_of_all_but_float64():
+    torch.manual_seed(0)
+    parts = [torch.randn(2, 4, 8, 16) for _ in range(3)]
+    mask = torch.randn(8, 8)
+
+    def found(device):
+        on_it = [part.to(device) for part in parts]
+        with torch.autocast(device, torch.bfloat16):
+            return [
+                F.scaled_dot_product_attention(*on_it),
+                F.scaled_dot_product_attention(*on_it, attn_mask=mask.to(device)),
+                F.scaled_dot_product_attention(*on_it, attn_mask=mask.to(device) > 0),
+            ]
+
+    for mine, expected in zip(found("vgpu"), found("cpu"), strict=True):
+        assert mine.dtype is torch.bfloat16
+        assert torch.equal(mine.cpu(), expected)
+    with torch.autocast("vgpu", torch.bfloat16):
+        wide = [part.to("vgpu").double() for part in parts]
+        assert F.scaled_dot_product_attention(*wide).dtype is torch.float64
+
+
+def test_operands_on_two_devices_are_refused():
+    parts = [torch.randn(2, 4, 8, 16, device=f"vgpu:{i % 2}") for i in range(3)]
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        F.scaled_dot_product_attention(*parts)
+
+
+@pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
+def test_causal_biases_override_it(bias):
+    """With a mask's result, by whichever name the function was imported and when."""
+    vgpu.disable()
+    imported_before = F.scaled_dot_product_attention
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
+    expected = F.scaled_dot_product_attention(query, key, key, bias(3, 5)._materialize())
+    vgpu.enable(1, gpu="A100")
+    for attend in (F.scaled_dot_product_attention, imported_before):
+        for device in ("cpu", "vgpu"):
+            parts = [part.to(device) for part in (query, key, key)]
+            found = attend(*parts, attn_mask=bias(3, 5))
+            torch.testing.assert_close(found.cpu(), expected)

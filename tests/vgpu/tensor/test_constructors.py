@@ -1,0 +1,100 @@
+"""Tensors made of 0-dimensional virtual ones, which torch reads with Python dispatch off."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import vgpu
+
+pytestmark = pytest.mark.virtual_gpus(2)
+
+
+class Handling:
+    """Takes every function that asks classes."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+MAKERS = {
+    "tensor": lambda a, b: torch.tensor([a, b]),
+    "tensor, nested": lambda a, b: torch.tensor([[a, 1.0], [2.0, b]]),
+    "tensor of single elements": lambda a, b: torch.tensor([a.reshape(1), b.reshape(1)]),
+    "as_tensor": lambda a, b: torch.as_tensor([a, b]),
+    "asarray": lambda a, b: torch.asarray([a, b]),
+    "legacy": lambda a, b: torch.FloatTensor([a, b]),
+    "new_tensor": lambda a, b: a.new_tensor([a, b]),
+}
+CONTEXTS = {
+    "plain": nullcontext,
+    "dispatch mode": Passing,
+    "recording": vgpu.record,
+    "no_grad": torch.no_grad,
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("name", MAKERS)
+def test_values_come_out_as_on_the_cpu(name, context):
+    scalars = torch.tensor(1.5), torch.tensor(2)
+    expected = MAKERS[name](*scalars)
+    with CONTEXTS[context]():
+        found = MAKERS[name](*(scalar.to("vgpu:1") for scalar in scalars))
+    assert found.dtype == expected.dtype
+    assert found.tolist() == expected.tolist()
+    assert found.device.type == ("vgpu" if name == "new_tensor" else "cpu")
+
+
+def test_a_tensor_for_a_gpu_made_of_one_on_another():
+    a = torch.tensor(1.5, device="vgpu:0")
+    made = torch.tensor([a, 2.0], device="vgpu:1")
+    assert made.tolist() == [1.5, 2.0]
+    assert str(made.device) == "vgpu:1"
+
+
+@pytest.mark.parametrize("device", [None, 1, "vgpu:1", "cpu"])
+def test_asarray_shares_memory_on_the_same_device_only(device):
+    x = torch.zeros(2, device="vgpu:1")
+    shared = device != "cpu"
+    torch.asarray(x, device=device).add_(1)
+    assert x.tolist() == ([1, 1] if shared else [0, 0])
+    torch.asarray(x, device=device, copy=True).add_(1)
+    assert x.tolist() == ([1, 1] if shared else [0, 0])
+    if not shared:
+        with pytest.raises(ValueError, match="can't alias tensor from device 'vgpu:1' to 'cpu'"):
+            torch.asarray(x, device=device, copy=False)
+
+
+def test_classes_are_not_asked_where_torch_does_not_ask_them():
+    assert torch.tensor_split(Handling(), 2) is torch.tensor_split
+    for make in (torch.as_tensor, torch.asarray):
+        with pytest.raises(RuntimeError, match="Could not infer dtype of Handling"):
+            make(Handling())
+
+
+def test_torch_functions_work_with_python_dispatch_off():
+    a, b = torch.tensor(1.5, device="vgpu:1"), torch.tensor(2, device="vgpu:1")
+    with torch._C._DisableTorchDispatch():
+        total = a + b
+    assert str(total.device) == "vgpu:1"
+    assert total.item() == 3.5
+
+
+@pytest.mark.parametrize("function", [torch.abs, lambda x: x.sgn() * x])
+def test_zeros_that_autograd_makes_without_memory_can_be_read(function):
+    found = []
+    for device in ("cpu", "vgpu:1"):
+        x = torch.tensor([-2.0, 0.0, 3.0], device=device, requires_grad=True)
+        (gradient,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        found.append(x.grad.cpu())
+    assert torch.equal(*found)
+    assert torch._efficientzerotensor((2, 3), device="vgpu:1").add(1).sum().item() == 6

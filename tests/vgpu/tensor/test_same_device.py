@@ -1,0 +1,191 @@
+"""What may lie on another device than the rest: where CUDA does not compare, nor is it done here."""
+
+import re
+from importlib import resources
+
+import pytest
+import torch
+from torch import nn
+
+import vgpu
+from vgpu.tensor import rules, same_device
+from vgpu.tensor.operators import Operator
+
+TWO_DEVICES = "at least two devices"
+
+
+@pytest.fixture(autouse=True)
+def two_gpus():
+    with vgpu.enable(2):
+        yield
+
+
+def on(index: int, *values: float) -> torch.Tensor:
+    return torch.tensor(values, device=f"vgpu:{index}", dtype=torch.float32)
+
+
+def of_both() -> list[torch.Tensor]:
+    return [on(0, 1, 2), on(1, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW([p], lr=torch.tensor(0.1), fused=True),
+        lambda p: torch.optim.Adam([p], lr=torch.tensor(0.1), fused=True),
+        lambda p: torch.optim.SGD([p], lr=torch.tensor(0.1), momentum=0.9, fused=True),
+        lambda p: torch.optim.Adagrad([p], lr=torch.tensor(0.1), fused=True),
+        lambda p: torch.optim.AdamW([p], lr=torch.tensor(0.1), foreach=True, capturable=True),
+    ],
+    ids=["AdamW", "Adam", "SGD", "Adagrad", "AdamW capturable"],
+)
+def test_learning_rate_may_be_a_tensor_on_the_cpu(make):
+    weights = []
+    for rate in ("cpu", "a number"):
+        weight = nn.Parameter(on(0, 1, 2))
+        optimizer = make(weight)
+        if rate == "a number":
+            optimizer.param_groups[0]["lr"] = 0.1
+        for _ in range(3):
+            weight.grad = weight.detach() * 2
+            optimizer.step()
+        weights.append(weight.detach())
+    torch.testing.assert_close(*weights)
+
+
+def test_learning_rate_on_another_gpu_is_refused():
+    weight = nn.Parameter(on(0, 1, 2))
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(RuntimeError, match="lr is on vgpu:1"):
+        torch.optim.SGD([weight], lr=on(1, 0.1)[0], fused=True).step()
+
+
+def test_foreach_goes_tensor_by_tensor_over_devices():
+    tensors = of_both()
+    torch._foreach_mul_(tensors, 3.0)
+    assert [t.tolist() for t in tensors] == [[3, 6], [9, 12]]
+    assert [t._version for t in tensors] == [1, 1]
+
+    sums = torch._foreach_add(tensors, of_both())
+    assert [str(t.device) for t in sums] == ["vgpu:0", "vgpu:1"]
+    assert [t.tolist() for t in sums] == [[4, 8], [12, 16]]
+
+    norms = torch._foreach_norm([on(1, 3, 4), torch.tensor([3.0, 4.0])])
+    assert [(str(t.device), t.item()) for t in norms] == [("vgpu:1", 5), ("cpu", 5)]
+    with pytest.raises(RuntimeError, match=TWO_DEVICES):
+        torch._foreach_add([on(0, 1)], [on(1, 1)])
+
+
+def test_foreach_over_devices_has_gradients():
+    leaves = [t.requires_grad_() for t in of_both()]
+    first, second = torch._foreach_mul(leaves, 3.0)
+    (first.sum() + second.to("vgpu:0").sum()).backward()
+    assert [leaf.grad.tolist() for leaf in leaves] == [[3, 3], [3, 3]]
+
+
+def test_foreach_over_devices_is_a_kernel_each_in_a_recording():
+    with vgpu.record() as timeline:
+        torch._foreach_mul_(of_both(), 2.0)
+    kernels = [(str(e.device), e.name) for e in timeline.events if e.name == "mul_"]
+    assert kernels == [("vgpu:0", "mul_"), ("vgpu:1", "mul_")]
+
+
+def test_foreach_over_devices_of_shapes():
+    with vgpu.shapes_only():
+        made = torch._foreach_mul([torch.empty(2, device=f"vgpu:{i}") for i in range(2)], 2.0)
+        assert [str(t.device) for t in made] == ["vgpu:0", "vgpu:1"]
+
+
+def test_foreach_takes_a_scalar_on_the_cpu_but_not_on_another_gpu():
+    (product,) = torch._foreach_mul([on(0, 1, 2)], torch.tensor(3.0))
+    assert product.tolist() == [3, 6]
+    with pytest.raises(RuntimeError, match="scalar tensor is expected to be on vgpu:0"):
+        torch._foreach_mul_([on(0, 1)], on(1, 3)[0])
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x, y: torch.select_scatter(x, y[0], 0, 1),
+        lambda x, y: torch.slice_scatter(x, y[:1], 0, 1, 2),
+        lambda x, y: torch.diagonal_scatter(x, y.diagonal()),
+        lambda x, y: torch.as_strided_scatter(x, y[0], (2,), (1,)),
+        lambda x, y: x.clone().index_fill_(0, x[0].long() * 0, y[0, 0]),
+        lambda x, y: x.index_fill(0, x[0].long() * 0, y[0, 0]),
+        lambda x, y: x.clone().bernoulli_(y),
+    ],
+    ids=["select", "slice", "diagonal", "as_strided", "fill_", "fill", "bernoulli_"],
+)
+@pytest.mark.parametrize("source", ["cpu", "vgpu:1"])
+def test_sources_that_the_kernel_copies(operation, source):
+    x, y = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.ones(2, 2)
+    result = operation(x.to("vgpu:0"), y.to(source))
+    assert str(result.device) == "vgpu:0"
+    assert result.tolist() == operation(x, y).tolist()
+    with pytest.raises(RuntimeError, match="same device"):
+        operation(x, y.to("vgpu:1"))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x, s: x // s,
+        lambda x, s: x.clone().floor_divide_(s),
+        lambda x, s: x.clone().eq_(s),
+        lambda x, s: x.clone().lt_(s),
+        lambda x, s: torch.rsub(x, s),
+        lambda x, s: torch.dist(x, s),
+    ],
+)
+def test_elementwise_operators_without_the_tag_take_a_cpu_scalar(operation):
+    x, scalar = torch.tensor([1.0, 2.0]), torch.tensor(2.0)
+    assert operation(x.to("vgpu:0"), scalar).tolist() == operation(x, scalar).tolist()
+    with pytest.raises(RuntimeError, match=TWO_DEVICES):
+        operation(x.to("vgpu:0"), torch.ones(2))
+
+
+# Compared all the same: their kernels do it, in other words than the generated check.
+COMPARED = {
+    "aten::_validate_compressed_sparse_indices",
+    "aten::binary_cross_entropy",
+    "aten::binomial",
+    "aten::mse_loss",
+    "aten::set_",
+    "aten::slice_inverse",
+    "aten::smooth_l1_loss",
+}
+# Not for virtual GPUs, or with a handler of their own.
+NOT_OURS = re.compile(
+    r"cudnn|miopen|nested|attention|copy|_unsafe_index_put|is_same_size|is_set_to"
+)
+
+
+def test_each_operator_that_cuda_does_not_check_is_known():
+    table = resources.files("torchgen") / "packaged/ATen/native/native_functions.yaml"
+    for entry in table.read_text("utf-8").split("\n- func: ")[1:]:
+        name, _, overload = entry.partition("(")[0].partition(".")
+        func = operator(name, overload)
+        if "device_check: NoCheck" not in entry or func is None or not is_concerned(func):
+            continue
+        full_name = func._schema.name
+        generated = same_device._on_devices(func) is same_device._check_generated
+        known = full_name in COMPARED | set(same_device._ANYWHERE) or overload == "tensor_lr"
+        assert known or not generated, f"{full_name}: what does CUDA do with two devices there?"
+
+
+def operator(name: str, overload: str) -> Operator | None:
+    packet = getattr(torch.ops.aten, name, None)
+    return getattr(packet, overload or "default", None)
+
+
+def is_concerned(func: Operator) -> bool:
+    """Whether it arrives as a whole, and has several tensors to compare."""
+    arguments = func._schema.arguments
+    tensors = [str(a.type) for a in arguments if "Tensor" in str(a.type)]
+    return not (
+        any(a.is_out for a in arguments)
+        or rules.is_composite(func)
+        or NOT_OURS.search(func._schema.name)
+        or func._schema.name.startswith("aten::_foreach_")
+        or (len(tensors) < 2 and "List[Tensor]" not in tensors)
+    )

@@ -1,0 +1,30 @@
+"""A table reads the same as text and as HTML, and escapes what it shows."""
+
+import pytest
+
+from vgpu.tables import Table
+
+
+def test_text_is_aligned_and_booleans_are_spoken():
+    table = Table(("name", "ok"), [("a", True), ("longer", False)], caption="two rows")
+    assert str(table).splitlines() == ["two rows", "name    ok", "a       yes", "longer  no"]
+
+
+def test_html_is_escaped_and_linked():
+    table = Table(("x",), [("<b>",), ("home",)], links={"home": "a'b.ipynb"})
+    shown = table._repr_html_()
+    assert "&lt;b&gt;" in shown and "<b>" not in shown
+    assert "<a href='a&#x27;b.ipynb'>home</a>" in shown
+
+
+def test_backticks_are_code_and_widths_are_kept():
+    table = Table(("x", "y"), [("`a < b` holds", "")], widths={"x": "20%"})
+    shown = table._repr_html_()
+    assert ">a &lt; b</code> holds" in shown and "`" not in shown
+    assert shown.count("width:20%") == 1
+    assert "`a < b` holds" in str(table)
+
+
+def test_a_row_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="a row of 1 cells under 2 names"):
+        Table(("a", "b"), [("only",)])

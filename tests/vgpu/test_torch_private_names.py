@@ -1,0 +1,80 @@
+"""Private names of torch that the course relies upon: each is there, in this torch."""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from private_names import listed
+
+import vgpu
+from vgpu.changes import Changes
+
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+LISTED = {name: each for each in listed.RELIANCES for name in each.names}
+
+
+# In a process of its own: torch's test suites change settings of the process that imports them.
+LOOK = """
+import vgpu.launch.gc_off
+import json, os, pkgutil, sys
+import torch, torch.distributed.fsdp, torch.distributed.tensor, torch.utils.backend_registration
+missing = {}
+for name in sys.argv[1:]:
+    try:
+        pkgutil.resolve_name(name)
+    except (AttributeError, ImportError) as error:
+        missing[name] = str(error)
+print(json.dumps(missing), flush=True)
+os._exit(0)  # taking down all that was imported would take a second
+"""
+
+# Changed when they are imported, which other tests of this process may have done, or not.
+IMPORTED_LATE = (
+    "torch.distributed._symmetric_memory",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+)
+
+
+@pytest.fixture(scope="module")
+def missing():
+    done = subprocess.run([sys.executable, "-c", LOOK, *LISTED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_a_private_name_is_there(name, missing):
+    if name in listed.WITHOUT_CUDA and torch.version.cuda is None:
+        pytest.skip("PyTorch's CPU builds lack it; lesson 01 makes it there for a moment")
+    if listed.SINCE.get(name, VERSION) > VERSION:
+        pytest.skip(f"came with torch {listed.SINCE[name]}")
+    needed = LISTED[name]
+    assert name not in missing, (
+        f"torch {torch.__version__} has no {name} ({missing[name]}). It was needed for "
+        f"{needed.purpose}. {needed.without}"
+    )
+
+
+def test_what_virtual_gpus_replace_is_listed(monkeypatch):
+    for name in IMPORTED_LATE:
+        importlib.import_module(name)
+    replaced = []
+    plain = Changes.set
+
+    def set_(self, owner, name, value):
+        replaced.append((owner, name))
+        plain(self, owner, name, value)
+
+    monkeypatch.setattr(Changes, "set", set_)
+    with vgpu.enable(2):
+        pass
+    assert (torch._C, "_accelerator_getDeviceIndex") in replaced
+    names = {f"{owner.__name__}.{name}" for owner, name in replaced if re.match(r"_[a-z]", name)}
+    last = {name.rpartition(".")[2] for name in LISTED}
+    assert not {name for name in names if name.rpartition(".")[2] not in last}

@@ -1,0 +1,44 @@
+"""Numbers as text."""
+
+import pytest
+
+from vgpu.units import format_bytes, format_rate, format_seconds
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (2**30, "1 GiB"),
+        (-(2**20), "-1 MiB"),
+        (3 * 2**50, "3 PiB"),
+        (5 * 2**60, "5120 PiB"),
+    ],
+)
+def test_bytes(value, text):
+    assert format_bytes(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 s"),
+        (2.5e-9, "2.5 ns"),
+        (1.5e-5, "15 µs"),
+        (0.0025, "2.5 ms"),
+        (3.75, "3.75 s"),
+        (119, "119 s"),
+        (150, "2 min 30 s"),
+        (179.9, "3 min 0 s"),
+    ],
+)
+def test_seconds(value, text):
+    assert format_seconds(value) == text
+
+
+def test_rates():
+    assert format_rate(15.7e12, "FLOP") == "15.7 TFLOP/s"
+    assert format_rate(900e9, "B") == "900 GB/s"
+    assert format_rate(12, "it") == "12 it/s"

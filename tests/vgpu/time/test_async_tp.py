@@ -1,0 +1,265 @@
+"""Asynchronous tensor parallelism: products and their collectives in pieces, by hand.
+
+The toy: a GPU reads and writes 1 kB in 1 µs, arithmetic and launches are free. Four ranks, each with
+1 kB of 4 kB that are gathered: (200, 5) by (5, 10), whose result takes 8 kB. A piece of the product
+reads 1 kB and the 200 bytes of the weight and writes 2 kB: 3.2 µs.
+"""
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from toy_gpu import SPEC
+
+import vgpu
+from vgpu import launch
+
+# torch 2.13 renames collectives.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
+all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+reduce_scatter = (
+    getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+)
+
+FAST = vgpu.Link("1 kB in 1 µs", 1e9, 0.0, "made for these tests")
+SLOW = vgpu.Link("1 kB in 5 µs", 0.2e9, 0.0, "made for these tests")
+EXACT = {
+    "memory_share": 1.0,
+    "link_share": 1.0,
+    "network_share": 1.0,
+    "python_launch_s": 0.0,
+    "engine_launch_s": 0.0,
+    "kernel_s": 0.0,
+    "fuses": True,
+}
+PIECE = 3.2
+
+
+def near(microseconds):
+    return pytest.approx(microseconds * 1e-6, rel=1e-9)
+
+
+def empty(*size):
+    return torch.empty(size, device="vgpu")
+
+
+def recorded(program, link=FAST, hosts=1, **changes):
+    """The program as rank 0 of four, in pieces; changes: of EXACT."""
+    with vgpu.cluster(hosts, 4 // hosts, gpu=SPEC, link=link), vgpu.shapes_only():
+        shard, whole, weights = empty(50, 5), empty(200, 5), [empty(5, 10) for _ in range(3)]
+        with vgpu.record(**(EXACT | {"async_tp": True} | changes)) as timeline:
+            kept = program(shard, whole, *weights)
+            torch.vgpu.synchronize()
+        del kept
+    assert timeline.races == []
+    return timeline
+
+
+def launched(timeline):
+    return [event.name for event in timeline.events if event.kind != "wait"]
+
+
+def times(timeline):
+    return [(e.name, e.kind, e.start_s, e.end_s, e.launch_s, e.ready_s) for e in timeline.events]
+
+
+# By hand
+
+
+def one_product(shard, whole, weight, *others):
+    return all_gather(shard, 0, dist.group.WORLD) @ weight
+
+
+# First its own piece is copied to where the others find it, 2 µs. On the fast link, pieces come while
+# others are multiplied. On the slow one, three come in 5 µs each, and the last is multiplied then.
+@pytest.mark.parametrize(("link", "wanted"), [(FAST, 2 + 4 * PIECE), (SLOW, 2 + 3 * 5 + PIECE)])
+def test_a_gather_and_its_product(link, wanted):
+    timeline = recorded(one_product, link)
+    assert timeline.makespan_s == timeline.host_s == near(wanted)
+    assert sorted(launched(timeline)) == ["copy", *["mm"] * 4, *["permute"] * 3]
+    sent = [event for event in timeline.events if event.name == "permute"]
+    each = 1 if link is FAST else 5
+    assert [event.start_s for event in sent] == [near(2 + each * k) for k in range(3)]
+    assert {event.size_bytes for event in sent} == {1000}
+    plain = recorded(one_product, link, async_tp=False)
+    assert plain.makespan_s == near(3 * each + 4 + 0.2 + 8)
+    assert launched(plain) == ["all_gather", "mm"]
+    assert plain.flop == timeline.flop == 2 * 200 * 5 * 10
+
+
+def test_products_share_the_pieces_of_their_gather():
+    def program(shard, whole, first, second, third):
+        gathered = all_gather(shard, 0, dist.group.WORLD)
+        hidden = (gathered @ first).relu()
+        return hidden * (gathered @ second)
+
+    timeline = recorded(program)
+    # The last kernel reads both results and writes one.
+    assert timeline.makespan_s == near(2 + 8 * PIECE + 3 * 8)
+    assert launched(timeline).count("permute") == 3
+    # 5 µs are less than two products of 3.2, so that the slow link is hidden as well.
+    assert recorded(program, SLOW).makespan_s == timeline.makespan_s
+
+
+@pytest.mark.parametrize(("link", "wanted"), [(FAST, 4 * PIECE), (SLOW, PIECE + 3 * 10)])
+def test_a_product_and_its_reduce_scatter(link, wanted):
+    def program(shard, whole, weight, *others):
+        return reduce_scatter(whole @ weight, "sum", 0, dist.group.WORLD).wait()
+
+    timeline = recorded(program, link)
+    # 2 kB a piece are sent. At the end four pieces are read, and their sum is written.
+    assert timeline.makespan_s == near(wanted + 4 * 2 + 2)
+    assert sorted(launched(timeline)) == [*["mm"] * 4, *["permute"] * 3, "sum"]
+
+
+def test_pieces_of_another_dimension_need_no_copy():
+    def program(shard, whole, weight, second, third):
+        gathered = all_gather(shard.view(2, 25, 5), 1, dist.group.WORLD)
+        product = gathered @ weight
+        del gathered
+        return reduce_scatter((product * 2) @ empty(10, 5), "sum", 1, dist.group.WORLD)
+
+    timeline, plain = recorded(program), recorded(program, async_tp=False)
+    assert launched(plain) == [
+        "all_gather",
+        "fused",
+        "mm",
+        "fused",
+        "mm",
+        "fused",
+        "reduce_scatter",
+    ]
+    assert launched(timeline).count("fused") == 1
+    # (200, 10) by (10, 5): a piece reads 2 kB and 200 bytes and writes 1 kB, as a piece before.
+    assert timeline.makespan_s == near(2 + 4 * PIECE + 16 + 4 * PIECE + 4 + 1)
+
+
+def test_what_else_reads_a_gather_reads_it_afterwards():
+    def program(shard, whole, weight, *others):
+        gathered = all_gather(shard, 0, dist.group.WORLD)
+        return gathered @ weight, gathered.t() @ whole
+
+    # Its own piece is copied to where the gathered ones lie, 2 µs. (5, 200) by (200, 5) are 8.1 µs.
+    assert recorded(program).makespan_s == near(2 + 4 * PIECE + 2 + 8.1)
+
+
+@pytest.mark.parametrize("outlives", [False, True])
+def test_a_copy_that_outlives_the_recording_is_made(outlives):
+    def program(shard, whole, weight, *others):
+        gathered = all_gather(shard.view(2, 25, 5), 1, dist.group.WORLD)
+        return gathered @ weight, gathered if outlives else None
+
+    # As a forward pass whose backward pass is recorded on its own.
+    wanted = 2 + 4 * PIECE + (2 + 8 if outlives else 0)
+    assert recorded(program).makespan_s == near(wanted)
+
+
+# What stays as it was
+
+
+def elementwise_between(shard, whole, weight, *others):
+    return all_gather(shard, 0, dist.group.WORLD).relu() @ weight
+
+
+def gathered_on_the_right(shard, whole, *others):
+    return whole.view(5, 200) @ all_gather(shard, 0, dist.group.WORLD)
+
+
+def summed_over_what_was_gathered(shard, whole, *others):
+    return all_gather(shard, 0, dist.group.WORLD).t() @ whole
+
+
+def both_factors(shard, whole, *others):
+    gathered = all_gather(shard.view(5, 50), 0, dist.group.WORLD)  # (20, 50)
+    return gathered @ gathered.view(50, 20)
+
+
+def a_weight_of_it(shard, whole, weight, *others):
+    gathered = all_gather(shard, 0, dist.group.WORLD)
+    return gathered @ (weight + gathered.sum())
+
+
+def product_read_twice(shard, whole, weight, *others):
+    product = whole @ weight
+    return reduce_scatter(product, "sum", 0, dist.group.WORLD).wait(), product.neg()
+
+
+def sum_of_products(shard, whole, first, second, *others):
+    both = whole @ first + whole @ second
+    return reduce_scatter(both, "sum", 0, dist.group.WORLD).wait()
+
+
+def on_another_stream(shard, whole, weight, *others):
+    gathered = all_gather(shard, 0, dist.group.WORLD).wait()
+    other = torch.vgpu.Stream()
+    other.wait_stream(torch.vgpu.current_stream())
+    with other:
+        return gathered.mm(weight)
+
+
+STAY = [
+    elementwise_between,
+    gathered_on_the_right,
+    summed_over_what_was_gathered,
+    both_factors,
+    a_weight_of_it,
+    product_read_twice,
+    sum_of_products,
+    on_another_stream,
+]
+
+
+@pytest.mark.parametrize("program", STAY)
+def test_what_is_no_such_pair_stays(program):
+    timeline = recorded(program)
+    assert {"all_gather", "reduce_scatter"} & set(launched(timeline))
+    assert times(timeline) == times(recorded(program, async_tp=False))
+
+
+def test_a_group_across_hosts_stays():
+    timeline = recorded(one_product, hosts=2)
+    assert launched(timeline) == ["all_gather", "mm"]
+    assert times(timeline) == times(recorded(one_product, hosts=2, async_tp=False))
+
+
+def test_it_is_a_pass_of_the_compiler():
+    with pytest.raises(ValueError, match="needs fuses=True"):
+        recorded(one_product, fuses=False)
+    plain = recorded(one_product, fuses=False, async_tp=False)
+    with pytest.raises(ValueError, match="needs fuses=True"):
+        vgpu.replay(plain, async_tp=True)
+
+
+# Played again, and several ranks
+
+
+def test_a_replay_takes_a_program_to_pieces_and_together():
+    timeline, plain = recorded(one_product), recorded(one_product, async_tp=False)
+    assert times(vgpu.replay(plain, async_tp=True)) == times(timeline)
+    assert times(vgpu.replay(timeline, async_tp=False)) == times(plain)
+    assert vgpu.replay(timeline, link=SLOW).makespan_s == recorded(one_product, SLOW).makespan_s
+    with vgpu.cluster(1, 4, gpu=SPEC, link=FAST):
+        assert pickle.loads(pickle.dumps(timeline)) == timeline
+
+
+def of_real_rank(rank, world_size):
+    device = torch.device("vgpu", rank)
+    shard, weight = torch.ones(50, 5, device=device), torch.ones(5, 10, device=device)
+    with vgpu.record(**EXACT, async_tp=True) as timeline:
+        if rank:
+            shard @ weight
+        product = one_product(shard, None, weight)
+    return timeline, product.sum().item()
+
+
+def test_real_ranks_send_pieces_to_each_other():
+    found = launch.run(of_real_rank, 2, gpu=SPEC)
+    assert [total for _, total in found] == [2 * 50 * 10 * 5.0] * 2
+    timeline = vgpu.joined([timeline for timeline, _ in found])
+    assert launched(timeline).count("permute") == 2
+    sent = [event for event in timeline.events if event.name == "permute"]
+    # Rank 1 has multiplied something before, and copies its piece then.
+    assert [event.start_s for event in sent] == [near(PIECE + 2)] * 2
+    assert timeline.makespan_s == near(PIECE + 2 + 2 * PIECE)

@@ -1,0 +1,149 @@
+"""Kernels beside collectives, by hand-computed microseconds.
+
+The toy: two ranks that send 1 GB/s each; a GPU of four multiprocessors that reads and writes 1 GB/s.
+Launches and steps take no time.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from toy_gpu import KB, PLAIN, SPEC
+
+import vgpu
+from vgpu.time.joint import replay_beside
+from vgpu.time.resources import Processors
+
+GPU = dataclasses.replace(SPEC, multi_processor_count=4)
+COSTS = vgpu.CostModel(
+    GPU, memory_share=1.0, link_share=1.0, python_launch_s=0.0, engine_launch_s=0.0, kernel_s=0.0
+)
+
+
+@pytest.fixture
+def rank():
+    """One of two, whose tensors are shapes."""
+    with vgpu.cluster(hosts=1, gpus_per_host=2, gpu=GPU, link=PLAIN), vgpu.shapes_only():
+        yield
+
+
+def kilobytes(count):
+    return torch.empty(count * KB, device="vgpu")
+
+
+def times_us(timeline, kind):
+    events = [event for event in timeline.events if event.kind == kind]
+    return [(event.start_s * 1e6, event.end_s * 1e6) for event in events]
+
+
+def us(*times):
+    return [pytest.approx(pair, rel=1e-9) for pair in times]
+
+
+def recorded(**options):
+    """An all-reduce of 40 µs, and three kernels beside and behind it of 20 µs each."""
+    sent, read = kilobytes(40), kilobytes(10)
+    with vgpu.record(COSTS, **options) as timeline:
+        sending = dist.all_reduce(sent, async_op=True)
+        for _ in range(3):
+            read.neg()
+        sending.wait()
+    assert times_us(timeline, "collective") == us((0, 40))
+    return timeline
+
+
+def test_by_default_collectives_take_nothing_from_kernels(rank):
+    assert times_us(recorded(), "kernel") == us((0, 20), (20, 40), (40, 60))
+
+
+def test_kernels_lose_the_multiprocessors_that_a_collective_has(rank):
+    # At three quarters of their speed until 40: the second has done 10 of its 20 µs by then.
+    timeline = recorded(collective_processors=1)
+    assert times_us(timeline, "kernel") == us((0, 80 / 3), (80 / 3, 50), (50, 70))
+    assert vgpu.replay(timeline).events == timeline.events
+
+
+def test_a_replay_takes_more_multiprocessors(rank):
+    # At half of their speed: the first alone lasts until 40.
+    again = vgpu.replay(recorded(), collective_processors=2)
+    assert times_us(again, "kernel") == us((0, 40), (40, 60), (60, 80))
+
+
+def test_what_was_begun_before_occupies_the_links_and_multiprocessors(rank):
+    timeline = recorded(collective_processors=1)
+    (sending,) = (event for event in timeline.events if event.kind == "collective")
+    # The other one lasts until 10; that of a rank like this one, which has another GPU, counts too.
+    before = sending._replace(start_s=-30e-6, end_s=10e-6, device=torch.device("vgpu:1"))
+    again = replay_beside(timeline, [before])
+    assert times_us(again, "collective") == us((10, 50))
+    # The second does 17.5 of its 20 µs until then.
+    assert times_us(again, "kernel") == us((0, 80 / 3), (80 / 3, 52.5), (52.5, 72.5))
+    assert replay_beside(timeline, []).events == timeline.events
+
+
+def test_a_kernel_from_before_the_collective_keeps_its_times(rank):
+    side = torch.vgpu.Stream("vgpu:0")
+    sent, read = kilobytes(40), kilobytes(10)
+    with vgpu.record(COSTS, collective_processors=1) as timeline:
+        with torch.vgpu.stream(side):
+            read.neg()
+        dist.all_reduce(sent)
+    assert times_us(timeline, "collective") == us((0, 40))
+    assert times_us(timeline, "kernel") == us((0, 20))
+
+
+def test_a_kernel_with_priority_and_a_collective_both_hold_one_up():
+    processors = Processors(lost=0.25)
+    processors.begin_collective(0.0, 40.0, between_hosts=False)
+    assert processors.place_first(10.0, 6.0) == 10.0
+    # 20 at three quarters of the speed are 26 2/3, and 6 more for the one that passes.
+    assert processors.place(0.0, 20.0) == (0.0, pytest.approx(80 / 3 + 6))
+
+
+def test_collectives_inside_and_out_of_the_host_take_their_share_one_of_the_other_s_rest():
+    processors = Processors(lost=0.25)
+    processors.begin_collective(0.0, 100.0, between_hosts=False)
+    processors.begin_collective(0.0, 100.0, between_hosts=True)
+    assert processors.place(0.0, 9.0) == (0.0, pytest.approx(16.0))
+    assert processors.place(200.0, 9.0) == (200.0, 209.0)
+
+
+@pytest.mark.parametrize(("count", "words"), [(-1, "of at least 0, got -1"), (4, "below the 4 of")])
+def test_some_multiprocessors_are_left(count, words):
+    with pytest.raises(ValueError, match=f"collective_processors must be .*{words}"):
+        vgpu.CostModel(GPU, collective_processors=count)
+
+
+def test_a_compiled_program_ends_before_a_wait_for_a_collective(rank):
+    sent, read = kilobytes(40), kilobytes(10)
+    with vgpu.record(dataclasses.replace(COSTS, fuses=True)) as timeline:
+        sending = dist.all_reduce(sent, async_op=True)
+        before = read.neg()
+        sending.wait()
+        after = before + sent[: read.numel()]
+    # Put off until behind the wait, both would be one kernel.
+    assert times_us(timeline, "kernel") == us((0, 20), (40, 70))
+    assert after.device == read.device
+
+
+def test_what_was_put_off_for_the_rest_of_a_block_is_written_before_a_collective_fills_a_part(rank):
+    part, read = kilobytes(5), kilobytes(20)
+    with vgpu.record(dataclasses.replace(COSTS, fuses=True)) as timeline:
+        whole = read.neg()
+        dist.all_gather_into_tensor(whole[: 2 * part.numel()], part)
+    assert times_us(timeline, "kernel") == us((0, 40))
+    ((begin, _),) = times_us(timeline, "collective")
+    assert begin == pytest.approx(40) and timeline.races == []
+
+
+def test_a_compiled_program_goes_on_across_wait_tensor(rank):
+    sent, read = kilobytes(40), kilobytes(10)
+    with vgpu.record(dataclasses.replace(COSTS, fuses=True)) as timeline:
+        summed = functional.all_reduce(sent, "sum", dist.group.WORLD)
+        before = read.neg()
+        after = functional.wait_tensor(summed)[: read.numel()] + before
+        del before  # so it is never written
+    assert times_us(timeline, "kernel") == us((40, 70))
+    assert after.device == read.device

@@ -1,0 +1,314 @@
+"""Seconds from datasheets: the roofline, links, collectives, and what is fitted."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import vgpu
+from vgpu.time import collectives
+from vgpu.time.costs import Work, expected_largest, work_of
+
+ATEN = torch.ops.aten
+
+
+def test_the_longer_of_arithmetic_and_memory_counts():
+    spec = vgpu.PRESETS["V100"]
+    costs = vgpu.CostModel(spec, arithmetic_share=0.5, memory_share=0.8, kernel_s=0.0)
+    flop = 10**12
+    assert costs.kernel_time_s(Work(flop, 1, "float32")) == flop / (15.7e12 * 0.5)
+    assert costs.kernel_time_s(Work(flop, 1, "float16")) == flop / (125e12 * 0.5)
+    assert costs.kernel_time_s(Work(1, 9 * 10**9, "float16")) == pytest.approx(0.01 / 0.8)
+
+
+def test_each_share_is_of_its_own_peak():
+    link = vgpu.Link("test", 1e9, 0.0, "made for this test")
+    whole = vgpu.CostModel(
+        vgpu.PRESETS["K80"], link, arithmetic_share=1, memory_share=1, link_share=1, kernel_s=0
+    )
+
+    def times_s(**shares):
+        costs = dataclasses.replace(whole, **shares)
+        product, read = Work(4370, 0), Work(0, 240)
+        return costs.kernel_time_s(product), costs.kernel_time_s(read), costs.copy_time_s(1)
+
+    assert times_s() == pytest.approx((1e-9, 1e-9, 1e-9))
+    assert times_s(arithmetic_share=0.5) == pytest.approx((2e-9, 1e-9, 1e-9))
+    assert times_s(memory_share=0.5) == pytest.approx((1e-9, 2e-9, 1e-9))
+    assert times_s(link_share=0.5) == pytest.approx((1e-9, 1e-9, 2e-9))
+
+
+def test_a_product_in_place_costs_what_it_costs_out_of_place():
+    a, b, c = (torch.empty(2, *size, device="meta") for size in ((3, 4), (4, 5), (3, 5)))
+    for plain, in_place, args in (
+        (ATEN.addmm, ATEN.addmm_, (c[0], a[0], b[0])),
+        (ATEN.baddbmm, ATEN.baddbmm_, (c, a, b)),
+    ):
+        expected = work_of(plain.default, args, {}, args[0])
+        assert expected.flop == 2 * c[0].numel() * 4 * math.prod(args[0].shape[:-2])
+        assert work_of(in_place.default, args, {}, args[0]) == expected
+
+
+@pytest.mark.parametrize("name", ["arithmetic_share", "memory_share", "link_share", "locked_share"])
+@pytest.mark.parametrize("share", [0, -0.1, 1.01, math.nan, "0.5"])
+def test_a_share_is_between_nothing_and_the_peak(name, share):
+    with pytest.raises(ValueError, match=f"{name} must be in"):
+        vgpu.CostModel(vgpu.PRESETS["K80"], **{name: share})
+
+
+def test_products_last_as_long_as_on_the_slowest_gpu_and_memory_does_not_wait():
+    alike = vgpu.CostModel(vgpu.PRESETS["K80"], kernel_s=0.0)
+    product, read = Work(10**12, 0), Work(0, 10**9)
+
+    def times(count, spread=0.1):
+        costs = dataclasses.replace(alike, speed_spread=spread, slowest_of=count)
+        return [costs.kernel_time_s(w) / alike.kernel_time_s(w) for w in (product, read)]
+
+    # The larger of two normal numbers lies 1 / sqrt(pi) standard deviations above the mean, and the
+    # largest of three 1.5 times as far.
+    assert times(1) == [pytest.approx(1), 1]
+    assert times(2) == [pytest.approx(1 + 0.1 / math.sqrt(math.pi), abs=1e-4), 1]
+    assert times(3) == [pytest.approx(1 + 0.15 / math.sqrt(math.pi), abs=1e-4), 1]
+    assert times(1000, spread=0) == [1, 1]
+
+
+def test_the_slowest_of_many_is_as_slow_as_the_slowest_that_are_drawn():
+    torch.manual_seed(0)
+    for count in (8, 128, 3072):
+        drawn = torch.randn(4000, count).amax(1).mean().item()
+        assert expected_largest(count) == pytest.approx(drawn, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["python_launch_s", "engine_launch_s", "kernel_s"])
+@pytest.mark.parametrize("time_s", [-1e-6, math.nan, math.inf, None])
+def test_a_time_is_finite_and_not_negative(name, time_s):
+    """With one that is not, a replay never ended, or kernels took less than no time."""
+    with pytest.raises(ValueError, match=f"{name} must be seconds, .* got {time_s!r}"):
+        vgpu.CostModel(vgpu.PRESETS["K80"], **{name: time_s})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gpus_per_host": -8},
+        {"gpus_per_host": 2.5},
+        {"collective_processors": 1.5},
+        {"slowest_of": 0},
+        {"slowest_of": math.nan},  # the search for its quantiles never ended
+        {"slowest_of": True},
+    ],
+)
+def test_a_count_is_a_whole_number(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} must be a whole number .* got {value}"):
+        vgpu.CostModel(vgpu.PRESETS["K80"], speed_spread=0.1, **wrong)
+
+
+@pytest.mark.parametrize("spread", [-0.1, 1, math.nan])
+def test_a_spread_is_below_one(spread):
+    with pytest.raises(ValueError, match=f"speed_spread must be .* got {spread}"):
+        vgpu.CostModel(vgpu.PRESETS["K80"], speed_spread=spread)
+
+
+def test_flops_and_bytes_of_a_matrix_product():
+    a, b = torch.ones(8, 16), torch.ones(16, 4)
+    work = work_of(ATEN.mm.default, (a, b), {}, a @ b)
+    assert work[:3] == (2 * 8 * 16 * 4, 4 * (8 * 16 + 16 * 4 + 8 * 4), "product")
+
+
+def test_in_place_reads_and_writes_and_expanded_tensors_are_read_once():
+    x = torch.ones(100)
+    assert work_of(ATEN.add_.Tensor, (x, x), {}, x).size_bytes == 3 * 400
+    row = torch.ones(10).expand(1000, 10)
+    assert work_of(ATEN.sum.default, (row,), {}, torch.ones(())).size_bytes == 40 + 4
+
+
+def test_half_precision_uses_tensor_cores():
+    a = torch.ones(8, 8, dtype=torch.float16)
+    assert work_of(ATEN.mm.default, (a, a), {}, a).arithmetic == "float16"
+    assert work_of(ATEN.add.Tensor, (a, a), {}, a).arithmetic == "float32"  # nothing to multiply
+
+
+@pytest.mark.parametrize(("gpu", "tflops"), [("V100", 15.7), ("A100", 312), ("H100", 989)])
+def test_bfloat16_uses_tensor_cores_from_the_a100_on(gpu, tflops):
+    a = torch.ones(8, 8, dtype=torch.bfloat16)
+    assert work_of(ATEN.mm.default, (a, a), {}, a).arithmetic == "bfloat16"
+    costs = vgpu.CostModel(vgpu.PRESETS[gpu], arithmetic_share=1.0, kernel_s=0.0)
+    assert costs.kernel_time_s(Work(10**12, 0, "bfloat16")) == pytest.approx(1 / tflops)
+
+
+@pytest.fixture
+def settings():
+    """torch's settings of TF32, put back after the test."""
+    products = torch.backends.cuda.matmul
+    before = products.allow_tf32, torch._C._get_cudnn_allow_tf32()
+    yield products
+    products.allow_tf32 = before[0]
+    _allow_in_convolutions(before[1])
+
+
+def _allow_in_convolutions(allowed):
+    """What torch.backends.cudnn.allow_tf32 sets; torch's test suites lock that name."""
+    torch._C._set_cudnn_allow_tf32(allowed)
+
+
+def a_product_and_a_convolution_s():
+    """Seconds on an A100, in float32, of 1 TFLOP each, as torch's settings stand."""
+    costs = vgpu.CostModel(vgpu.PRESETS["A100"], arithmetic_share=1.0, kernel_s=0.0)
+    return [costs.kernel_time_s(Work(10**12, 0, kind)) for kind in ("product", "convolution")]
+
+
+def test_tf32_computes_what_torch_s_settings_allow(settings):
+    plain, tf32 = 1 / 19.5, 1 / 156  # TFLOP/s of the A100's datasheet
+    assert a_product_and_a_convolution_s() == pytest.approx([plain, tf32])  # torch's defaults
+    _allow_in_convolutions(False)
+    assert a_product_and_a_convolution_s() == pytest.approx([plain, plain])
+    settings.allow_tf32 = True
+    assert a_product_and_a_convolution_s() == pytest.approx([tf32, plain])
+
+
+@pytest.mark.parametrize(("precision", "tflops"), [("high", 156), ("highest", 19.5)])
+def test_the_precision_of_products_is_heeded(precision, tflops, settings):
+    torch.set_float32_matmul_precision(precision)
+    assert a_product_and_a_convolution_s()[0] == pytest.approx(1 / tflops)
+
+
+@pytest.mark.parametrize("gpu", ["K80", "V100"])
+def test_before_the_a100_no_gpu_has_tf32(gpu):
+    spec = vgpu.PRESETS[gpu]
+    costs = vgpu.CostModel(spec, arithmetic_share=1.0, kernel_s=0.0)
+    found_s = costs.kernel_time_s(Work(10**12, 0, "convolution"))
+    assert found_s == pytest.approx(10**12 / spec.fp32_flop_per_s)
+
+
+def test_operations_say_whether_they_multiply_or_convolve():
+    image, weight = torch.ones(1, 3, 8, 8), torch.ones(4, 3, 3, 3)
+    with vgpu.enable(1, gpu="A100"):
+        image, weight = image.to("vgpu:0"), weight.to("vgpu:0").requires_grad_()
+        with vgpu.record(kernel_s=0.0, arithmetic_share=1e-6) as timeline:
+            nn.functional.conv2d(image, weight).sum().backward()
+            weight.view(4, 27) @ weight.view(27, 4)
+    rates = {e.name: e.flop / e.duration_s / 1e6 for e in timeline.events if e.flop}
+    assert rates == {
+        "convolution": pytest.approx(156, rel=1e-6),
+        "convolution_backward": pytest.approx(156, rel=1e-6),
+        "mm": pytest.approx(19.5 / 108, rel=1e-6),  # one tile, on one of 108 multiprocessors
+    }
+
+
+def test_a_setting_that_changes_in_a_recording_counts_from_then_on(settings):
+    with vgpu.enable(1, gpu="A100"), vgpu.shapes_only():
+        rows, columns = 9 * 256, 12 * 128  # a tile for each of 108 multiprocessors
+        a = torch.empty(rows, 4096, device="vgpu:0")
+        b = torch.empty(4096, columns, device="vgpu:0")
+        with vgpu.record() as timeline:
+            a @ b
+            settings.allow_tf32 = True
+            a @ b
+    to_start_and_write_s = 2e-6 + 4 * rows * columns / (1555e9 * 0.8)
+    slow, fast = (event.duration_s - to_start_and_write_s for event in timeline.events)
+    assert slow == pytest.approx(8 * fast)  # 156 over 19.5
+
+
+@pytest.mark.parametrize(
+    ("link", "count", "gigabytes_per_s"),
+    [
+        ("NVLink 2", 2, 50),  # two of a V100's six links lead to one neighbour
+        ("NVLink 2", 3, 100),
+        ("NVLink 2", 4, 150),
+        ("NVLink 2", 8, 150),
+        ("NVLink 1", 2, 20),
+        ("NVLink 1", 8, 80),
+        ("NVLink 3", 2, 300),  # NVSwitch: a pair has all
+        ("NVLink 4", 8, 450),
+    ],
+)
+def test_a_pair_has_not_all_links_of_a_gpu(link, count, gigabytes_per_s):
+    assert vgpu.LINKS[link].among_bytes_per_s(count) == gigabytes_per_s * 1e9
+
+
+# A GPU that sends 1 GB/s and needs 1 µs for each message; 4 MB among 4 GPUs.
+MILLISECONDS = {
+    "all_reduce": 2 * 3 * (0.001 + 1),  # 2 (n - 1) steps, a quarter of the bytes in each
+    "reduce_scatter": 3 * (0.001 + 1),
+    "all_gather": 3 * (0.001 + 1),
+    "broadcast": 3 * 0.001 + 4,  # all bytes pass each GPU, three hops behind each other
+    "reduce": 3 * 0.001 + 4,
+    "all_to_all": 0.001 + 3,  # a quarter to each of three others
+    "gather": 0.001 + 3,
+    "scatter": 0.001 + 3,
+    "send": 0.001 + 4,
+    "recv": 0.001 + 4,
+    "permute": 0.001 + 4,
+    "barrier": 2 * 3 * (0.001 + 1),  # as an all-reduce
+}
+
+
+@pytest.mark.parametrize("name", collectives.COLLECTIVES)
+def test_collectives_by_hand(name):
+    link = vgpu.Link("test", 1e9, 1e-6, "made for this test")
+    costs = vgpu.CostModel(vgpu.PRESETS["V100"], link=link, link_share=1.0)
+    found_s = costs.collective_time_s(name, 4 * 10**6, 4)
+    assert found_s == pytest.approx(MILLISECONDS[name] * 1e-3, rel=1e-12)
+    assert costs.collective_time_s(name, 4 * 10**6, 1) == 0
+    assert collectives.COLLECTIVES[name].source
+
+
+@pytest.mark.parametrize(
+    ("name", "megabytes", "here", "there", "milliseconds"),
+    [
+        # All but a fifth goes into and out of the lone GPU, at 0.5 GB/s.
+        ("all_gather", 4, 4, 1, 3 * 0.001 + 0.010 + 6.4),
+        ("reduce_scatter", 4, 4, 1, 3 * 0.001 + 0.010 + 6.4),
+        ("all_reduce", 4, 4, 1, 2 * (3 * 0.001 + 0.010 + 6.4)),
+        ("broadcast", 4, 4, 1, 3 * 0.001 + 0.010 + 8),
+        ("all_to_all", 4, 4, 1, 0.010 + 6.4),
+        # Two have two adapters for a ring, and each sends two thirds to the other host.
+        ("all_gather", 4, 4, 2, 4 * 0.001 + 0.010 + 10 / 3),
+        ("all_to_all", 4, 4, 2, 0.010 + 16 / 3),
+        # A tree, by the chain of the host with four.
+        ("barrier", 2e-6, 4, 2, 2 * (3 * 0.001 + 0.010) + 4e-6 / 0.92),
+        ("all_gather", 4, 1, 1, 0.010 + 4),
+        ("all_to_all", 4, 1, 1, 0.010 + 4),
+    ],
+)
+def test_the_host_with_the_fewest_gpus_holds_a_group_up(name, megabytes, here, there, milliseconds):
+    link = vgpu.Link("test", 1e9, 1e-6, "made for this test", pair_bytes_per_s=1e9)
+    network = vgpu.Network("test", 0.5e9, 10e-6, "made for this test")
+    costs = vgpu.CostModel(
+        vgpu.PRESETS["V100"], link, link_share=1, network=network, gpus_per_host=4, network_share=1
+    )
+    found_s = costs.group_time_s(name, megabytes * 1e6, [*range(here), *range(4, 4 + there)])
+    assert found_s == pytest.approx(milliseconds * 1e-3, rel=1e-9)
+
+
+def test_a_collective_that_is_not_in_the_table_is_refused():
+    costs = vgpu.CostModel(vgpu.PRESETS["V100"])
+    with pytest.raises(ValueError, match="no collective 'gossip'; there are all_reduce"):
+        costs.collective_time_s("gossip", 1, 2)
+    with pytest.raises(ValueError, match="broadcast among 0 GPUs"):
+        costs.collective_time_s("broadcast", 1, 0)
+
+
+@pytest.mark.parametrize("name", vgpu.PRESETS)
+def test_presets_have_a_link_and_a_source(name):
+    spec = vgpu.PRESETS[name]
+    assert spec.link in vgpu.LINKS.values() and spec.host_link in vgpu.LINKS.values()
+    assert spec.source and spec.link.source
+    # A byte from memory is nearer than one from another GPU, that one nearer than the host's.
+    assert spec.memory_bandwidth_bytes_per_s > spec.link.bandwidth_bytes_per_s
+    assert spec.link.bandwidth_bytes_per_s >= spec.host_link.bandwidth_bytes_per_s
+
+
+def test_links_as_their_standards_print_them():
+    found = {name: round(link.bandwidth_bytes_per_s / 1e9, 1) for name, link in vgpu.LINKS.items()}
+    assert [found[f"PCIe {n}"] for n in (2, 3, 4, 5)] == [8.0, 15.8, 31.5, 63.0]
+    assert [2 * found[f"NVLink {n}"] for n in (1, 2, 3, 4)] == [160, 300, 600, 900]
+
+
+def test_fitting_finds_the_share_and_refuses_the_impossible():
+    assert vgpu.fit_share(lambda share: 1.5 / share, 6.0) == pytest.approx(0.25, rel=1e-4)
+    with pytest.raises(ValueError, match="no share"):
+        vgpu.fit_share(lambda share: 1.5 / share, 1.0)

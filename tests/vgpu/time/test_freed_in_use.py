@@ -1,0 +1,221 @@
+"""Memory freed while a stream may still use it, which an allocator would hand out again."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._mode_utils import no_dispatch
+
+import vgpu
+
+pytestmark = pytest.mark.virtual_gpus(2)
+
+
+def current(gpu):
+    return torch.accelerator.current_stream(gpu)
+
+
+def recorded_below_dispatch(tensor, stream):
+    """As FSDP1 does it."""
+    with no_dispatch():
+        tensor.record_stream(stream)
+
+
+def fetched_ahead(batches, weight, records):
+    """Batches come on a stream of their own, each while the one before is multiplied."""
+    gpu = weight.device
+    side = torch.Stream(gpu)
+    with side:
+        coming = batches[0].to(gpu, non_blocking=True)
+    for following in [*batches[1:], None]:
+        current(gpu).wait_stream(side)
+        batch = coming
+        if records:
+            recorded_below_dispatch(batch, current(gpu))
+        if following is not None:
+            with side:
+                coming = following.to(gpu, non_blocking=True)
+        batch @ weight
+
+
+@pytest.mark.parametrize("shapes", [False, True])
+def test_a_batch_that_is_freed_while_it_is_multiplied_is_reported(shapes):
+    with vgpu.shapes_only() if shapes else nullcontext():
+        weight = torch.ones(64, 64, device="vgpu:0")
+        batches = [torch.ones(64, 64) for _ in range(4)]
+        if not shapes:
+            batches = [batch.pin_memory() for batch in batches]
+        with vgpu.record() as forgotten:
+            fetched_ahead(batches, weight, records=False)
+        with vgpu.record() as recorded:
+            fetched_ahead(batches, weight, records=True)
+    (race,) = forgotten.races
+    assert isinstance(race, vgpu.FreedInUse)
+    assert (race.operation, race.other_operation, race.other_stream) == ("copy", "mm", 0)
+    assert race.stream != 0 and race.device == torch.device("vgpu:0")
+    assert "freed while mm on stream 0 may still use it: call tensor.record_stream" in str(race)
+    assert recorded.races == []
+    assert [e.start_s for e in forgotten.events] == [e.start_s for e in recorded.events]
+
+
+def made_here_used_there(synchronize):
+    """A sum on the default stream of what another made, which then goes."""
+    side = torch.vgpu.Stream("vgpu:0")
+    with vgpu.record() as timeline:
+        with side:
+            made = torch.ones(2**20, device="vgpu:0")
+        current("vgpu:0").wait_stream(side)
+        total = made.sum()
+        synchronize(made, side)
+        del made
+        with side:
+            torch.ones(2**20, device="vgpu:0")
+    assert total.item() == 2**20
+    return timeline.races
+
+
+def test_nothing_keeps_memory_from_being_handed_out_again_on_its_stream():
+    (race,) = made_here_used_there(lambda made, side: None)
+    assert (race.operation, race.other_operation, race.other_stream) == ("fill_", "sum", 0)
+
+
+@pytest.mark.parametrize(
+    "synchronize",
+    [
+        lambda made, side: made.record_stream(current("vgpu:0")),
+        lambda made, side: made[:3].record_stream(current("vgpu:0")),  # a view's memory is the same
+        lambda made, side: recorded_below_dispatch(made, current("vgpu:0")),
+        lambda made, side: side.wait_stream(current("vgpu:0")),
+        lambda made, side: side.wait_event(current("vgpu:0").record_event()),
+        lambda made, side: torch.vgpu.synchronize("vgpu:0"),
+    ],
+    ids=[
+        "record_stream",
+        "of a view",
+        "below dispatch",
+        "wait_stream",
+        "wait_event",
+        "synchronize",
+    ],
+)
+def test_what_keeps_it(synchronize):
+    assert made_here_used_there(synchronize) == []
+
+
+def test_another_stream_than_the_one_that_was_recorded_is_reported():
+    third = torch.vgpu.Stream("vgpu:0")
+    assert len(made_here_used_there(lambda made, side: made.record_stream(third))) == 1
+
+
+def test_a_wait_before_the_last_use_keeps_nothing():
+    side = torch.vgpu.Stream("vgpu:0")
+    with vgpu.record() as timeline:
+        with side:
+            made = torch.ones(8, device="vgpu:0")
+        current("vgpu:0").wait_stream(side)
+        side.wait_stream(current("vgpu:0"))
+        made.sum()
+        del made
+        with side:
+            torch.ones(8, device="vgpu:0")  # may get the same memory
+    assert [type(race) for race in timeline.races] == [vgpu.FreedInUse]
+
+
+def test_memory_that_its_stream_never_hands_out_again_is_not_reported():
+    side = torch.vgpu.Stream("vgpu:0")
+    with vgpu.record() as timeline:
+        with side:
+            made = torch.ones(8, device="vgpu:0")
+        current("vgpu:0").wait_stream(side)
+        made.sum()
+        del made
+        torch.ones(8, device="vgpu:0")
+    assert timeline.races == []
+
+
+def test_memory_changed_by_another_stream_is_in_use_there():
+    side = torch.vgpu.Stream("vgpu:0")
+    with vgpu.record() as timeline:
+        made = torch.ones(8, device="vgpu:0")
+        side.wait_stream(current("vgpu:0"))
+        with side:
+            made.mul_(2)
+        del made
+        torch.ones(8, device="vgpu:0")
+    (race,) = timeline.races
+    assert (race.operation, race.other_operation) == ("empty", "mul_")
+
+
+def test_what_another_stream_has_put_off_goes_with_its_memory():
+    side = torch.vgpu.Stream("vgpu:0")
+    with vgpu.record(fuses=True) as timeline:
+        made = torch.empty(8, device="vgpu:0")
+        side.wait_stream(current("vgpu:0"))
+        with side:
+            made.mul_(2)
+        del made  # nobody reads it any more
+    assert timeline.events == []
+
+
+def test_what_is_kept_or_was_there_before_is_not_reported():
+    side = torch.vgpu.Stream("vgpu:0")
+    before = torch.ones(8, device="vgpu:0")
+    with vgpu.record() as timeline:
+        kept = torch.ones(8, device="vgpu:0")
+        side.wait_stream(current("vgpu:0"))
+        with side:
+            kept + before
+            before.add_(1)
+        del before
+    del kept
+    assert timeline.races == []
+
+
+def test_new_memory_on_a_stream_that_does_not_wait_for_its_own_is_reported():
+    side = torch.vgpu.Stream("vgpu:0")
+    x = torch.ones(8, device="vgpu:0")
+    for waits in (False, True):
+        with vgpu.record() as timeline:
+            x + x  # its memory is what `room` may be given, and may still be written
+            room = torch.empty_like(x)
+            if waits:
+                side.wait_stream(current("vgpu:0"))
+            with side:
+                room.copy_(x)
+            current("vgpu:0").wait_stream(side)
+        found = [(race.operation, race.other_operation) for race in timeline.races]
+        assert found == ([] if waits else [("copy", "empty_like")])
+
+
+def test_a_side_stream_with_its_own_waits_needs_no_more_in_training():
+    # What a graph keeps goes during backward, whose streams have waited when it is over.
+    side = torch.vgpu.Stream("vgpu:0")
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)).to("vgpu:0")
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    with vgpu.record() as timeline:
+        for _ in range(3):
+            x = layers[0](torch.ones(4, 8, device="vgpu:0")).tanh()
+            side.wait_stream(current("vgpu:0"))
+            with side:
+                x = layers[1](x).tanh()
+            current("vgpu:0").wait_stream(side)
+            loss = layers[2](x).tanh().square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert timeline.races == []
+
+
+def test_data_parallel_copies_a_batch_beside_and_records_its_streams():
+    model = nn.DataParallel(nn.Linear(8, 8).to("vgpu:0"), [0, 1])
+    batch = torch.randn(4, 8).pin_memory()
+    with vgpu.record() as timeline:
+        for _ in range(2):
+            model(batch).sum().backward()
+    assert timeline.races == []
+    copies = [e for e in timeline.events if e.kind == "copy" and e.source.type == "cpu"]
+    assert len(copies) == 4 and all(copy.stream != 0 for copy in copies)
+    assert len({(copy.device, copy.stream) for copy in copies}) == 2  # one stream for each GPU
+    assert [e for e in timeline.events if e.kind == "wait"] == []  # the host went on
+    torch.testing.assert_close(model(batch).cpu(), model.module.cpu()(batch))

@@ -1,0 +1,266 @@
+"""A stream that forgets to wait reads garbage, or is at least reported; always in the same way."""
+
+import pytest
+import torch
+from torch import nn
+
+import vgpu
+from vgpu.tensor.tensor import block_of
+
+pytestmark = pytest.mark.virtual_gpus(2)
+
+
+def pass_on(synchronize):
+    """Make values on the default stream of vgpu:0, and copy them to vgpu:1 on another stream."""
+    side = torch.vgpu.Stream("vgpu:0")
+    ones = torch.ones(2**20, device="vgpu:0")
+    with vgpu.record() as timeline:
+        made = ones + ones
+        if synchronize:
+            side.wait_stream(torch.vgpu.current_stream("vgpu:0"))
+        with torch.vgpu.stream(side):
+            moved = made.to("vgpu:1")
+        total = moved.sum()
+    return total.item(), timeline
+
+
+def test_a_copy_that_does_not_wait_moves_garbage():
+    total, timeline = pass_on(synchronize=False)
+    assert total != total  # NaN
+    (race,) = timeline.races
+    assert (race.operation, race.other_operation, race.other_stream) == ("copy", "add", 0)
+    assert "wait_stream" in str(race) and "vgpu:0" in str(race)
+
+
+def test_a_copy_that_waits_moves_the_values():
+    total, timeline = pass_on(synchronize=True)
+    assert total == 2 * 2**20
+    assert timeline.races == []
+
+
+def test_the_same_race_gives_the_same_record():
+    (_, first), (_, second) = pass_on(False), pass_on(False)
+    times = [[(e.name, e.start_s, e.end_s) for e in t.events] for t in (first, second)]
+    assert times[0] == times[1]
+    assert len(first.races) == len(second.races) == 1
+
+
+def test_a_race_that_ends_well_by_the_times_is_still_reported():
+    side = torch.vgpu.Stream("vgpu:0")
+    x = torch.ones(4, device="vgpu:0")
+    with vgpu.record() as timeline:
+        y = x + x
+        vgpu.spend(1.0)  # on this day it has long ended
+        with torch.vgpu.stream(side):
+            z = y * 3
+    assert z.tolist() == [6.0] * 4
+    assert [race.operation for race in timeline.races] == ["mul"]
+
+
+def test_a_host_that_waits_orders_streams():
+    side = torch.vgpu.Stream("vgpu:0")
+    x = torch.ones(4, device="vgpu:0")
+    with vgpu.record() as timeline:
+        y = x + x
+        torch.vgpu.synchronize("vgpu:0")
+        with torch.vgpu.stream(side):
+            y * 3
+    assert timeline.races == []
+
+
+def test_events_order_through_a_third_stream():
+    first, second = torch.vgpu.Stream("vgpu:0"), torch.vgpu.Stream("vgpu:0")
+    x = torch.ones(4, device="vgpu:0")
+    with vgpu.record() as timeline:
+        y = x + x
+        first.wait_event(torch.vgpu.current_stream("vgpu:0").record_event())
+        second.wait_event(first.record_event())
+        with torch.vgpu.stream(second):
+            y * 3
+    assert timeline.races == []
+
+
+def test_writing_over_what_another_stream_still_reads_is_reported():
+    side = torch.vgpu.Stream("vgpu:0")
+    x = torch.ones(2**20, device="vgpu:0")
+    with vgpu.record() as timeline:
+        side.wait_stream(torch.vgpu.current_stream("vgpu:0"))
+        with torch.vgpu.stream(side):
+            x.sum()
+        x.zero_()
+    (race,) = timeline.races
+    assert (race.operation, race.other_operation) == ("zero_", "sum")
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_the_first_turn_of_a_second_stream_is_watched(fuses):
+    side = torch.vgpu.Stream("vgpu:0")
+    x, weight = torch.ones(2, 64, 64, device="vgpu:0")
+    with vgpu.record(fuses=fuses) as timeline:
+        written = torch.vgpu.current_stream("vgpu:0").record_event()
+        product = x @ weight
+        side.wait_event(written)  # and not for the product, which reads x
+        with torch.vgpu.stream(side):
+            x.mul_(2)
+    (race,) = timeline.races
+    assert (race.operation, race.other_operation) == ("mul_", "mm")
+    assert product.device == x.device
+
+
+def test_what_fuses_has_the_same_races():
+    side = torch.vgpu.Stream("vgpu:0")
+    x, weight = torch.ones(2, 64, 64, device="vgpu:0")
+    with vgpu.record(fuses=True) as timeline:
+        with torch.vgpu.stream(side):
+            made = x * 2
+        product = made @ weight
+    assert [(race.operation, race.other_operation) for race in timeline.races] == [("mm", "fused")]
+    with vgpu.record(fuses=True) as timeline:
+        with torch.vgpu.stream(side):
+            made = x * 2
+        torch.vgpu.current_stream("vgpu:0").wait_stream(side)
+        product = made @ weight
+    assert timeline.races == [] and product.device == x.device
+
+
+def test_in_a_backward_pass_what_both_streams_have_put_off_is_launched_before_one_waits():
+    side, main = torch.vgpu.Stream("vgpu:0"), torch.vgpu.current_stream("vgpu:0")
+    x, weight = torch.ones(2, 64, 64, device="vgpu:0")
+    with vgpu.record(fuses=True) as timeline:
+        y = x.requires_grad_().sin()
+        side.wait_stream(main)
+        with side:
+            product = y @ weight
+        main.wait_stream(side)
+        (y.cos() * product).sum().backward()
+    launched = [(event.name, event.stream) for event in timeline.events if event.backward]
+    there = side.stream_id
+    # What the product reads, before it; and cos's part of y's gradient, which side adds to.
+    assert launched == [("fused", 0), ("fused", 0), ("mm", there), ("fused", there), ("fused", 0)]
+    assert timeline.races == []
+
+
+def test_a_reading_is_forgotten_with_its_recording():
+    x = torch.ones(4, device="vgpu:0")
+    for _ in range(2):
+        with vgpu.record():
+            x + x
+    assert len(block_of(x).uses.reads) == 1
+
+
+def test_an_operation_in_place_on_unfinished_values_leaves_garbage():
+    side = torch.vgpu.Stream("vgpu:0")
+    x = torch.ones(2**20, device="vgpu:0")
+    with vgpu.record():
+        y = x + x
+        with torch.vgpu.stream(side):
+            y.add_(1)
+    assert y.isnan().all().item()
+
+
+def test_what_was_written_before_the_recording_is_ready():
+    side = torch.vgpu.Stream("vgpu:0")
+    with vgpu.record():
+        x = torch.ones(4, device="vgpu:0") + 1
+    with vgpu.record() as timeline, torch.vgpu.stream(side):
+        y = x * 3
+    assert y.tolist() == [6.0] * 4 and timeline.races == []
+
+
+def test_the_backward_pass_runs_on_the_streams_of_the_forward_and_waits_by_itself():
+    side = torch.vgpu.Stream("vgpu:0")
+    layer = nn.Linear(8, 8).to("vgpu:0")
+    x = torch.ones(4, 8, device="vgpu:0")
+    with vgpu.record() as timeline:
+        side.wait_stream(torch.vgpu.current_stream("vgpu:0"))
+        with torch.vgpu.stream(side):
+            y = layer(x)
+        torch.vgpu.current_stream("vgpu:0").wait_stream(side)
+        y.square().sum().backward()
+        gradient = layer.weight.grad + 0
+    streams = {e.name: e.stream for e in timeline.events if e.backward}
+    assert streams["mm"] == side.stream_id and streams["pow"] == 0
+    assert timeline.races == []
+    reference = nn.Linear(8, 8)
+    reference.load_state_dict({k: v.cpu() for k, v in layer.state_dict().items()})
+    reference(torch.ones(4, 8)).square().sum().backward()
+    torch.testing.assert_close(gradient.cpu(), reference.weight.grad)
+
+
+def test_default_streams_alone_need_no_waits():
+    torch.manual_seed(0)
+    first, second = nn.Linear(8, 8).to("vgpu:0"), nn.Linear(8, 2).to("vgpu:1")
+    with vgpu.record() as timeline:
+        for piece in torch.randn(12, 8).to("vgpu:0").split(3):
+            second(first(piece).to("vgpu:1")).sum().backward()
+    assert timeline.races == []
+
+
+def test_the_gradient_of_a_copy_goes_back_on_the_stream_of_its_target():
+    out, into = torch.vgpu.Stream("vgpu:0"), torch.vgpu.Stream("vgpu:1")
+    x = torch.ones(4, device="vgpu:0", requires_grad=True)
+    with vgpu.record() as timeline:
+        with out, into:
+            moved = x.to("vgpu:1")
+        torch.vgpu.current_stream("vgpu:1").wait_stream(into)
+        moved.square().sum().backward()
+    streams = {
+        (str(e.device), e.stream) for e in timeline.events if e.kind == "copy" and e.backward
+    }
+    # The engine makes the stream of the copy's result current; on vgpu:0 the default one is.
+    assert streams == {("vgpu:1", into.stream_id), ("vgpu:0", 0)}
+    assert timeline.races == []
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_copy_of_a_shape_is_checked_as_one_of_values(waits):
+    side = torch.vgpu.Stream("vgpu:0")
+    with vgpu.shapes_only():
+        x = torch.ones(2**20, device="vgpu:0")
+        with vgpu.record() as timeline:
+            y = x + x
+            if waits:
+                side.wait_stream(torch.vgpu.current_stream("vgpu:0"))
+            with side:
+                y.to("vgpu:1")
+    assert [race.operation for race in timeline.races] == ([] if waits else ["copy"])
+
+
+def test_the_backward_copy_of_a_shape_waits_for_its_gradient():
+    into = torch.vgpu.Stream("vgpu:1")
+    with vgpu.shapes_only():
+        x = torch.ones(2**20, device="vgpu:0", requires_grad=True)
+        with vgpu.record() as timeline:
+            with into:
+                moved = x.to("vgpu:1")
+            torch.vgpu.current_stream("vgpu:1").wait_stream(into)
+            moved.square().sum().backward()
+    back = [e for e in timeline.of("vgpu:1") if e.backward]
+    copy = next(e for e in back if e.kind == "copy")
+    assert copy.start_s >= max(e.end_s for e in back if e.kind == "kernel")
+
+
+def test_a_loop_that_asks_ends_and_then_the_host_knows():
+    with vgpu.record() as timeline:
+        x = torch.ones(1000, 1000, device="vgpu:0")
+        stream, event = torch.vgpu.Stream(), torch.vgpu.Event()
+        stream.wait_stream(torch.vgpu.current_stream())
+        with torch.vgpu.stream(stream):
+            y = x @ x
+            event.record()
+            z = y @ x
+        asked = sum(1 for _ in iter(event.query, True))
+        _ = y + 1
+        asked += sum(1 for _ in iter(stream.query, True))
+        _ = z + 1
+    assert 0 < asked < 1000
+    assert timeline.races == []
+
+
+def test_sparse_tensors_can_be_recorded():
+    with vgpu.record() as timeline:
+        sparse = torch.eye(3).to_sparse().to("vgpu:0")
+        torch.sparse.mm(sparse, torch.ones(3, 3, device="vgpu:0"))
+        total = sparse + sparse
+    assert total._nnz() == 3
+    assert any(event.name == "add" for event in timeline.events)

@@ -1,0 +1,196 @@
+"""Optimizers and clipping handle all tensors at once unless told, as on CUDA."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.optim.optimizer import _default_to_fused_or_foreach, _foreach_supported_types
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import vgpu
+from vgpu.tensor.shapes import operations
+from vgpu.tensor.tensor import VirtualTensor
+
+OPTIMIZERS = {
+    name: getattr(torch.optim, name)
+    for name in (
+        *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
+        *("RMSprop", "Rprop", "SGD"),
+    )
+}
+SEVERAL, ONE_BY_ONE = {"foreach": True}, {"foreach": False}
+
+
+@pytest.fixture(autouse=True)
+def two_gpus():
+    with vgpu.enable(2):
+        yield
+
+
+def network(device="vgpu:0"):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8), nn.PReLU()).to(device)
+
+
+def give_gradients(model):
+    for number, p in enumerate(model.parameters()):
+        p.grad = torch.full_like(p, number + 0.5)
+
+
+def seen(model, act):
+    """Kernels and bytes of the second call, and the parameters and gradients after it."""
+    give_gradients(model)
+    act()
+    give_gradients(model)
+    torch.vgpu.reset_peak_memory_stats()
+    before = torch.vgpu.memory_allocated()
+    with vgpu.record() as timeline:
+        act()
+    names = [(event.name, event.end_s - event.start_s) for event in timeline.events]
+    temporary = torch.vgpu.max_memory_allocated() - before
+    return names, temporary, [[p.detach(), p.grad] for p in model.parameters()]
+
+
+def assert_same(one, other):
+    assert one[:2] == other[:2]
+    if not any(vgpu.is_shape(p) for pair in one[2] + other[2] for p in pair):
+        torch.testing.assert_close(one[2], other[2], rtol=0, atol=0)
+
+
+def of_optimizer(kind, **options):
+    model = network()
+    return seen(model, kind(model.parameters(), **options).step)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_handles_all_parameters_at_once_by_default(name):
+    kind = OPTIMIZERS[name]
+    found = of_optimizer(kind)
+    assert_same(found, of_optimizer(kind, **SEVERAL))
+    assert len(found[0]) < len(of_optimizer(kind, **ONE_BY_ONE)[0])
+    if name != "ASGD":  # which asks its GPU for the number of the step
+        with vgpu.shapes_only():
+            assert_same(found, of_optimizer(kind))
+
+
+def test_what_takes_a_loop_on_cuda_does_here():
+    """Adafactor by its own default; what is differentiable; a Parameter's norm."""
+    assert_same(
+        of_optimizer(torch.optim.Adafactor), of_optimizer(torch.optim.Adafactor, **ONE_BY_ONE)
+    )
+    p, grad = torch.ones(4, device="vgpu"), torch.ones(4, device="vgpu")
+    assert _default_to_fused_or_foreach([p], differentiable=True) == (False, False)
+    with vgpu.record() as timeline:
+        get_total_norm([nn.Parameter(p)])
+        get_total_norm([grad])
+    assert [e.name for e in timeline.events if "norm" in e.name] == [
+        *("linalg_vector_norm", "linalg_vector_norm"),
+        *("_foreach_norm", "linalg_vector_norm"),
+    ]
+
+
+def test_capturable_optimizers_too():
+    adam = torch.optim.Adam
+    found = of_optimizer(adam, capturable=True)
+    assert_same(found, of_optimizer(adam, capturable=True, **SEVERAL))
+    assert found[0] != of_optimizer(adam)[0]
+
+
+@pytest.mark.parametrize("clip", [lambda ps, **how: clip_grad_norm_(ps, 1.0, **how),
+                                  lambda ps, **how: clip_grad_value_(ps, 1.0, **how)])  # fmt: skip
+@pytest.mark.parametrize("block", [torch.enable_grad, vgpu.shapes_only])
+def test_clipping_handles_all_gradients_at_once_by_default(clip, block):
+    with block():
+        runs = []
+        for how in ({}, SEVERAL, ONE_BY_ONE):
+            model = network()
+            runs.append(seen(model, lambda m=model, h=how: clip(m.parameters(), **h)))
+    assert_same(*runs[:2])
+    assert len(runs[0][0]) < len(runs[2][0])
+
+
+def test_sparse_gradients_are_changed_too():
+    """By momentum and by clipping, which write to lists of them."""
+
+    def trained(device):
+        torch.manual_seed(0)
+        model = nn.Embedding(10, 4, sparse=True).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        norms = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.tensor([1, 2, 2], device=device)).square().sum().backward()
+            norms.append(clip_grad_norm_(model.parameters(), 0.5).cpu())
+            optimizer.step()
+        return model.weight.detach().cpu(), norms, model.weight.grad.cpu()
+
+    torch.testing.assert_close(trained("vgpu"), trained("cpu"))
+
+
+def test_lists_of_sparse_tensors_change_in_place():
+    before = torch.vgpu.memory_allocated()
+    ones, one = torch.ones(2000, device="vgpu").to_sparse(), torch.ones(1).to_sparse()
+    sizes = torch.vgpu.memory_allocated() - before
+    target = torch.sparse_coo_tensor(one.indices(), one.values(), (2000,), check_invariants=False)
+    target = target.to("vgpu")
+    torch._foreach_copy_([target], [ones])
+    assert torch.vgpu.memory_allocated() - before == 2 * sizes
+    torch._foreach_mul_([target], 0.5)
+    assert target.to_dense().sum().item() == 1000 and target._version == 2
+    torch._foreach_zero_([target])
+    assert target._nnz() == 0 and torch.vgpu.memory_allocated() - before == sizes
+
+
+@pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.9)])
+def test_averages_are_updated_all_at_once(average):
+    model = network()
+    averaged = AveragedModel(model, multi_avg_fn=average)
+    names, _, _ = seen(model, lambda: averaged.update_parameters(model))
+    assert "_foreach_lerp_" in [name for name, _ in names]
+
+
+def test_parameters_of_both_kinds_and_those_on_the_host():
+    moved, made, host = network(), nn.Linear(2, 2, device="vgpu:1"), network("cpu")
+    for model in (moved, made, copy.deepcopy(moved)):
+        assert _default_to_fused_or_foreach(list(model.parameters()), False) == (False, True)
+        assert _default_to_fused_or_foreach(list(model.parameters()), False, True) == (True, False)
+    assert _default_to_fused_or_foreach(list(host.parameters()), False) == (False, False)
+    with vgpu.shapes_only():
+        shapes = [*nn.Linear(2, 2).parameters()]
+    assert _default_to_fused_or_foreach(shapes, False) == (False, False)
+
+
+def test_under_ddp_and_fsdp2():
+    kernels = {}
+    for wrap in (nn.parallel.DistributedDataParallel, fully_shard):
+        for how in ({}, SEVERAL):
+            with vgpu.cluster(1, gpus_per_host=2), vgpu.shapes_only():
+                model = wrap(network("vgpu"))
+                optimizer = torch.optim.AdamW(model.parameters(), **how)
+                model(torch.empty(2, 64, device="vgpu")).sum().backward()
+                with vgpu.record() as timeline:
+                    clip_grad_norm_(model.parameters(), 1.0, **how)
+                    optimizer.step()
+            kernels[wrap, len(how)] = [event.name for event in timeline.events]
+        assert kernels[wrap, 0] == kernels[wrap, 1]
+        assert "_foreach_norm" in kernels[wrap, 0] and "_foreach_addcdiv_" in kernels[wrap, 0]
+
+
+def test_torchs_list_of_classes_is_put_back():
+    assert VirtualTensor in _foreach_supported_types
+    vgpu.disable()
+    assert not [kind for kind in _foreach_supported_types if issubclass(kind, VirtualTensor)]
+
+
+def test_a_step_of_shapes_is_looked_up_when_its_factors_change():
+    with vgpu.shapes_only():
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters())
+        give_gradients(model)
+        optimizer.step()
+        known = len(operations._results)
+        optimizer.step()  # the bias corrections are others
+    assert len(operations._results) == known

@@ -1,0 +1,47 @@
+"""Virtual GPUs: as many accelerators of device type ``vgpu`` as you like, in pure Python."""
+
+from vgpu.backend import disable, enable, is_enabled
+from vgpu.collectives.cluster import Cluster, cluster
+from vgpu.hardware.links import LINKS, Link
+from vgpu.hardware.networks import NETWORKS, Network
+from vgpu.hardware.specs import PRESETS, GPUSpec, get_spec
+from vgpu.iterations import data_parallel_iteration, ddp_iteration
+from vgpu.memory.blocks import record_memory
+from vgpu.tensor.shapes import NoValueError, is_shape, shapes_only
+from vgpu.time.costs import CostModel, fit_share
+from vgpu.time.joint import Deadlock, joined, replay
+from vgpu.time.recorder import record, spend
+from vgpu.time.trace import FreedInUse, Race, Timeline, TraceEvent, covered_s
+
+__all__ = [
+    "LINKS",
+    "NETWORKS",
+    "PRESETS",
+    "Cluster",
+    "CostModel",
+    "Deadlock",
+    "FreedInUse",
+    "GPUSpec",
+    "Link",
+    "Network",
+    "NoValueError",
+    "Race",
+    "Timeline",
+    "TraceEvent",
+    "cluster",
+    "covered_s",
+    "data_parallel_iteration",
+    "ddp_iteration",
+    "disable",
+    "enable",
+    "fit_share",
+    "get_spec",
+    "is_enabled",
+    "is_shape",
+    "joined",
+    "record",
+    "record_memory",
+    "replay",
+    "shapes_only",
+    "spend",
+]

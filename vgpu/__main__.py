@@ -1,0 +1,159 @@
+"""Run any script with virtual GPUs: ``python -m vgpu [options] script.py [arguments]``."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from vgpu import cuda_words
+from vgpu.hardware.specs import PRESETS
+from vgpu.program import Setting, run_module, run_script
+from vgpu.units import parse_bytes
+
+EXAMPLES = """\
+examples:
+  a script that uses torch.accelerator, or the word vgpu, on two virtual GPUs
+    python -m vgpu train.py --epochs 3
+
+  a script written for CUDA and NCCL, unchanged, on four ranks with one GPU each
+    torchrun --nproc-per-node 4 -m vgpu --cuda-is-vgpu train.py
+
+  GPUs of 16 GiB; at the end, peak bytes and collectives
+    python -m vgpu --count 8 --gpu H100 --memory 16GiB --summary train.py
+"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse the options, then become the program."""
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(given)
+    # argparse leaves the -- before the script there.
+    words = options.module or options.program[options.program[:1] == ["--"] :]
+    if not words:
+        parser().error("name a script to run, or a module with -m")
+    name = words[0]
+    if not options.module:
+        _require_script(name)
+    sys.argv = list(words)
+    setting = Setting(
+        count=options.count,
+        gpu=options.gpu,
+        memory_bytes=options.memory,
+        seed=options.seed,
+        cuda_folder=_folder(None if options.module else name) if options.cuda_is_vgpu else None,
+        summary=options.summary,
+    )
+    if options.cuda_is_vgpu:
+        sys.argv[1:] = map(cuda_words.argument, sys.argv[1:])
+    try:
+        if options.module:
+            run_module(name, setting)
+        else:
+            run_script(Path(name), setting)
+    finally:
+        for reading in cuda_words.readings:
+            _say(str(reading))
+
+
+def _say(text: str) -> None:
+    """Once, however many ranks there are."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"vgpu: {text}", file=sys.stderr)
+
+
+def _require_script(name: str) -> None:
+    if Path(name).is_dir():
+        parser().error(f"{name!r} is a folder: name a script in it, or a module or package with -m")
+    if not Path(name).is_file():
+        parser().error(f"there is no script {name!r} in {Path.cwd()}")
+    ours = Path(__file__).parent
+    for other in (Path(name).with_name("vgpu.py"), Path(name).with_name("vgpu")):
+        if other.exists() and not other.samefile(ours):
+            _say(f"{other} cannot be imported here, because this package is called vgpu: rename it")
+
+
+def _folder(script: str | None) -> str:
+    """Where the program's own files are: beside the script, or below the current folder."""
+    return str(Path.cwd() if script is None else Path(script).resolve().parent)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"python -m vgpu: {message}\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m vgpu",
+        usage="%(prog)s [options] script.py [arguments]\n"
+        "       %(prog)s [options] -m module [arguments]",
+        description="Run a script with virtual GPUs, as python runs it without.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = os.environ.get("VGPU_COUNT") or os.environ.get("LOCAL_WORLD_SIZE") or "2"
+    parser.add_argument(
+        "--count",
+        type=_count,
+        default=default,
+        help="how many (default: VGPU_COUNT, else one a rank under torchrun, else 2)",
+    )
+    parser.add_argument("--gpu", default="V100", choices=sorted(PRESETS), help="default: V100")
+    parser.add_argument(
+        "--memory", type=_memory, help="of each GPU, as in 16GiB (default: the GPU's own)"
+    )
+    parser.add_argument("--seed", type=_seed, help="for torch.manual_seed before the script begins")
+    parser.add_argument(
+        "--cuda-is-vgpu",
+        action="store_true",
+        help="read cuda as vgpu, and nccl as vccl, in the script and the modules beside it",
+    )
+    parser.add_argument(
+        "--summary",
+        action="store_true",
+        help="at the end, print each GPU's peak bytes and the collectives, for each rank",
+    )
+    parser.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        metavar="",
+        help="run a module, as python -m does; what follows is the module's own",
+    )
+    parser.add_argument(
+        "program",
+        nargs=argparse.REMAINDER,
+        metavar="script.py [arguments]",
+        help="the script to run; what follows is the script's own",
+    )
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 127:
+        where = " in the variable VGPU_COUNT" if text == os.environ.get("VGPU_COUNT") else ""
+        raise argparse.ArgumentTypeError(
+            f"expected a number of GPUs from 1 to 127, found {text!r}{where}"
+        )
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    # What torch.manual_seed takes.
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number from 0 to 2**63 - 1, found {text!r}"
+        )
+    return int(text)
+
+
+def _memory(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Switches virtual GPUs on and off.
+
+What they replace in torch, the files below say themselves, each in its ``install``; here all of it
+is put in place and undone. Two things cannot be undone, because torch allows each only once in a
+process: the name of the device type (``torch.device("vgpu:0")`` stays valid), and with it that
+``torch.accelerator`` names ``vgpu``. What only this device type reaches stays as well, and tensors
+that still lie on it go on working. So ``torch.vgpu`` stays as well and then says that no device
+is available, as ``torch.cuda`` does on a machine without a GPU.
+"""
+
+import contextlib
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+import torch.nn.parallel.data_parallel
+from torch.utils import backend_registration
+
+from vgpu.changes import Changes
+from vgpu.collectives import (
+    ddp,
+    futures,
+    groups,
+    nccl_only,
+    pipelines,
+    recorded,
+    wrappers,
+)
+from vgpu.hardware.links import Link, get_link
+from vgpu.hardware.specs import GPUSpec, get_spec
+from vgpu.memory import gpus
+from vgpu.tensor import custom, device_names, kernels, refusals, shapes
+from vgpu.tensor.gpu_only import out_dtype, rms_norm, sync_batch_norm
+from vgpu.time import joint
+from vgpu.torch_patches import (
+    accelerator,
+    attention,
+    data_assignment,
+    data_parallel,
+    device_module,
+    functions,
+    processes,
+    serialization,
+    stand_ins,
+    uninitialized,
+)
+
+_CHANGING = (
+    accelerator,
+    attention,
+    custom,
+    data_assignment,
+    data_parallel,
+    ddp,
+    device_names,
+    functions,
+    futures,
+    groups,
+    kernels,
+    nccl_only,
+    out_dtype,
+    pipelines,
+    processes,
+    recorded,
+    refusals,
+    rms_norm,
+    serialization,
+    shapes,
+    stand_ins,
+    sync_batch_norm,
+    uninitialized,
+    wrappers,
+)
+
+_FREE_NAME = "privateuseone"
+"""What torch calls its place for a further device type as long as nobody has taken it."""
+
+_changes = Changes()
+_Settings = tuple[int, GPUSpec, int]
+_settings: _Settings | None = None
+_named = False
+
+
+class Lab(contextlib.AbstractContextManager["Lab"]):
+    """The virtual GPUs that one ``enable`` switched on; a context manager that disables them."""
+
+    def __init__(self, before: _Settings | None) -> None:
+        self._before = before
+        self.devices = [torch.device(gpus.DEVICE_TYPE, i) for i in range(gpus.device_count())]
+
+    def disable(self) -> None:
+        disable()
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Back to what was before ``enable``: other virtual GPUs, or none."""
+        _use(self._before)
+
+    def __repr__(self) -> str:
+        name = gpus.by_index(0).spec.name if gpus.device_count() else "disabled"
+        return f"<{len(self.devices)} virtual GPUs: {name}>"
+
+
+def enable(
+    count: int,
+    gpu: str | GPUSpec = "V100",
+    memory_bytes: int | None = None,
+    link: str | Link | None = None,
+) -> Lab:
+    """Make ``count`` virtual GPUs available as devices ``vgpu:0`` to ``vgpu:count-1``.
+
+    gpu: a preset of specs.py, or a GPUSpec. memory_bytes: capacity of each, in place of the
+    preset's. link: between GPUs, of links.py, in place of the preset's. May be called again at
+    any time; tensors stay on the devices that remain. ValueError for a count that is not 1 to 127, a
+    name that no preset has, and memory that is not positive; TypeError for what is no whole number.
+    """
+    count = _whole(count, "count", "such as 4")
+    if not 1 <= count <= 127:
+        raise ValueError(f"count must be 1 to 127 (torch numbers devices in 8 bits), got {count}")
+    spec = get_spec(gpu)
+    if link is not None:
+        spec = dataclasses.replace(spec, link=get_link(link))
+    capacity_bytes = spec.memory_bytes
+    if memory_bytes is not None:
+        capacity_bytes = _whole(memory_bytes, "memory_bytes", "such as 16 * 2**30")
+    if capacity_bytes <= 0:
+        raise ValueError(f"memory_bytes must be positive, got {memory_bytes}")
+    before = _settings
+    _use((count, spec, capacity_bytes))
+    return Lab(before)
+
+
+def _whole(number: int, name: str, example: str) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, {example}; got {number!r}") from None
+
+
+def prepare() -> None:
+    """Do now what ``enable`` would take longest for; nothing is switched on or named by it.
+
+    For a process that others are forked from: each of them then enables in a tenth of the time.
+    """
+    if torch._C._get_privateuse1_backend_name() == _FREE_NAME:
+        kernels.register_once()
+    nccl_only.prepare()
+
+
+def disable() -> None:
+    """Switch the virtual GPUs off and put back every name that ``enable`` replaced."""
+    _use(None)
+
+
+def is_enabled() -> bool:
+    return _settings is not None
+
+
+def _use(settings: _Settings | None) -> None:
+    """Change from the settings now in use, or none, to these, or none."""
+    global _settings
+    if settings is not None and _settings is None:
+        _name_device_type()
+        _install()
+    if settings is None and _settings is not None:
+        _changes.close()
+        gpus.set_count(0, *_settings[1:])
+    if settings is not None:
+        gpus.set_count(*settings)
+    _settings = settings
+
+
+def _install() -> None:
+    try:
+        for owner, name, value in _methods:
+            _changes.set(owner, name, value)
+        for file in _CHANGING:
+            file.install(_changes)
+    except BaseException:
+        _changes.close()
+        raise
+
+
+def _name_device_type() -> None:
+    """Once per process: give PrivateUse1 its name and its module."""
+    global _named
+    if _named:
+        return
+    found = torch._C._get_privateuse1_backend_name()
+    if found != _FREE_NAME:
+        raise RuntimeError(
+            f"torch's only place for a further device type is taken by {found!r}; "
+            f"virtual GPUs need a process without it"
+        )
+    methods = {
+        owner: set(vars(owner))
+        for owner in (torch.Tensor, torch.nn.Module, torch.nn.utils.rnn.PackedSequence)
+    }
+    backend_registration._setup_privateuseone_for_python_backend(
+        gpus.DEVICE_TYPE, backend_module=device_module, device_guard=gpus.DeviceGuard()
+    )
+    for owner, names in methods.items():
+        for name in set(vars(owner)) - names:
+            _methods.append((owner, name, vars(owner)[name]))
+            delattr(owner, name)
+    kernels.register_once()
+    _named = True
+
+
+joint.name_with(_name_device_type)
+
+# What torch generates for a new device type: Tensor.vgpu, Tensor.is_vgpu, Module.vgpu and so on.
+_methods: list[tuple[Any, str, Any]] = []

@@ -1,0 +1,130 @@
+"""``cluster()``: this process as one rank of a cluster that does not exist."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from vgpu import backend
+from vgpu.collectives import cluster_collectives as collectives  # noqa: F401  (shapes can be sent from here on)
+from vgpu.collectives import groups, meshes
+from vgpu.hardware.links import Link
+from vgpu.hardware.networks import Network, get_network
+from vgpu.hardware.specs import GPUSpec
+from vgpu.memory import gpus
+from vgpu.time import recorder
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Hosts with the same number of the same GPUs; ranks are numbered host by host."""
+
+    hosts: int
+    gpus_per_host: int
+    gpu: GPUSpec
+    network: Network
+    rank: int
+
+    @property
+    def world_size(self) -> int:
+        return self.hosts * self.gpus_per_host
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU of this rank."""
+        return torch.device(gpus.DEVICE_TYPE, self.rank % self.gpus_per_host)
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} of {self.world_size}: {self.hosts} hosts with {self.gpus_per_host} "
+            f"{self.gpu.name.removeprefix('Virtual ')} each, {self.gpu.link.name} inside, "
+            f"{self.network.name} between"
+        )
+
+
+@contextmanager
+def cluster(
+    hosts: int,
+    gpus_per_host: int = 8,
+    gpu: str | GPUSpec = "H100",
+    network: str | Network = "InfiniBand NDR",
+    rank: int = 0,
+    memory_bytes: int | None = None,
+    link: str | Link | None = None,
+) -> Iterator[Cluster]:
+    """In the block, this process is ``rank`` of ``hosts * gpus_per_host`` ranks.
+
+    Its virtual GPUs are those of its host, not those that were enabled before: tensors of both do
+    not meet. Its own one is current, and there is a default process group of all ranks. Only shapes
+    can be sent (``shapes_only()``): other ranks have no values. ``record()`` gives this rank's
+    virtual time, as if all others in its groups did the same at the same time.
+
+    gpu, memory_bytes, link: as for ``enable``. network: of networks.py, between hosts.
+    ValueError for a rank or a size that cannot be; RuntimeError where a process group exists.
+    """
+    for name, value in (("hosts", hosts), ("gpus_per_host", gpus_per_host)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if not 0 <= rank < hosts * gpus_per_host:
+        raise ValueError(
+            f"rank must be 0 to {hosts * gpus_per_host - 1} for {hosts} hosts with {gpus_per_host} "
+            f"GPUs each, got {rank}"
+        )
+    if dist.is_initialized():
+        raise RuntimeError(
+            "a process group exists already, and a cluster makes its own: call "
+            "torch.distributed.destroy_process_group() first, or leave the other cluster's block"
+        )
+    between = get_network(network)
+    with ExitStack() as stack:
+        stack.enter_context(gpus.of_another_host())
+        stack.enter_context(backend.enable(gpus_per_host, gpu, memory_bytes, link))
+        made = Cluster(hosts, gpus_per_host, gpus.by_index(0).spec, between, rank)
+        stack.enter_context(mock.patch.dict(os.environ, _environment(made)))
+        stack.enter_context(mock.patch.object(groups, "ranks_are_absent", True))
+        gpus.exchange_index(made.device.index)
+        known = {
+            "network": between,
+            "gpus_per_host": gpus_per_host,
+            "slowest_of": made.world_size,
+        }
+        stack.enter_context(mock.patch.object(recorder, "assumed", known))
+        # init_process_group lets uncaught errors name the rank, and never takes that back.
+        stack.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))
+        stack.callback(_leave)
+        dist.init_process_group(
+            f"{gpus.DEVICE_TYPE}:{groups.BACKEND}",  # for no CPU tensors, as with NCCL
+            store=_store(),
+            rank=rank,
+            world_size=made.world_size,
+        )
+        yield made
+
+
+def _environment(made: Cluster) -> dict[str, str]:
+    """What torchrun tells a rank, and torch that there are no collectives to record."""
+    return {
+        "RANK": str(made.rank),
+        "WORLD_SIZE": str(made.world_size),
+        "LOCAL_RANK": str(made.device.index),
+        "LOCAL_WORLD_SIZE": str(made.gpus_per_host),
+        "GROUP_RANK": str(made.rank // made.gpus_per_host),
+        "TORCH_FR_BUFFER_SIZE": "0",
+    }
+
+
+def _store() -> dist.Store:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    meshes.forget()

@@ -1,0 +1,99 @@
+"""One training iteration of DataParallel and of DistributedDataParallel, in virtual time.
+
+Both are PyTorch's own code, which runs as shapes. DataParallel: one process, whose threads queue
+for the interpreter's lock, which each launch of the forward pass needs for a part of its time
+(``CostModel.locked_share``); every iteration broadcasts the parameters from GPU 0 and adds the
+gradients up there. DDP: one rank of a virtual cluster, with its share of the batch, stands for all;
+each has a process of its own, and all-reduces a bucket of gradients as soon as the backward pass has
+filled it.
+
+Left out of DDP: ranks that are not in step. Left out of DataParallel: copying parameters into the
+buffers of a broadcast.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from vgpu.collectives.cluster import cluster
+from vgpu.memory import gpus
+from vgpu.tensor.shapes import shapes_only
+from vgpu.time.joint import together
+from vgpu.time.recorder import record
+from vgpu.time.trace import Timeline
+
+LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def data_parallel_iteration(
+    make_model: Callable[[], nn.Module],
+    inputs_size: tuple[int, ...],
+    targets_size: tuple[int, ...],
+    count: int,
+    loss_of: LossOf = nn.functional.mse_loss,
+    **changes: Any,
+) -> Timeline:
+    """One iteration of nn.DataParallel on ``count`` of the enabled GPUs.
+
+    inputs_size and targets_size: of the whole batch. changes: fields of CostModel, as in record().
+    """
+    with shapes_only():
+        model = nn.DataParallel(make_model().to(_gpu(0)), list(range(count)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inputs = torch.empty(inputs_size, device=_gpu(0))
+        targets = torch.empty(targets_size, device=_gpu(0))
+        loss_of(model(inputs), targets).backward()  # so that gradients exist, as in later steps
+        with record(**changes) as timeline:
+            optimizer.zero_grad(set_to_none=False)
+            loss_of(model(inputs), targets).backward()
+            optimizer.step()
+    timeline.devices = timeline.devices[:count]
+    timeline.programs[0].gpus = count
+    return timeline
+
+
+def ddp_iteration(
+    make_model: Callable[[], nn.Module],
+    inputs_size: tuple[int, ...],
+    targets_size: tuple[int, ...],
+    world_size: int,
+    loss_of: LossOf = nn.functional.mse_loss,
+    bucket_bytes: int | None = None,
+    **changes: Any,
+) -> Timeline:
+    """One iteration of DDP on ``world_size`` GPUs of the enabled kind, one process each.
+
+    inputs_size and targets_size: of the whole batch, whose first dimension ``world_size`` divides.
+    bucket_bytes: DDP's own if None, 25 MiB, and 1 MiB for the first one.
+    """
+    if inputs_size[0] % world_size:
+        raise ValueError(f"{world_size} ranks cannot share {inputs_size[0]} samples evenly")
+    share = inputs_size[0] // world_size
+    with cluster(1, world_size, gpus.by_index(0).spec) as made, shapes_only():
+        plain = make_model().to(made.device)
+        bucket_mib = None if bucket_bytes is None else bucket_bytes / 2**20
+        model = DistributedDataParallel(plain, bucket_cap_mb=bucket_mib)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inputs = torch.empty((share, *inputs_size[1:]), device=made.device)
+        targets = torch.empty((share, *targets_size[1:]), device=made.device)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            loss_of(model(inputs), targets).backward()
+            optimizer.step()
+
+        # DDP begins with buckets of its own, and makes those that it keeps when it is called again.
+        step()
+        step()
+        with record(**changes) as timeline:
+            step()
+    (program,) = timeline.programs
+    return together([dataclasses.replace(program, rank=rank) for rank in range(world_size)])
+
+
+def _gpu(index: int) -> torch.device:
+    return torch.device(gpus.DEVICE_TYPE, index)

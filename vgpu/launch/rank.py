@@ -1,0 +1,333 @@
+"""The child's side of ``launch.run``: one rank, from its start to the end of its process group."""
+
+import atexit
+import faulthandler
+import gc
+import linecache
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+import vgpu
+from vgpu import backend
+from vgpu.launch import call_sites as places
+from vgpu.launch import guard
+from vgpu.launch.forkserver import SOCKETS_FOLDER
+from vgpu.launch.output import redirect
+from vgpu.launch.payload import dump, dumps
+
+
+def _end_forkserver(folder: str, forkserver: int) -> None:
+    if os.getpid() == forkserver:  # what is forked from it inherits this function
+        shutil.rmtree(folder, ignore_errors=True)
+        # Taking torch down in an orderly way takes seconds, and nothing of it is needed here.
+        os._exit(0)
+
+
+if SOCKETS_FOLDER in os.environ:
+    atexit.register(_end_forkserver, os.environ[SOCKETS_FOLDER], os.getpid())
+    backend.prepare()
+    # A rank never frees what it was forked with. Each of its collections of garbage would go
+    # through all of torch, and by touching every object make a copy of its page. What is garbage by
+    # now stays as well: a megabyte, and to find it would take a quarter of a second.
+    gc.freeze()
+    gc.enable()  # PRELOAD begins with vgpu.launch.gc_off
+
+
+@dataclass
+class Job:
+    """All that a rank has to know when it starts."""
+
+    rank: int
+    world_size: int
+    backend: str
+    threads: int
+    gpus: tuple[vgpu.GPUSpec, int] | None
+    """The kind and bytes of each rank's virtual GPU; None where ranks have none."""
+    connected: bool
+    """Whether NCCL connects the ranks' GPUs before the function begins."""
+    environment: dict[str, str]
+    sources: dict[str, Any]
+    """The parent's linecache entries of code that stands in no file: the notebook's cells."""
+
+
+@dataclass
+class Joined:
+    """The rank has its process group; the function begins."""
+
+
+@dataclass
+class Report:
+    """Something that a rank handed to ``report``, as cloudpickle bytes."""
+
+    stamp_ns: int
+    content: bytes
+
+
+@dataclass
+class Result:
+    """The function has returned; its value is in the file ``result_path``."""
+
+
+@dataclass
+class Failure:
+    """Why a rank has no result."""
+
+    stamp_ns: int
+    kind: str
+    """"raised", "exited" (SystemExit), "unpicklable" or "unwritten" (its result), or "unreadable" (the
+    job)."""
+    summary: str
+    """The last line of a traceback: type and message."""
+    traceback: str
+    exception: bytes | None
+    """The pickled exception, if it can be pickled."""
+
+
+def function_path(scratch: Path) -> Path:
+    """Where the parent leaves the cloudpickle of (function, arguments)."""
+    return scratch / "function.pkl"
+
+
+def result_path(scratch: Path, rank: int) -> Path:
+    """Where a rank leaves the cloudpickle of what the function returned.
+
+    A file takes large tensors about three times faster than the pipe, and holds them once.
+    """
+    return scratch / f"result-{rank}.pkl"
+
+
+def crash_path(scratch: Path, rank: int) -> Path:
+    """Where faulthandler writes when the process crashes."""
+    return scratch / f"crash-{rank}.txt"
+
+
+class _Rank:
+    """The state of this process as a rank; there is at most one for its whole life."""
+
+    def __init__(self, control: Connection, scratch: Path, parent: int) -> None:
+        self.scratch = scratch
+        self.stage = "is starting"
+        self.released = threading.Event()
+        self._control = control
+        self._parent = parent
+        self._sending = threading.Lock()
+        self._main_thread = threading.get_ident()
+
+    def send(self, message: object) -> None:
+        with self._sending:
+            self._control.send(message)
+
+    def next_order(self) -> Any:
+        """The parent's next order. If the parent is gone, this process ends."""
+        try:
+            order = self._control.recv_bytes()
+        except (EOFError, OSError):
+            self._follow_parent()
+        return pickle.loads(order)
+
+    def watch(self) -> None:
+        """Answer the parent for as long as it lives."""
+        while True:
+            order = self.next_order()
+            if order == "where":
+                self.send(places.look(self._main_thread, self.stage))
+            elif order == "release":
+                self.released.set()
+
+    def _follow_parent(self) -> NoReturn:
+        if not _has_ended(self._parent):
+            # Only this rank's pipe is broken: it has closed it. The folder is still the others'.
+            os._exit(1)
+        # Children of a forkserver outlive the notebook's kernel. A killed kernel cleans nothing
+        # up, so the ranks remove the folder and end their own children and themselves.
+        for _ in range(3):
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            if not self.scratch.exists():
+                break
+        if hasattr(os, "killpg"):
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os._exit(1)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether that process is gone; its pipes close a moment before it is."""
+    until_s = time.monotonic() + 1
+    with suppress(psutil.NoSuchProcess):  # it is gone, and somebody has taken its status
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(0.01)
+    return True
+
+
+_rank: _Rank | None = None
+
+
+def inside_rank() -> bool:
+    """Whether ``launch.run`` started this process."""
+    return _rank is not None
+
+
+def report(content: Any) -> None:
+    """Hand something to the ``on_report`` of the ``launch.run`` that started this rank.
+
+    Outside such a rank it does nothing, so that the same function also runs by itself. Raises
+    whatever pickling ``content`` raises.
+    """
+    if _rank is not None:
+        _rank.send(Report(time.monotonic_ns(), dumps(content)))
+
+
+def main(control: Connection, output: Connection, scratch: Path, parent: int) -> None:
+    """Be one rank: the entry point of the process.
+
+    ``scratch`` is a folder of this run alone, which the parent, the process with that id, makes once
+    its ranks are there.
+    """
+    global _rank
+    if hasattr(os, "setsid"):
+        # A group of its own: the Stop button's signal goes to the kernel's group and is the
+        # parent's to handle, and what this rank starts can be ended together with it.
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    guard.enter()
+    redirect(output)
+    _rank = _Rank(control, scratch, parent)
+    job: Job = _rank.next_order()
+    threading.Thread(target=_rank.watch, name="launch-watch", daemon=True).start()
+    with crash_path(scratch, job.rank).open("w") as crash:
+        faulthandler.enable(crash)
+        _prepare(job)
+        outcome = _attempt(_rank, job)
+        faulthandler.disable()
+    _flush()
+    _rank.send(outcome)
+    # The others may still need this rank's sockets.
+    _rank.released.wait()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _flush()
+
+
+def renew_autograd() -> None:
+    """In a fork: let autograd take note that it is one, before there are threads.
+
+    The first that saves a tensor for backward makes a new engine in place of the old one, without a
+    lock (``PythonEngine::get_python_engine`` in torch/csrc/autograd/python_engine.cpp). Two of
+    DataParallel's threads may do so at once, and the process crashes.
+    """
+    torch.ones((), requires_grad=True).sin()
+
+
+def as_if_fresh() -> None:
+    """In a fork: what a process that was started anew would have, of autograd and random numbers."""
+    renew_autograd()
+    np.random.seed()  # NumPy would repeat those of the parent, Python's own random does not
+
+
+def _prepare(job: Job) -> None:
+    os.environ.clear()
+    os.environ.update(job.environment)
+    linecache.cache.update(job.sources)
+    torch.set_num_threads(job.threads)
+    as_if_fresh()
+    if job.gpus is not None:
+        spec, memory_bytes = job.gpus
+        vgpu.enable(job.world_size, spec, memory_bytes)
+    # A DataLoader in a rank starts its workers in the usual way, not as this process was started.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
+
+
+def _attempt(rank: _Rank, job: Job) -> Result | Failure:
+    kind = "unreadable"
+    try:
+        with function_path(rank.scratch).open("rb") as file:
+            function, args = pickle.load(file)
+        kind = "raised"
+        _join_group(job, rank.scratch)
+        rank.send(Joined())
+        rank.stage = "runs"
+        value = function(job.rank, job.world_size, *args)
+        rank.stage = "has returned"
+        kind = "unpicklable"
+        with result_path(rank.scratch, job.rank).open("wb") as file:
+            dump(value, file)
+    except SystemExit as error:
+        return _failure("exited", error)
+    except OSError as error:
+        return _failure("unwritten" if kind == "unpicklable" else kind, error)
+    except BaseException as error:
+        return _failure(kind, error)
+    return Result()
+
+
+def _join_group(job: Job, scratch: Path) -> None:
+    dist.set_debug_level_from_env()  # read when torch was imported, in an earlier environment
+    if job.gpus is not None or "nccl" in job.backend:
+        torch.accelerator.set_device_index(job.rank)
+    store = dist.FileStore(str(scratch / "store"), job.world_size)
+    dist.init_process_group(
+        job.backend,
+        store=store,
+        rank=job.rank,
+        world_size=job.world_size,
+        # The parent's limit comes first: the parent knows more about a hang than the group does.
+        timeout=timedelta(days=1),
+    )
+    # A function may leave the group at once, and so close connections that others still make.
+    store.set(f"joined/{job.rank}", "")
+    store.wait([f"joined/{rank}" for rank in range(job.world_size)])
+    if job.connected:
+        # NCCL connects at its first collective. One that hangs there is in no flight recorder.
+        dist.all_reduce(torch.zeros(1, device="cuda"))
+
+
+def _failure(kind: str, error: BaseException) -> Failure:
+    stamp_ns = time.monotonic_ns()
+    _leave_out_own_frames(error)
+    trace = traceback.TracebackException.from_exception(error)
+    try:
+        content = dumps(error.with_traceback(None))
+        pickle.loads(content)
+    except Exception:
+        # Many exceptions do not survive pickling; the text always does.
+        content = None
+    return Failure(
+        stamp_ns,
+        kind,
+        summary="".join(trace.format_exception_only()).strip(),
+        traceback="".join(trace.format()).rstrip(),
+        exception=content,
+    )
+
+
+def _leave_out_own_frames(error: BaseException) -> None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # The function may have closed or replaced them; its result counts all the same.
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()

@@ -1,0 +1,331 @@
+"""Bytes per virtual GPU: allocated, peak, capacity, and what happened when.
+
+A block belongs to a storage, so it is counted once however many tensors view it, and freed when
+the last reference goes, be it a variable or what autograd saved. The block hangs on the storage's
+Python object, which torch keeps for as long as the storage itself lives.
+
+What CUDA's caching allocator would reserve for the blocks is worked out when it is asked for
+(reserve.py); it does not decide what fits.
+
+Left out: the room that CUDA's own context takes.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vgpu.memory.records import MemoryRecord
+from vgpu.memory.reserve import Reserve
+
+# CUDACachingAllocator.cpp, kMinBlockSize: every request is rounded up to a multiple of it.
+_ROUNDING_BYTES = 512
+
+
+def rounded(request_bytes: int) -> int:
+    """The bytes that the allocator hands out for a request."""
+    return -(-request_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
+
+
+_current_stream: Callable[[int], int] | None = None  # None until a stream is made current
+
+
+def streams_from(current_stream: Callable[[int], int]) -> None:
+    """Let ``current_stream`` say which stream is current, by a GPU's index, in this thread."""
+    global _current_stream
+    _current_stream = current_stream
+
+
+_lent: Sequence[Any] = ()
+_take_back: Callable[[], object] = list  # nothing to do while nothing is lent
+
+
+def lent_to(lent: Sequence[Any], take_back: Callable[[], object]) -> None:
+    """Call ``take_back`` before bytes are counted while anything is ``lent``: others may hold blocks
+    that are free (distributed/lent.py)."""
+    global _lent, _take_back
+    _lent, _take_back = lent, take_back
+
+
+# A finalizer may run between any two instructions, also in a thread that holds the lock.
+_lock = threading.RLock()
+_acquire, _release = _lock.acquire, _lock.release  # for each tensor: with takes twice as long
+_memories: "list[DeviceMemory]" = []
+_records: list[MemoryRecord] = []
+_depth = 0  # of the host that is in use: 0 its own, 1 one of a cluster
+
+
+@contextmanager
+def record_memory(label: Callable[[], str] | None = None) -> Iterator[MemoryRecord]:
+    """Collect every allocation and release on any virtual GPU while the block runs.
+
+    label: is asked at each allocation, in its thread; the answer stands in the event. In the block of
+    a cluster the record has nothing of the GPUs around it, where garbage may be freed meanwhile.
+    """
+    with _lock:
+        record = MemoryRecord(_memories, label, _depth)
+        _records.append(record)
+    try:
+        yield record
+    finally:
+        with _lock:
+            _records[:] = [other for other in _records if other is not record]
+
+
+@contextmanager
+def of_another_host() -> Iterator[None]:
+    """The memories that are made in the block are those of another host, which is gone after it.
+
+    What is freed on a host that is gone changes its counters, and no record.
+    """
+    global _depth
+    others = _memories[:]
+    _memories.clear()
+    _depth += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _depth -= 1
+            for memory in _memories:
+                memory.is_gone = True
+            _memories[:] = others
+
+
+class DeviceMemory:
+    """The counters of one virtual GPU."""
+
+    def __init__(self, device: torch.device, capacity_bytes: int) -> None:
+        self.device = device
+        self.capacity_bytes = capacity_bytes
+        self.allowed_bytes: int | None = None
+        """What this process may take of the capacity; None where it may take all."""
+        self.allocated_bytes = 0
+        self.peak_bytes = 0
+        self.allocation_count = 0
+        self.freed_count = 0
+        self.out_of_memory_count = 0
+        self.is_gone = False
+        self._depth = _depth
+        self.reserve = Reserve(device, capacity_bytes)
+        _memories.append(self)
+
+    def settled(self) -> "DeviceMemory":
+        """This, when nothing that is free is counted any more."""
+        if _lent:
+            _take_back()
+        return self
+
+    @property
+    def live_block_count(self) -> int:
+        return self.allocation_count - self.freed_count
+
+    def require(self, request_bytes: int) -> int:
+        """The rounded size of a request; OutOfMemoryError where it does not fit."""
+        size_bytes = rounded(request_bytes)
+        most_bytes = self.capacity_bytes if self.allowed_bytes is None else self.allowed_bytes
+        if self.allocated_bytes + size_bytes > most_bytes:
+            self.out_of_memory_count += 1
+            raise torch.OutOfMemoryError(self._out_of_memory(size_bytes))
+        return size_bytes
+
+    def allocate(self, request_bytes: int, operation: str) -> "Block":
+        """Count a new block of at least ``request_bytes``."""
+        if _lent:
+            _take_back()
+        _acquire()
+        try:
+            size_bytes = request_bytes + 511 & ~511  # rounded, in less time
+            if (
+                self.allocated_bytes + size_bytes > self.capacity_bytes
+                or self.allowed_bytes is not None
+            ):
+                self.require(request_bytes)
+            block = Block(self, size_bytes, operation)  # others may be freed meanwhile
+            self.allocation_count += 1
+            self.allocated_bytes = allocated_bytes = self.allocated_bytes + size_bytes
+            if allocated_bytes > self.peak_bytes:
+                self.peak_bytes = allocated_bytes
+            if not self.is_gone:
+                stream = _current_stream(self.device.index) if _current_stream else 0
+                block.number = self.reserve.new(size_bytes, stream)
+                if _records:
+                    self.record(block, size_bytes, size_bytes, stream, operation)
+            return block
+        finally:
+            _release()
+
+    def resize(self, block: "Block", size_bytes: int, operation: str) -> None:
+        """The block has so many bytes from now on; the lock is held."""
+        more_bytes = size_bytes - block.size_bytes
+        if more_bytes == 0:
+            return
+        self.allocated_bytes += more_bytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        if not self.is_gone:
+            stream = _current_stream(self.device.index) if _current_stream and size_bytes else 0
+            self.reserve.resized(block.number, size_bytes, stream)
+            self.record(block, more_bytes, size_bytes, stream, operation)
+
+    def record(
+        self, block: "Block", size_bytes: int, block_bytes: int, stream: int, operation: str
+    ) -> None:
+        """What is allocated has changed by a size, and the block has so many bytes now."""
+        if size_bytes:
+            for record in _records:
+                if record.depth <= self._depth:
+                    record.note(self, block, size_bytes, block_bytes, stream, operation)
+
+    def set_capacity(self, capacity_bytes: int) -> None:
+        with _lock:
+            self.capacity_bytes = capacity_bytes
+            self.reserve.set_capacity(capacity_bytes)
+
+    def begin_anew(self) -> None:
+        """What still lives stays; whatever else a program did here is over."""
+        self.allowed_bytes = None
+        self.out_of_memory_count = 0
+        with _lock:
+            self.peak_bytes = self.allocated_bytes
+            if self.live_block_count:
+                self.reserve.begin_anew()
+            else:  # what was noted need not be played to come to nothing
+                self.reserve = Reserve(self.device, self.capacity_bytes)
+
+    def reset_peak(self) -> None:
+        with _lock:
+            self.peak_bytes = self.allocated_bytes
+            self.reserve.reset_peak()
+
+    def empty_cache(self) -> None:
+        """Give back what is reserved in whole segments and not allocated."""
+        with _lock:
+            self.reserve.empty_cache()
+
+    def reserved(self) -> tuple[int, int]:
+        """Bytes that CUDA's caching allocator would have reserved, and the most since the reset."""
+        with _lock:
+            allocator = self.reserve.now()
+            return allocator.reserved_bytes, allocator.peak_reserved_bytes
+
+    @property
+    def retries(self) -> int:
+        """How often the allocator would have given back what it kept, and tried again."""
+        with _lock:
+            return self.reserve.now().retries + self.out_of_memory_count
+
+    @property
+    def free_bytes(self) -> int:
+        """What is not reserved."""
+        return max(self.capacity_bytes - self.reserved()[0], 0)
+
+    def summary(self) -> str:
+        """The counters as a table."""
+        reserved_bytes, peak_reserved_bytes = self.reserved()
+        rows = [
+            ("allocated", format_size(self.allocated_bytes)),
+            ("peak", format_size(self.peak_bytes)),
+            ("reserved", format_size(reserved_bytes)),
+            ("peak reserved", format_size(peak_reserved_bytes)),
+            ("capacity", format_size(self.capacity_bytes)),
+            ("live blocks", str(self.live_block_count)),
+            ("allocations so far", str(self.allocation_count)),
+        ]
+        lines = [f"{name:<20}{value:>14}" for name, value in rows]
+        return "\n".join([f"{'memory of ' + str(self.device):^34}", "-" * 34, *lines])
+
+    def out_of_host_memory(self, size_bytes: int) -> str:
+        """What to say where the GPU would have room for a block, but this machine has not."""
+        return (
+            f"VGPU out of memory. Tried to allocate {format_size(size_bytes)} on {self.device}, "
+            "whose values lie in this machine's own memory, which has no room for them. Take "
+            "smaller sizes, or vgpu.shapes_only(), which needs no memory for values."
+        )
+
+    def _out_of_memory(self, size_bytes: int) -> str:
+        # The sentences of CUDACachingAllocator.cpp, which has given back what it could before.
+        self.empty_cache()
+        # Blocks may have needed more, had they to lie in one piece each (reserve.py).
+        reserved_bytes = min(self.reserved()[0], self.capacity_bytes)
+        allocated = format_size(self.allocated_bytes)
+        allowed = ""
+        if self.allowed_bytes is not None:
+            allowed = f"{format_size(self.allowed_bytes)} allowed; "
+        return (
+            f"VGPU out of memory. Tried to allocate {format_size(size_bytes)}. "
+            f"GPU {self.device.index} has a total capacity of {format_size(self.capacity_bytes)} "
+            f"of which {format_size(self.free_bytes)} is free. "
+            f"Including non-PyTorch memory, this process has {format_size(reserved_bytes)} memory in "
+            f"use. {allowed}Of the allocated memory {allocated} is allocated by PyTorch, and "
+            f"{format_size(reserved_bytes - self.allocated_bytes)} is reserved by PyTorch but "
+            f"unallocated.{_of_rank()}"
+        )
+
+
+class Block:
+    """The bytes of one storage; they return to the device when the block is collected."""
+
+    __slots__ = (
+        "__weakref__",
+        "made",
+        "memory",
+        "number",
+        "operation",
+        "size_bytes",
+        "storage",
+        "uses",
+    )
+
+    def __init__(self, memory: DeviceMemory, size_bytes: int, operation: str) -> None:
+        self.memory = memory
+        self.number = 0  # the reserve's
+        self.size_bytes = size_bytes
+        self.operation = operation
+        # Of a shape, once it is asked for: other blocks have storages of values.
+        self.storage: Any = None
+        # In a recording of virtual time: the operation it was made for, and who has used it since
+        # (races.py).
+        self.made: Any = None
+        self.uses: Any = None
+
+    def resize(self, request_bytes: int, operation: str) -> None:
+        """The storage grew or shrank in place; OutOfMemoryError where the growth does not fit."""
+        with _lock:
+            size_bytes = rounded(request_bytes)
+            if size_bytes > self.size_bytes:
+                self.memory.require(size_bytes - self.size_bytes)
+            self.memory.resize(self, size_bytes, operation)
+            self.size_bytes = size_bytes
+
+    def __del__(self) -> None:
+        if self.uses is not None:
+            self.uses.freed(self.made)
+        _acquire()
+        try:
+            memory, size_bytes = self.memory, self.size_bytes
+            memory.freed_count += 1
+            memory.allocated_bytes -= size_bytes
+            if size_bytes and not memory.is_gone:
+                memory.reserve.freed(self.number)
+                if _records:
+                    memory.record(self, -size_bytes, 0, 0, self.operation)
+        finally:
+            _release()
+
+
+def _of_rank() -> str:
+    """Whose memory it was, where there are several ranks, each with a GPU of the same name."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ""
+    return f" This happened on rank {dist.get_rank()} of {dist.get_world_size()}."
+
+
+def format_size(size_bytes: int) -> str:
+    """Bytes as CUDA's allocator prints them (``format_size`` in CUDACachingAllocator.cpp)."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.2f} {name}"
+    return f"{size_bytes} bytes"

@@ -1,0 +1,329 @@
+"""What CUDA's caching allocator takes from the GPU for what a program allocates.
+
+After PyTorch's c10/cuda/CUDACachingAllocator.cpp, read at commit 001074d and compared event by event
+with the compiled one of 2.15; comments name its functions and constants. Settings are its defaults,
+or ``expandable_segments:True``.
+
+Left out: ``record_stream``, which on CUDA keeps a block until another stream has got there, and
+here does not; memory that CUDA takes beside the allocator (its context, NCCL).
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+import torch
+
+from vgpu.units import format_bytes
+
+_MIB = 2**20
+_LEAST_BYTES = 512  # kMinBlockSize
+_SMALL_BYTES = _MIB  # kSmallSize: up to here an allocation is small
+_SMALL_SEGMENT_BYTES = 2 * _MIB  # kSmallBuffer
+_LARGE_SEGMENT_BYTES = 20 * _MIB  # kLargeBuffer
+_OWN_SEGMENT_BYTES = 10 * _MIB  # kMinLargeAlloc: from here on it gets a segment of its own,
+_OWN_SEGMENT_STEP_BYTES = 2 * _MIB  # kRoundLarge: of a multiple of this
+# Between the first bytes of two segments; more than any GPU has, and whole pages of either pool.
+_APART_BYTES = _LARGE_SEGMENT_BYTES << 30
+
+_OLD_PLACE = -1  # beside the numbers of blocks
+
+
+class _Piece:
+    """A stretch of a segment: one block in use, or one that is free, or addresses without memory.
+
+    The pieces of a segment are a chain.
+    """
+
+    __slots__ = ("address", "after", "before", "is_mapped", "is_used", "pool", "size_bytes")
+
+    def __init__(self, pool: "_Pool", address: int, size_bytes: int, is_mapped: bool) -> None:
+        self.pool = pool
+        self.address = address
+        self.size_bytes = size_bytes
+        self.is_mapped = is_mapped
+        self.is_used = False
+        self.before: _Piece | None = None
+        self.after: _Piece | None = None
+
+    def cut(self, size_bytes: int) -> "_Piece":
+        """Keep the first bytes; the rest as a piece of its own."""
+        rest = _Piece(
+            self.pool, self.address + size_bytes, self.size_bytes - size_bytes, self.is_mapped
+        )
+        self.size_bytes = size_bytes
+        rest.before, rest.after = self, self.after
+        if rest.after is not None:
+            rest.after.before = rest
+        self.after = rest
+        return rest
+
+    def merge(self) -> None:
+        """Take up free neighbours of the same kind (``try_merge_blocks``)."""
+        before, after = self.before, self.after
+        if before is not None and not before.is_used and before.is_mapped == self.is_mapped:
+            self.pool.remove(before)
+            self.address = before.address
+            self.size_bytes += before.size_bytes
+            self.before = before.before
+            if self.before is not None:
+                self.before.after = self
+        if after is not None and not after.is_used and after.is_mapped == self.is_mapped:
+            self.pool.remove(after)
+            self.size_bytes += after.size_bytes
+            self.after = after.after
+            if self.after is not None:
+                self.after.before = self
+
+    @property
+    def reach_bytes(self) -> int:
+        """Its size with the addresses behind it, into which an expandable segment can grow."""
+        after = self.after
+        grows = after is not None and not after.is_mapped
+        return self.size_bytes + (after.size_bytes if after is not None and grows else 0)
+
+
+class _Pool:
+    """What is free for one stream, small blocks or large ones."""
+
+    def __init__(self, is_small: bool) -> None:
+        self.is_small = is_small
+        self.page_bytes = _SMALL_SEGMENT_BYTES if is_small else _LARGE_SEGMENT_BYTES
+        self.free: list[tuple[int, int, _Piece]] = []  # size, address: the smallest first
+        self.unmapped: list[tuple[int, _Piece]] = []  # address
+
+    def add(self, piece: _Piece) -> None:
+        if piece.is_mapped:
+            insort(self.free, (piece.size_bytes, piece.address, piece))
+        else:
+            insort(self.unmapped, (piece.address, piece))
+
+    def remove(self, piece: _Piece) -> None:
+        if piece.is_mapped:
+            del self.free[bisect_left(self.free, (piece.size_bytes, piece.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (piece.address,))]
+
+    def best_fit(self, size_bytes: int) -> _Piece | None:
+        """The smallest free piece that is large enough, taken out (``get_free_block``).
+
+        The size of one that can grow counts as what it can grow to.
+        """
+        at = bisect_left(self.free, (size_bytes,))
+        if at == len(self.free):
+            return None
+        while at + 1 < len(self.free) and (
+            self.free[at + 1][2].reach_bytes < self.free[at][2].reach_bytes
+        ):
+            at += 1
+        return self.free.pop(at)[2]
+
+    def room(self, size_bytes: int) -> _Piece | None:
+        """Where an expandable segment can hold so much (``find_expandable_block``).
+
+        It starts at addresses without memory, or at a free piece right before them.
+        """
+        for _, unmapped in self.unmapped:
+            start = unmapped
+            if unmapped.before is not None and not unmapped.before.is_used:
+                start = unmapped.before
+            found_bytes, piece = 0, start
+            while found_bytes < size_bytes:
+                found_bytes += piece.size_bytes
+                if piece.after is None or piece.after.is_used:
+                    break
+                piece = piece.after
+            if found_bytes >= size_bytes:
+                return start
+        return None
+
+
+class CachingAllocator:
+    """Segments of one GPU, and the blocks in them."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        capacity_bytes: int,
+        expandable_segments: bool = False,
+        goes_on: bool = False,
+    ) -> None:
+        """device: for messages. capacity_bytes: the most that can be reserved.
+
+        goes_on: whether a block that finds no room is put beyond the capacity, without an error.
+        """
+        self.device = device
+        self.capacity_bytes = capacity_bytes
+        self.expandable_segments = expandable_segments
+        self.goes_on = goes_on
+        self.reserved_bytes = self.peak_reserved_bytes = 0
+        self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.retries = 0  # how often cached segments were given back for want of memory
+        self._pools: dict[tuple[int, bool], _Pool] = {}  # by stream, and whether it is small
+        self._used: dict[int, _Piece] = {}
+        self._next_address = 0
+
+    def allocate(self, block: int, size_bytes: int, stream: int) -> None:
+        """Find room for a block, which gets this number (``malloc``).
+
+        size_bytes: rounded to 512 already. OutOfMemoryError where there is none.
+        """
+        is_small = size_bytes <= _SMALL_BYTES
+        pool = self._pools.get((stream, is_small))
+        if pool is None:
+            pool = self._pools[stream, is_small] = _Pool(is_small)
+        piece = pool.best_fit(size_bytes) or self._take(pool, size_bytes)
+        if piece is None:
+            self.release_cached()
+            self.retries += 1
+            piece = self._take(pool, size_bytes, self.goes_on)
+            if piece is None:
+                raise self._out_of_memory(size_bytes, stream)
+        left_bytes = piece.size_bytes - size_bytes
+        if (  # should_split
+            left_bytes >= _LEAST_BYTES
+            if is_small or self.expandable_segments
+            else left_bytes > _SMALL_BYTES
+        ):
+            pool.add(piece.cut(size_bytes))
+        piece.is_used = True
+        self._used[block] = piece
+        self.allocated_bytes += piece.size_bytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+
+    def free(self, block: int) -> None:
+        """The block stays reserved, for later ones of its stream (``free_block``)."""
+        piece = self._used.pop(block)
+        self.allocated_bytes -= piece.size_bytes
+        piece.is_used = False
+        piece.merge()
+        piece.pool.add(piece)
+
+    def resize(self, block: int, size_bytes: int, stream: int) -> None:
+        """A new place for a block, whose values are copied there (``resize_bytes_cuda``)."""
+        self._used[_OLD_PLACE] = self._used.pop(block)  # until the values are copied
+        self.allocate(block, size_bytes, stream)
+        self.free(_OLD_PLACE)
+
+    def __contains__(self, block: int) -> bool:
+        """Whether a block with this number is in use."""
+        return block in self._used
+
+    def reset_peaks(self) -> None:
+        self.peak_reserved_bytes = self.reserved_bytes
+        self.peak_allocated_bytes = self.allocated_bytes
+
+    @property
+    def segments(self) -> int:
+        """Stretches of reserved memory, as ``torch.cuda.memory_snapshot`` lists them."""
+        return sum(
+            1 for piece in self._mapped() if piece.before is None or not piece.before.is_mapped
+        )
+
+    def _mapped(self) -> Iterator[_Piece]:
+        yield from self._used.values()
+        for pool in self._pools.values():
+            yield from (piece for _, _, piece in pool.free)
+
+    # More memory, from the GPU or back to it
+
+    def _take(self, pool: _Pool, size_bytes: int, is_beyond: bool = False) -> _Piece | None:
+        """A free piece that is large enough, of new memory (``alloc_block``); None without room.
+
+        is_beyond: there is room beyond the capacity.
+        """
+        if self.expandable_segments:
+            return self._expand(pool, size_bytes)
+        if pool.is_small:
+            segment_bytes = _SMALL_SEGMENT_BYTES
+        elif size_bytes < _OWN_SEGMENT_BYTES:
+            segment_bytes = _LARGE_SEGMENT_BYTES
+        else:
+            segment_bytes = _rounded_up(size_bytes, _OWN_SEGMENT_STEP_BYTES)
+        has_room = self._reserve(segment_bytes, is_beyond)
+        return self._new_segment(pool, segment_bytes) if has_room else None
+
+    def _new_segment(self, pool: _Pool, size_bytes: int, is_mapped: bool = True) -> _Piece:
+        self._next_address += _APART_BYTES
+        return _Piece(pool, self._next_address, size_bytes, is_mapped)
+
+    def _reserve(self, size_bytes: int, is_beyond: bool = False) -> bool:
+        if self.reserved_bytes + size_bytes > self.capacity_bytes and not is_beyond:
+            return False
+        self.reserved_bytes += size_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return True
+
+    def _expand(self, pool: _Pool, size_bytes: int) -> _Piece | None:
+        """``try_allocate_expandable_block``: the segment grows by whole pages."""
+        piece = pool.room(size_bytes)
+        if piece is None:
+            addresses = self.capacity_bytes + self.capacity_bytes // 8
+            addresses = _rounded_up(addresses, pool.page_bytes)
+            piece = self._new_segment(pool, addresses, is_mapped=False)
+            pool.add(piece)
+        if not piece.is_mapped and not self._map(piece, min(size_bytes, piece.size_bytes)):
+            return None
+        while piece.size_bytes < size_bytes:
+            rest = piece.after
+            assert rest is not None, "room() has found enough"
+            if not self._map(rest, min(size_bytes - piece.size_bytes, rest.size_bytes)):
+                return None
+            piece = rest  # which has taken up the one before
+        pool.remove(piece)
+        return piece
+
+    def _map(self, piece: _Piece, size_bytes: int) -> bool:
+        """Put memory behind the first addresses of a piece (``map_block``)."""
+        size_bytes = _rounded_up(size_bytes, piece.pool.page_bytes)
+        if not self._reserve(size_bytes):
+            return False
+        piece.pool.remove(piece)
+        if size_bytes < piece.size_bytes:
+            piece.pool.add(piece.cut(size_bytes))
+        piece.is_mapped = True
+        piece.merge()
+        piece.pool.add(piece)
+        return True
+
+    def release_cached(self) -> None:
+        """Give back segments and pages in which nothing is used (``release_cached_blocks``)."""
+        for pool in self._pools.values():
+            for _, _, piece in list(pool.free):
+                if self.expandable_segments:
+                    self._unmap(piece)
+                elif piece.before is None and piece.after is None:
+                    pool.remove(piece)
+                    self.reserved_bytes -= piece.size_bytes
+
+    def _unmap(self, piece: _Piece) -> None:
+        """Give back the whole pages of a free piece (``unmap_block``)."""
+        pool, page_bytes = piece.pool, piece.pool.page_bytes
+        begin = _rounded_up(piece.address, page_bytes)
+        end = (piece.address + piece.size_bytes) // page_bytes * page_bytes
+        if begin >= end:
+            return
+        pool.remove(piece)
+        if begin > piece.address:
+            front, piece = piece, piece.cut(begin - piece.address)
+            pool.add(front)
+        if piece.size_bytes > end - begin:
+            pool.add(piece.cut(end - begin))
+        self.reserved_bytes -= piece.size_bytes
+        piece.is_mapped = False
+        piece.merge()
+        if piece.before is not None or piece.after is not None:  # else nothing is left of it
+            pool.add(piece)
+
+    def _out_of_memory(self, size_bytes: int, stream: int) -> torch.OutOfMemoryError:
+        advice = "" if self.expandable_segments else "; expandable_segments=True may find room"
+        return torch.OutOfMemoryError(
+            f"CUDA's caching allocator has no room for {format_bytes(size_bytes)} on {self.device}, "
+            f"stream {stream}: of {format_bytes(self.capacity_bytes)}, "
+            f"{format_bytes(self.reserved_bytes)} are reserved and "
+            f"{format_bytes(self.allocated_bytes)} allocated. What is reserved and not allocated "
+            f"lies between blocks in use, or is too small{advice}"
+        )
+
+
+def _rounded_up(size_bytes: int, step_bytes: int) -> int:
+    return -(-size_bytes // step_bytes) * step_bytes

@@ -1,0 +1,218 @@
+"""The virtual GPUs of this process: which there are, and which one is current in each thread."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from vgpu.hardware.specs import GPUSpec
+from vgpu.memory import blocks as memory
+from vgpu.memory.blocks import DeviceMemory
+
+DEVICE_TYPE = "vgpu"
+# The device that C++ sees. It needs a type whose index autograd keeps and for which torch ships no
+# kernel; Lazy is the only one (dispatch/tensor.py).
+CPP_DEVICE_TYPE = "lazy"
+# Where "vgpu" names no index, C++ asks the device guard for the current device. A guard in Python
+# can only tell its type, and C++ makes index 0 of it. A type that no tensor has keeps "the current
+# one" apart from vgpu:0.
+CURRENT_DEVICE_TYPE = "ve"
+_OUR_TYPES = (DEVICE_TYPE, CPP_DEVICE_TYPE, CURRENT_DEVICE_TYPE)
+
+
+class DeviceGuard(torch._C._acc.DeviceGuard):
+    """What C++ asks for the current device."""
+
+    def type_(self) -> Any:
+        return torch._C._autograd.DeviceType.VE  # type: ignore[attr-defined]
+
+
+class VirtualGPU:
+    """One GPU: its names in Python and in C++, its memory, and its random numbers."""
+
+    def __init__(self, index: int, spec: GPUSpec, capacity_bytes: int) -> None:
+        self.index = index
+        self.device = torch.device(DEVICE_TYPE, index)
+        self.cpp_device = torch.device(CPP_DEVICE_TYPE, index)
+        self.spec = spec
+        self.memory = DeviceMemory(self.device, capacity_bytes)
+        self.generator: torch.Generator | None = None  # generators.py makes it
+
+    def __repr__(self) -> str:
+        return f"VirtualGPU({self.device}, {self.spec.name})"
+
+
+# A GPU stays in this list when fewer are enabled later: tensors may still live on it, and they
+# must find their bytes when it comes back.
+_known: list[VirtualGPU] = []
+_by_device: dict[torch.device, VirtualGPU] = {}
+
+
+class _Choices(threading.local):
+    """What a thread has made current: a GPU, and on each of them a stream (timing/streams.py)."""
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.of_node: tuple[tuple[int, int] | None, int] = None, 0
+        self.streams: dict[int, Any] = {}
+        # The streams that hooks have set, each with the number of its backward pass: one may run
+        # within another, and stands behind it.
+        self.of_backward: list[tuple[int, dict[int, Any]]] = []
+
+
+class Use:
+    """What is done with the GPUs of a host, from the moment when there are some until there are none.
+
+    It begins as a process does: nothing is chosen in any thread.
+    """
+
+    def __init__(self) -> None:
+        self.current = _Choices()
+        self.has_chosen = False
+        self._allocated_before = _allocation_count()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this process has chosen a GPU or put something on one."""
+        return self.has_chosen or _allocation_count() > self._allocated_before
+
+
+def _allocation_count() -> int:
+    return sum(gpu.memory.allocation_count for gpu in _known)
+
+
+_count = 0
+in_use = Use()
+
+
+def set_count(count: int, spec: GPUSpec, capacity_bytes: int) -> None:
+    """Make exactly the GPUs 0 to ``count - 1`` available; what lives on them stays there."""
+    global in_use
+    if _count == 0:
+        in_use = Use()
+        for gpu in _known:
+            gpu.memory.begin_anew()
+    for index in range(count):
+        if index == len(_known):
+            _known.append(VirtualGPU(index, spec, capacity_bytes))
+        _known[index].spec = spec
+        _known[index].memory.set_capacity(capacity_bytes)
+    _name(count)
+
+
+def _name(count: int) -> None:
+    """Let names of devices mean the first ``count`` GPUs."""
+    global _count
+    _count = count
+    _by_device.clear()
+    for gpu in _known[:count]:
+        _by_device[gpu.device] = gpu
+        _by_device[gpu.cpp_device] = gpu
+
+
+@contextmanager
+def of_another_host() -> Iterator[None]:
+    """In the block other GPUs can be made available, those of another host.
+
+    After it those from before are there again, with their bytes, peaks, random numbers and what is
+    current in each thread as they were: what still lies on the others, such as modules in cycles,
+    counts on them alone.
+    """
+    global _known, in_use
+    known, before, count = _known, in_use, _count
+    _known = []
+    _name(0)
+    try:
+        with memory.of_another_host():
+            yield
+    finally:
+        _known, in_use = known, before
+        _name(count)
+
+
+def device_count() -> int:
+    return _count
+
+
+def current_index() -> int:
+    """The calling thread's current device; each thread starts at 0, and is there if it lost its own.
+
+    In backward it is the device of the node that runs, as autograd sees to it for CUDA.
+    """
+    node = _current_node()
+    if node is not None:
+        set_for, index = in_use.current.of_node
+        if set_for == node[0]:
+            return index
+        if node[1] is not None:
+            return node[1]
+    index = in_use.current.index
+    return index if index < _count else 0
+
+
+def exchange_index(index: int) -> int:
+    """Make ``index`` current and return what was; a negative index changes nothing.
+
+    What is set in backward holds as long as the node runs.
+    """
+    before = current_index()
+    if index >= 0:
+        found = by_index(index).index
+        in_use.has_chosen = True
+        node = _current_node()
+        if node is None:
+            in_use.current.index = found
+        else:
+            in_use.current.of_node = (node[0], found)
+    return before
+
+
+def _current_node() -> tuple[tuple[int, int], int | None] | None:
+    """What tells the autograd node that runs in this thread from others, and its GPU's index."""
+    task = torch._C._current_graph_task_id()
+    node = None if task == -1 else torch._C._current_autograd_node()
+    if node is None:
+        return None
+    devices = [metadata.device for metadata in node._input_metadata]
+    own = [device.index for device in devices if device.type == CPP_DEVICE_TYPE]
+    return (task, node._sequence_nr()), own[0] if own else None
+
+
+def by_index(index: int) -> VirtualGPU:
+    """The GPU with this ordinal; the error of CUDA where there is none."""
+    if 0 <= index < _count:
+        return _known[index]
+    raise _no_such_device(index)
+
+
+def resolve(device: torch.device) -> VirtualGPU | None:
+    """The GPU that a device means, in Python's name or in C++'s; None for any other device."""
+    gpu = _by_device.get(device)
+    if gpu is None and device.type in _OUR_TYPES:
+        current = device.index is None or device.type == CURRENT_DEVICE_TYPE
+        return by_index(current_index() if current else device.index)
+    return gpu
+
+
+def meant_by(device: Any) -> VirtualGPU:
+    """The GPU that an int, a string, a torch.device or None (the current one) means."""
+    if device is None:
+        return by_index(current_index())
+    if isinstance(device, int):
+        return by_index(device)
+    gpu = resolve(torch.device(device))
+    if gpu is None:
+        raise ValueError(f"Expected a {DEVICE_TYPE} device, but got: {device}")
+    return gpu
+
+
+def _no_such_device(index: int) -> Exception:
+    if _count == 0:
+        return RuntimeError("No VGPU GPUs are available: call vgpu.enable(count) first")
+    return torch.AcceleratorError(
+        "VGPU error: invalid device ordinal\n"
+        "GPU device may be out of range, do you have enough GPUs?\n"
+        f"(vgpu:{index} was asked for; {_count} virtual GPUs are enabled)"
+    )

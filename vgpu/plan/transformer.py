@@ -1,0 +1,221 @@
+"""A decoder-only transformer in the form of Llama, and the sizes of the published ones."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def check_count(name: str, value: object) -> None:
+    """ValueError for what is not a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+@dataclass(frozen=True)
+class TransformerSizes:
+    """The sizes of a decoder-only transformer in the form of Llama."""
+
+    layers: int
+    width: int
+    heads: int
+    key_value_heads: int  # each serves heads / key_value_heads heads
+    feed_forward: int
+    vocabulary: int
+    sequence: int = 8192  # the longest that it takes
+    rotary_base: float = 500_000.0  # Llama 3's; a larger one tells positions apart further away
+
+    def check(self) -> None:
+        """ValueError for sizes that no ``Transformer`` can have."""
+        for name, count in vars(self).items():
+            if name != "rotary_base":
+                check_count(name, count)
+        base = self.rotary_base
+        if isinstance(base, bool) or not isinstance(base, int | float) or base <= 0:
+            raise ValueError(f"rotary_base must be a number above 0, got {base!r}")
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"a width of {self.width} cannot be divided among {self.heads} heads, each of an "
+                "even width: rotary positions turn pairs of numbers"
+            )
+        if self.heads % self.key_value_heads:
+            raise ValueError(
+                f"{self.heads} heads cannot be divided among {self.key_value_heads} key and value "
+                "heads: each serves as many"
+            )
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def key_value_width(self) -> int:
+        """Of all key heads side by side, or all value heads."""
+        return self.head_width * self.key_value_heads
+
+    @property
+    def block_products(self) -> int:
+        """Parameters of a block that stand in a matrix product."""
+        attention = 2 * self.width * (self.width + self.key_value_width)
+        return attention + 3 * self.width * self.feed_forward
+
+    @property
+    def block_parameters(self) -> int:
+        """Those of its two norms included."""
+        return self.block_products + 2 * self.width
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole ``Transformer``."""
+        ends = 2 * self.vocabulary * self.width + self.width
+        return self.layers * self.block_parameters + ends
+
+
+# Grattafiori et al., 2024, The Llama 3 herd of models, table 3.
+LLAMA = {
+    "8B": TransformerSizes(32, 4096, 32, 8, 14336, 128_256),
+    "70B": TransformerSizes(80, 8192, 64, 8, 28672, 128_256),
+    "405B": TransformerSizes(126, 16384, 128, 8, 53248, 128_256),
+}
+
+# A GPT of 352,896 parameters that learns letters (helpers.text) in about sixty steps. In 64
+# positions a base of 20 makes each pair of numbers turn far enough to be of use.
+LETTERS = TransformerSizes(2, 128, 4, 4, 256, 96, sequence=64, rotary_base=20.0)
+
+
+class Transformer(nn.Module):
+    """A decoder-only transformer in the form of Llama: one small enough to train here, or a shape.
+
+    (B, S) integers in, (B, S, vocabulary) logits out. RMSNorm before each part, rotary positions,
+    grouped key and value heads, SwiGLU, no biases.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, sizes: TransformerSizes) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.blocks = nn.ModuleList(TransformerBlock(sizes) for _ in range(sizes.layers))
+        self.norm = RMSNorm(sizes.width)
+        self.output = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        angles = rotary_angles(sizes.sequence, sizes.head_width, sizes.rotary_base)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        length = tokens.size(1)
+        if length > len(self.cos):
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than the {len(self.cos)} that this "
+                "Transformer was made for: cut it, or make the model with a larger sequence."
+            )
+        cos, sin = self.cos[:length], self.sin[:length]
+        hidden = self.embedding(tokens)  # (B, S, width)
+        for block in self.blocks:
+            hidden = block(hidden, cos, sin)
+        return self.output(self.norm(hidden))
+
+
+class TransformerBlock(nn.Module):
+    """Attention, then two linear layers with a gate; each adds to its input."""
+
+    def __init__(self, sizes: TransformerSizes) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(sizes.width)
+        self.attention = CausalAttention(sizes)
+        self.feed_forward_norm = RMSNorm(sizes.width)
+        self.feed_forward = FeedForward(sizes)
+
+    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin)
+        return hidden + self.feed_forward(self.feed_forward_norm(hidden))
+
+
+class RMSNorm(nn.RMSNorm):
+    """nn.RMSNorm in its parts, as Llama's own code has it, and GPUs had it before PyTorch 2.9.
+
+    The values are the same. nn.RMSNorm is one kernel on GPUs since, and keeps less for backward;
+    the published training runs that predictions are compared with had the parts.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        eps = torch.finfo(wide.dtype).eps if self.eps is None else self.eps
+        dims = list(range(-len(self.normalized_shape), 0))
+        scale = wide.pow(2).mean(dims, keepdim=True).add_(eps).rsqrt()
+        normal = wide * scale
+        if self.weight is not None:
+            normal = normal * self.weight
+        return normal.type_as(x)
+
+
+def _keep_size(*layers: nn.Linear) -> None:
+    """Begin so that what comes out is about as large as what goes in.
+
+    As nn.Linear begins, it is smaller by the root of three. After two or three layers in a row a
+    block would add little to its input, and learn late.
+    """
+    for layer in layers:
+        nn.init.kaiming_uniform_(layer.weight, nonlinearity="linear")
+
+
+class CausalAttention(nn.Module):
+    """Each position sees itself and those before it. (B, S, width) in and out."""
+
+    def __init__(self, sizes: TransformerSizes) -> None:
+        super().__init__()
+        self.head_width, narrow = sizes.head_width, sizes.key_value_width
+        self.query = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.key = nn.Linear(sizes.width, narrow, bias=False)
+        self.value = nn.Linear(sizes.width, narrow, bias=False)
+        self.output = nn.Linear(sizes.width, sizes.width, bias=False)
+        _keep_size(self.value, self.output)
+
+    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        # Heads are counted from the widths, so that a rank may hold only some of them.
+        query, key, value = (
+            layer(hidden).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )  # (B, heads, S, head_width)
+        seen = F.scaled_dot_product_attention(
+            rotated(query, cos, sin), rotated(key, cos, sin), value, is_causal=True, enable_gqa=True
+        )
+        return self.output(seen.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer, 2020): one product decides how much of the other passes."""
+
+    def __init__(self, sizes: TransformerSizes) -> None:
+        super().__init__()
+        self.gate = nn.Linear(sizes.width, sizes.feed_forward, bias=False)
+        self.up = nn.Linear(sizes.width, sizes.feed_forward, bias=False)
+        self.down = nn.Linear(sizes.feed_forward, sizes.width, bias=False)
+        _keep_size(self.gate, self.up, self.down)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+
+
+def rotary_angles(length: int, head_width: int, base: float) -> torch.Tensor:
+    """The angle by which each position turns each pair of numbers: (length, head_width / 2).
+
+    Su et al., 2021, RoFormer.
+    """
+    pairs = torch.arange(0, head_width, 2) / head_width
+    return torch.arange(length)[:, None] / base**pairs
+
+
+def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """(B, heads, S, head_width), each two neighbouring numbers turned by their position's angle.
+
+    As in Llama's own code, they are one complex number, so that one product turns them.
+    """
+    wide = torch.promote_types(heads.dtype, torch.float32)
+    pairs = torch.view_as_complex(heads.to(wide).unflatten(-1, (-1, 2)))
+    turned = pairs * torch.complex(cos.to(wide), sin.to(wide))
+    return torch.view_as_real(turned).flatten(-2).type_as(heads)

@@ -1,0 +1,307 @@
+"""Where the bytes of each GPU are, by cause: at one moment, or after every operation of a step."""
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from vgpu.memory import gpus
+from vgpu.memory.blocks import rounded
+from vgpu.profiling.watching import Watching
+
+OTHER = "activations and other"
+ACTIVATIONS, TEMPORARY = "activations", "temporary"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One moment: for each device, bytes by cause, in the order in which causes were given.
+
+    ``peak_bytes`` is the most that was allocated on each device since the snapshot before, or since
+    the peak was last reset.
+    """
+
+    step: str
+    by_cause: dict[torch.device, dict[str, int]]
+    peak_bytes: dict[torch.device, int]
+
+    def total_bytes(self, device: torch.device) -> int:
+        """All that is allocated on ``device``."""
+        return sum(self.by_cause[device].values())
+
+
+def snapshot(
+    step: str, gpus: Sequence[torch.device], known: Mapping[str, Iterable[torch.Tensor]]
+) -> Snapshot:
+    """Bytes on each of ``gpus`` now, split by cause.
+
+    ``known`` maps a cause to its tensors, wherever they are. A tensor counts once, for the first
+    cause that names it. What is allocated beyond the known tensors is ``OTHER``: mostly what
+    autograd saved for the backward pass, and the allocator's rounding to 512 bytes. The device's
+    count of its peak starts anew.
+    """
+    module = torch.get_device_module(gpus[0])
+    peak_bytes = {gpu: module.max_memory_allocated(gpu) for gpu in gpus}
+    seen: set[tuple[torch.device, int]] = set()
+    by_cause: dict[torch.device, dict[str, int]] = {}
+    sizes = {gpu: dict.fromkeys(known, 0) for gpu in gpus}
+    for cause, tensors in known.items():
+        for tensor in tensors:
+            place = (tensor.device, tensor.data_ptr())
+            if tensor.device in sizes and place not in seen:
+                seen.add(place)
+                sizes[tensor.device][cause] += tensor.nbytes
+    for gpu in gpus:
+        rest = module.memory_allocated(gpu) - sum(sizes[gpu].values())
+        by_cause[gpu] = {**sizes[gpu], OTHER: rest}
+        module.reset_peak_memory_stats(gpu)
+    return Snapshot(step, by_cause, peak_bytes)
+
+
+def peaks_during(step: Callable[[], object], gpus: Sequence[torch.device]) -> list[int]:
+    """The most bytes that ``step()`` had on each of ``gpus``, beyond what was there before it."""
+    module = torch.get_device_module(gpus[0])
+    gc.collect()  # tensors in cycles would go whenever Python likes, during the step as well
+    for gpu in gpus:
+        module.reset_peak_memory_stats(gpu)
+    before = [module.memory_allocated(gpu) for gpu in gpus]
+    step()
+    peaks = [module.max_memory_allocated(gpu) for gpu in gpus]
+    return [peak - start for peak, start in zip(peaks, before, strict=True)]
+
+
+@functools.cache
+def has_frozen() -> bool:
+    """Whether the program had left what it began with out of collections, when this was first asked.
+
+    Asked once: Python counts what is frozen one by one, a tenth of a second if torch is among it.
+    """
+    return gc.get_freeze_count() > 10_000  # Python 3.12 freezes some hundreds of its own
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """Leave what lives now out of the collections inside.
+
+    A collection goes through every object: a tenth of a second once torch is imported. A program that
+    has frozen what it began with is left as it is: it has only new objects to go through.
+    """
+    ours = not has_frozen()
+    if ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if ours:
+            gc.unfreeze()
+
+
+@contextmanager
+def only_new_garbage() -> Iterator[None]:
+    """The same for what is no garbage now: none of it becomes garbage by what is measured inside."""
+    gc.collect()
+    with frozen():
+        yield
+
+
+@contextmanager
+def capacity(gpu: torch.device, size_bytes: int) -> Iterator[None]:
+    """Let ``gpu`` hold at most ``size_bytes`` inside the block, then as much as before.
+
+    A real GPU keeps to it through PyTorch's caching allocator, which also counts what it holds in
+    reserve; a virtual one counts what is allocated. Beyond it, torch.OutOfMemoryError. ValueError for
+    a size that is not positive, or a device that is no GPU.
+    """
+    virtual = gpus.resolve(gpu)
+    if size_bytes <= 0 or (gpu.type != "cuda" and virtual is None):
+        raise ValueError(f"a GPU can hold a number of bytes, got {size_bytes} for {gpu}")
+    torch.get_device_module(gpu).empty_cache()
+    if gpu.type == "cuda":
+        whole = torch.cuda.get_device_properties(gpu).total_memory
+        torch.cuda.set_per_process_memory_fraction(size_bytes / whole, gpu)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, gpu)
+    elif virtual is not None:
+        before_bytes = virtual.memory.capacity_bytes
+        virtual.memory.set_capacity(size_bytes)
+        try:
+            yield
+        finally:
+            virtual.memory.set_capacity(before_bytes)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Right after one operation of a step: what is allocated, by cause and by module."""
+
+    phase: str
+    operation: str  # its name in torch.ops.aten
+    module: str  # whose forward ran it, "" outside of any
+    by_cause: dict[str, int]
+    activations_by_module: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.by_cause.values())
+
+
+class StepRecord(Watching):
+    """The bytes on one GPU after every operation of a training step, by cause.
+
+    A context round one step; inside it, ``phase(name)`` says what comes next. The causes, in
+    order: parameters, optimizer state, inputs, gradients (the ``.grad`` of parameters),
+    activations (made in the phase "forward", and inside a module's forward whenever it runs
+    again), and temporary: the rest, such as gradients that flow back, and what the optimizer needs
+    while it steps. What else was on the GPU before is left out. Sizes are rounded up to 512
+    bytes, as allocators do. Memory that an operation takes and returns while it runs is not seen.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        inputs: Sequence[torch.Tensor] = (),
+    ) -> None:
+        super().__init__()
+        self.moments: list[Moment] = []
+        self._model, self._optimizer, self._inputs = model, optimizer, inputs
+        self._parameters, self._buffers = list(model.parameters()), list(model.buffers())
+        self._gpu = self._parameters[0].device
+        self._phase = "forward"
+        self._running: list[str] = []
+        # Storages that forward operations made: place → (whether it lives, bytes, module).
+        self._made: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        # Looked up after every operation, so remembered: id → (the tensor, place, bytes).
+        self._measured: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
+        self._hooks: list[Any] = []
+        self._before_bytes = 0
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with the most bytes, the first of them if there are several."""
+        return max(self.moments, key=lambda moment: moment.total_bytes)
+
+    def phase(self, name: str) -> None:
+        """What follows belongs to the phase ``name``, such as "backward"."""
+        self._phase = name
+
+    def most(self, cause: str) -> int:
+        """The most bytes that ``cause`` had at any moment."""
+        return max(moment.by_cause[cause] for moment in self.moments)
+
+    def __enter__(self) -> Self:
+        self._before_bytes = self._allocated() - sum(self._known()[0].values())
+        for name, module in self._model.named_modules():
+            enter = module.register_forward_pre_hook(lambda *_, name=name: self._enter(name))
+            # Also when checkpointing ends a recomputation early, by an exception.
+            leave = module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+            self._hooks += [enter, leave]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        for hook in self._hooks:
+            hook.remove()
+        # The moments stay; what they tell of must not be kept from being freed.
+        del self._model, self._optimizer, self._inputs, self._parameters, self._buffers
+        self._made.clear()
+        self._measured.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._phase == "forward" or self._running:
+            self._note_made(result, (args, kwargs))
+        if func.namespace == "aten":  # not the profiler's own marks
+            self.moments.append(self._moment(func.overloadpacket.__name__))
+        return result
+
+    def _enter(self, module: str) -> None:
+        self._running.append(module)
+
+    def _leave(self) -> None:
+        self._running.pop()
+
+    def _allocated(self) -> int:
+        return torch.get_device_module(self._gpu).memory_allocated(self._gpu)
+
+    def _note_made(self, result: Any, given: Any) -> None:
+        """Remember the storages that an operation has made: not those that it was given."""
+        old = {_place(tensor) for tensor in self._own(given)}
+        for tensor in self._own(result):
+            if _place(tensor) not in old:
+                module = self._running[-1] if self._running else ""
+                ref = StorageWeakRef(tensor.untyped_storage())
+                self._made[_place(tensor)] = (ref, _size_bytes(tensor), module)
+
+    def _own(self, values: Any) -> list[torch.Tensor]:
+        return [
+            value
+            for value in tree_leaves(values)
+            if isinstance(value, torch.Tensor) and value.device == self._gpu
+        ]
+
+    def _known(self) -> tuple[dict[str, int], set[int]]:
+        """Bytes of all causes that have names for their tensors, and where those tensors are."""
+        state = self._optimizer.state if self._optimizer else {}
+        # Asked for thousands of times: without the detour over a tensor subclass's own attributes.
+        with torch._C.DisableTorchFunctionSubclass():
+            gradients = [parameter.grad for parameter in self._parameters]
+        causes = {
+            "parameters": [*self._parameters, *self._buffers],
+            "optimizer state": [kept for entry in state.values() for kept in entry.values()],
+            "inputs": self._inputs,
+            "gradients": gradients,
+        }
+        by_cause: dict[str, int] = {}
+        seen: set[int] = set()
+        for cause, tensors in causes.items():
+            by_cause[cause] = 0
+            for tensor in tensors:
+                place, size_bytes = self._measure(tensor)
+                if place not in seen:
+                    seen.add(place)
+                    by_cause[cause] += size_bytes
+        return by_cause, seen
+
+    def _measure(self, value: Any) -> tuple[int, int]:
+        """Where a tensor's storage is and its bytes; (0, 0) for what is not on the GPU."""
+        known = self._measured.get(id(value))
+        if known is None or known[0]() is not value:
+            if not isinstance(value, torch.Tensor) or value.device != self._gpu:
+                return 0, 0
+            known = weakref.ref(value), _place(value), _size_bytes(value)
+            self._measured[id(value)] = known
+        return known[1:]
+
+    def _moment(self, operation: str) -> Moment:
+        by_cause, places = self._known()
+        self._made = {place: made for place, made in self._made.items() if not made[0].expired()}
+        by_module: dict[str, int] = {}
+        for place, (_, size_bytes, module) in self._made.items():
+            if place not in places:
+                by_module[module] = by_module.get(module, 0) + size_bytes
+        by_cause[ACTIVATIONS] = sum(by_module.values())
+        rest = self._allocated() - self._before_bytes - sum(by_cause.values())
+        by_cause[TEMPORARY] = rest
+        module = self._running[-1] if self._running else ""
+        return Moment(self._phase, operation, module, by_cause, by_module)
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _size_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor's storage as an allocator counts them."""
+    return rounded(tensor.untyped_storage().nbytes())

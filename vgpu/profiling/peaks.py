@@ -1,0 +1,185 @@
+"""What one virtual GPU holds at the peak of a step, by cause, to the byte.
+
+Where ``memory.StepRecord`` looks after each operation, this looks at each allocation: also at what
+an operation takes and returns, at shapes, at DTensors and FSDP2, on ranks and in ``vgpu.cluster``.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from types import CodeType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import vgpu
+from vgpu.memory.records import MemoryEvent
+from vgpu.tensor.tensor import VirtualTensor, block_of
+from vgpu.time.backward import in_backward
+
+PARAMETERS, STATE, GRADIENTS = "parameters", "optimizer state", "gradients"
+GATHERED, ACTIVATIONS, TEMPORARY = "gathered parameters", "activations", "temporary"
+OTHER = "other"
+CAUSES = (PARAMETERS, STATE, GRADIENTS, GATHERED, ACTIVATIONS, TEMPORARY, OTHER)
+
+
+class PeakByCause:
+    """A context round a step; after it ``by_cause`` has the bytes at the first of its peaks.
+
+    Their sum is what ``max_memory_allocated()`` says of the step. The causes:
+
+    - parameters, with buffers, and optimizer state: what stays from step to step,
+    - gradients of parameters, and what FSDP2 sends and receives of them,
+    - gathered parameters: what FSDP2 has made whole, and what it receives,
+    - activations: what forward has made, also where checkpoints run it again,
+    - temporary: gradients that flow back, and what the optimizer needs while it steps,
+    - other: what lay on the GPU before the step and is none of these, and the buckets of DDP.
+
+    It asks for the cause of every block, so the step takes some microseconds longer for each.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """ValueError for a model that is not on a virtual GPU."""
+        self._model, self._optimizer = model, optimizer
+        self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+        if self._device.type != "vgpu":
+            raise ValueError(
+                f"bytes by cause are counted on virtual GPUs, and the model is on {self._device}: "
+                'move it to one first, as in model.to("vgpu:0")'
+            )
+        self.by_cause = dict.fromkeys(CAUSES, 0)
+        self._is_stepping = False
+        self._hooks: list[Any] = []
+        self._cause_of: dict[int, str] = {}  # by a block's number in the record
+        self._before: dict[int, int] = {}  # bytes of those that are there when the step begins
+        self._hooked: dict[int, torch.Tensor] = {}
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.by_cause.values())
+
+    def __enter__(self) -> Self:
+        self._recording = vgpu.record_memory(self._cause_now)
+        self._record = self._recording.__enter__()
+        parameters = list(self._model.parameters())
+        for cause, tensors in (
+            (PARAMETERS, [*parameters, *self._model.buffers()]),
+            (STATE, self._state()),
+            (GRADIENTS, [parameter.grad for parameter in parameters]),
+        ):
+            for number, size_bytes in self._know(cause, tensors):
+                self._before[number] = size_bytes
+        for module in self._model.modules():
+            self._hooks.append(module.register_forward_pre_hook(self._on_forward))
+        for parameter in parameters:
+            self._hook(parameter)
+        if self._optimizer is not None:
+            self._hooks.append(self._optimizer.register_step_pre_hook(self._on_step))
+            self._hooks.append(self._optimizer.register_step_post_hook(self._after_step))
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._recording.__exit__(*exc_info)
+        for hook in self._hooks:
+            hook.remove()
+        self._know(GRADIENTS, [parameter.grad for parameter in self._model.parameters()])
+        self._know(STATE, self._state())
+        self.by_cause = self._at_peak(self._record.events_on(self._device))
+        # Nothing of the step must be kept from being freed.
+        del self._model, self._optimizer, self._record, self._recording, self._hooks, self._hooked
+
+    def _state(self) -> list[Any]:
+        states = self._optimizer.state.values() if self._optimizer is not None else ()
+        return [value for state in states for value in state.values()]
+
+    def _know(self, cause: str, tensors: Iterable[Any]) -> list[tuple[int, int]]:
+        """Note the cause of tensors, if they have none yet; numbers and bytes of those blocks."""
+        found = []
+        for tensor in tensors:
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            if isinstance(local, VirtualTensor) and local.device == self._device:
+                block = block_of(local)
+                if block.size_bytes:
+                    number = self._record.number_of(block)
+                    if number not in self._cause_of:
+                        self._cause_of[number] = cause
+                        found.append((number, block.size_bytes))
+        return found
+
+    # While the step runs
+
+    def _on_forward(self, module: nn.Module, args: object) -> None:
+        """A module has its whole parameters now, if FSDP2 has gathered them."""
+        for parameter in module.parameters(recurse=False):
+            self._know(GATHERED, [parameter])
+            self._hook(parameter)
+
+    def _hook(self, parameter: torch.Tensor) -> None:
+        if parameter.requires_grad and id(parameter) not in self._hooked:
+            self._hooked[id(parameter)] = parameter
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        self._know(GRADIENTS, [parameter.grad])
+
+    def _on_step(self, *of_optimizer: object) -> None:
+        self._know(GRADIENTS, [parameter.grad for parameter in self._model.parameters()])
+        self._is_stepping = True
+
+    def _after_step(self, *of_optimizer: object) -> None:
+        self._know(STATE, self._state())
+        self._is_stepping = False
+
+    def _cause_now(self) -> str:
+        """What a block is for that is allocated now, as far as the moment tells."""
+        of_wrappers = _of_wrappers()
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if cause := of_wrappers.get(frame.f_code):
+                return cause
+        # A checkpoint computes forward again inside of backward, and records it.
+        flows_back = in_backward() and not torch.is_grad_enabled()
+        return TEMPORARY if flows_back or self._is_stepping else ACTIVATIONS
+
+    # After it
+
+    def _at_peak(self, events: list[MemoryEvent]) -> dict[str, int]:
+        # Asked of the record: what is freed while it begins, by garbage or a thread, is an event.
+        before_bytes = self._record.bytes_before(self._device)
+        last = max(range(len(events)), key=lambda at: events[at].allocated_bytes, default=-1)
+        if last >= 0 and events[last].allocated_bytes <= before_bytes:
+            last = -1  # it never had more than when it began
+        held, labels = dict(self._before), dict[int, str]()
+        unknown_bytes = before_bytes - sum(held.values())
+        for event in events[: last + 1]:
+            if event.block not in held:  # new, or from before and unknown
+                unknown_bytes -= event.block_bytes - event.size_bytes
+            held[event.block] = event.block_bytes
+            if event.size_bytes > 0:
+                labels[event.block] = event.label
+        by_cause = {**dict.fromkeys(CAUSES, 0), OTHER: unknown_bytes}
+        for number, size_bytes in held.items():
+            by_cause[self._cause_of.get(number) or labels.get(number, OTHER)] += size_bytes
+        return by_cause
+
+
+@functools.cache
+def _of_wrappers() -> dict[CodeType, str]:
+    """What functions of FSDP2 and DDP allocate for."""
+    causes: dict[Callable[..., Any], str] = {
+        collectives.foreach_all_gather: GATHERED,
+        collectives.foreach_all_gather_copy_out: GATHERED,
+        FSDPParam.init_all_gather_outputs: GATHERED,
+        FSDPParam.init_unsharded_param: GATHERED,
+        FSDPParam.alloc_all_gather_outputs: GATHERED,
+        collectives.foreach_reduce: GRADIENTS,
+        DistributedDataParallel._pre_forward: OTHER,  # buckets, in the second step
+    }
+    return {inspect.unwrap(function).__code__: cause for function, cause in causes.items()}

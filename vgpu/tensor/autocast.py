@@ -1,0 +1,209 @@
+"""Autocast for virtual GPUs: which operators run in which type, as for CUDA.
+
+The policies and the cache of cast weights are those of ``aten/src/ATen/autocast_mode.cpp``; which
+operator has which policy stands in lists.py.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vgpu.changes import Changes
+from vgpu.memory import gpus
+from vgpu.tensor import autocast_lists as lists
+from vgpu.tensor.operators import Operator, named_arguments, operator_of_aten
+
+_KEY = "AutocastPrivateUse1"
+_KEYSET = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+
+Kernel = Callable[..., Any]
+
+
+def install(changes: Changes) -> None:
+    """torch calls it by this name where the outermost autocast block ends."""
+    changes.wrap(torch, "clear_autocast_cache", _clearing)
+
+
+def register(library: torch.library.Library) -> None:
+    """Add the kernels to ``library``, an implementation library for ``aten``."""
+    kernels = {
+        **dict.fromkeys(lists.LOWER_PRECISION_FP, _in_lower_precision),
+        **dict.fromkeys(lists.FP32, _in_float32),
+        **dict.fromkeys(lists.FP32_SET_OPT_DTYPE, _giving_float32),
+        **dict.fromkeys(lists.FP32_APPEND_DTYPE, _giving_float32_by_another),
+        **dict.fromkeys(lists.PROMOTE, _in_widest),
+    }
+    for name, policy in kernels.items():
+        func = operator_of_aten(name)
+        library.impl(func, policy(func), _KEY)
+    library.impl(torch.ops.aten.binary_cross_entropy.default, _refuse, _KEY)
+
+
+# The policies
+
+
+def _casting(func: Operator, choose: Callable[[list[Any]], torch.dtype]) -> Kernel:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEYSET):
+            dtype = choose([*args, *kwargs.values()])
+            kwargs = {name: cast(value, dtype) for name, value in kwargs.items()}
+            return func(*(cast(value, dtype) for value in args), **kwargs)
+
+    return kernel
+
+
+def _in_lower_precision(func: Operator) -> Kernel:
+    return _casting(func, lambda values: _lower_precision())
+
+
+def _in_float32(func: Operator) -> Kernel:
+    return _casting(func, lambda values: torch.float32)
+
+
+def _in_widest(func: Operator) -> Kernel:
+    return _casting(func, _widest)
+
+
+def _giving_float32(func: Operator) -> Kernel:
+    place = [argument.name for argument in func._schema.arguments].index("dtype")
+    copies = func.name() in ("aten::cumsum", "aten::cumprod")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEYSET):
+            given = args[place] if place < len(args) else kwargs.get("dtype")
+            if given is not None or not _is_eligible(args[0]):
+                return func(*args, **kwargs)
+            first, *rest = args[:place]
+            if copies:  # as their kernels for CUDA do; those of sums and norms read half precision
+                first = first.to(torch.float32)
+            return func(first, *rest, *args[place + 1 :], **kwargs | {"dtype": torch.float32})
+
+    return kernel
+
+
+def _giving_float32_by_another(func: Operator) -> Kernel:
+    schema = func._schema.arguments
+    defaults = {one.name: one.default_value for one in schema if one.has_default_value()}
+    other = operator_of_aten(lists.FP32_APPEND_DTYPE[func.name().removeprefix("aten::")])
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEYSET):
+            named = defaults | named_arguments(func, args, kwargs)
+            dtype = torch.float32 if _is_eligible(args[0]) else args[0].dtype
+            return other(*(named[argument.name] for argument in schema), dtype=dtype)
+
+    return kernel
+
+
+def _lower_precision() -> torch.dtype:
+    return torch.get_autocast_dtype(gpus.DEVICE_TYPE)
+
+
+def _widest(values: list[Any]) -> torch.dtype:
+    """float32 where any operand has it, else the autocast type."""
+    widest = _lower_precision()
+    tensors = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    for one in tensors:
+        if not _is_eligible(one):
+            continue
+        if torch.float32 in (widest, one.dtype):
+            widest = torch.float32
+        elif one.dtype is not widest:
+            raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+    return widest
+
+
+def _refuse(*args: object, **kwargs: object) -> None:
+    raise RuntimeError(
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+        "Use binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss instead."
+    )
+
+
+# Casts, and those of weights that are kept
+
+
+def cast_down(value: Any) -> Any:
+    """A value as an operator of lower precision gets it, in an autocast block or outside."""
+    if not torch.is_autocast_enabled(gpus.DEVICE_TYPE):
+        return value
+    return cast(value, _lower_precision())
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors of a virtual GPU, but for float64, in ``dtype``; anything else as it is."""
+    if isinstance(value, list | tuple):
+        return type(value)(cast(item, dtype) for item in value)
+    if not _is_eligible(value) or value.dtype is dtype:
+        return value
+    return _cached(value, dtype) if _is_weight(value, dtype) else value.to(dtype)
+
+
+def recurrent(plain: Kernel) -> Kernel:
+    """``torch.lstm`` and its kind, as cuDNN computes them: in float16, whatever autocast's type is.
+
+    ATen/cudnn/AutocastRNN.cpp names that type itself, and caches no cast weights.
+    """
+
+    @functools.wraps(plain)
+    def cast_first(*args: Any, **kwargs: Any) -> Any:
+        on_gpu = isinstance(args[0], torch.Tensor) and args[0].device.type == gpus.DEVICE_TYPE
+        by_cudnn = torch.backends.cudnn.enabled and on_gpu
+        if not by_cudnn or not torch.is_autocast_enabled(gpus.DEVICE_TYPE):
+            return plain(*args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(_KEYSET):
+            kwargs = {name: _in_float16(value) for name, value in kwargs.items()}
+            return plain(*(_in_float16(value) for value in args), **kwargs)
+
+    return cast_first
+
+
+def _in_float16(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_in_float16(item) for item in value)
+    return value.to(torch.float16) if _is_eligible(value) else value
+
+
+def _is_eligible(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.dtype is not torch.float64
+        and value.device.type == gpus.DEVICE_TYPE
+    )
+
+
+def _is_weight(value: torch.Tensor, dtype: torch.dtype) -> bool:
+    return (
+        dtype is _lower_precision()
+        and value.dtype is torch.float32
+        and value.requires_grad
+        and value.is_leaf
+        and not value._is_view()
+        and torch.is_autocast_cache_enabled()
+        and not torch.is_inference_mode_enabled()
+    )
+
+
+# By the weight's id, as C++ has it: of all threads, and whatever the type that was asked for.
+_casts: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+
+
+def _cached(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    of, copy = _casts.get(id(weight), (None, None))
+    if copy is None or of is None or of() is not weight:
+        with torch.enable_grad():  # a later use, outside of no_grad, may need its history
+            copy = weight.to(dtype)
+        _casts[id(weight)] = weakref.ref(weight), copy
+    return copy
+
+
+def _clearing(plain: Callable[[], None]) -> Callable[[], None]:
+    def clear_autocast_cache() -> None:
+        _casts.clear()
+        plain()
+
+    return clear_autocast_cache

@@ -1,0 +1,143 @@
+"""Random numbers: one generator per virtual GPU, each a CPU generator inside.
+
+``torch.manual_seed`` seeds them all alike, so a virtual GPU draws what the CPU would draw, and what
+one device draws does not depend on the others or on the order in which threads run.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+
+from vgpu.memory import gpus
+
+_PlainGenerator = torch.Generator
+
+# C++ hands a generator back as a new Python object; its address tells which one it is.
+_owners: weakref.WeakValueDictionary[int, "DeviceGenerator"] = weakref.WeakValueDictionary()
+
+
+# A state is the CPU generator's, then three int64: the seed, an offset, and the offset for which
+# the first part holds. CUDA's generator has a seed and an offset only, 8 bytes each.
+PHILOX_BYTES = 16
+_TAIL_BYTES = 24
+
+
+class DeviceGenerator(_PlainGenerator):
+    """A generator of a virtual GPU.
+
+    DTensor gives each shard another offset and expects other numbers there, the same ones wherever
+    seed and offset are the same. A CPU generator has no offset: a new one starts it afresh, from a
+    seed that both make up.
+    """
+
+    _gpu: gpus.VirtualGPU
+    _cdata: int
+    _offset = 0
+    _seed: int | None = None
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._gpu.device
+
+    def initial_seed(self) -> int:
+        return super().initial_seed() if self._seed is None else self._seed
+
+    def manual_seed(self, seed: int) -> "DeviceGenerator":
+        super().manual_seed(seed)
+        self._seed, self._offset = None, 0
+        return self
+
+    def seed(self) -> int:
+        self._seed, self._offset = None, 0
+        return super().seed()
+
+    def get_state(self) -> torch.Tensor:
+        """A byte tensor on the CPU: all that is needed to go on from here, in any process."""
+        # Whatever the default device is.
+        tail = torch.tensor(
+            [_signed(self.initial_seed()), self._offset, self._offset], device="cpu"
+        )
+        return torch.cat([super().get_state(), tail.view(torch.uint8)])
+
+    def set_state(self, state: torch.Tensor) -> "DeviceGenerator":
+        seed, offset, holds_for = state[-_TAIL_BYTES:].view(torch.int64).tolist()
+        if offset == holds_for:
+            super().set_state(state[:-_TAIL_BYTES].clone())
+        else:
+            super().manual_seed(_mixed(seed, offset))
+        self._seed, self._offset = seed % 2**64, offset
+        return self
+
+    def clone_state(self) -> "DeviceGenerator":
+        return _generator_in(self._gpu, self.get_state())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.device, self.get_state())
+
+
+def offset_in(state: torch.Tensor) -> torch.Tensor:
+    """The offset in a generator's state: one int64 that shares the state's memory."""
+    return state[-16:-8].view(torch.int64)
+
+
+def set_offset_in(state: torch.Tensor, offset: int) -> None:
+    """Change the offset in a generator's state."""
+    state[-16:] = torch.tensor([offset, -1], device="cpu").view(torch.uint8)
+
+
+def _mixed(seed: int, offset: int) -> int:
+    """A seed for each pair (Steele, Lea and Flood, 2014: the finalizer of SplitMix64)."""
+    z = (seed + (offset + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
+def _signed(number: int) -> int:
+    """A number of 64 bits as int64 has it."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def make_generator(device: torch.device | str | int | None = None) -> torch.Generator:
+    """What ``torch.Generator(device)`` makes while virtual GPUs are enabled."""
+    gpu = None if device is None else gpus.resolve(torch.device(device))
+    if gpu is None:
+        return _PlainGenerator() if device is None else _PlainGenerator(device)
+    return _generator_of(gpu)
+
+
+def _generator_of(gpu: gpus.VirtualGPU) -> DeviceGenerator:
+    generator = DeviceGenerator()
+    generator._gpu = gpu
+    _owners[generator._cdata] = generator
+    return generator
+
+
+def _generator_in(gpu: gpus.VirtualGPU, state: torch.Tensor) -> DeviceGenerator:
+    return _generator_of(gpu).set_state(state)
+
+
+def _restored(device: torch.device, state: torch.Tensor) -> DeviceGenerator:
+    """What pickle and deepcopy make: a generator of its own, which draws what the first would."""
+    gpu = gpus.resolve(device)
+    assert gpu is not None
+    return _generator_in(gpu, state)
+
+
+def generator_for(gpu: gpus.VirtualGPU, given: torch.Generator | None) -> torch.Generator:
+    """The generator for an operation on ``gpu``: the given one, or the device's own."""
+    if given is None:
+        return default_generator(gpu)
+    if given._cdata not in _owners:  # type: ignore[attr-defined]
+        raise RuntimeError(
+            f"Expected a '{gpus.DEVICE_TYPE}' device type for generator "
+            f"but found '{given.device.type}'"
+        )
+    return given
+
+
+def default_generator(gpu: gpus.VirtualGPU) -> torch.Generator:
+    if gpu.generator is None:
+        gpu.generator = _generator_of(gpu)
+    return gpu.generator

@@ -1,0 +1,122 @@
+"""Fused attention: CUDA's operators, computed by the CPU's own fused kernel.
+
+They keep the output and one number per row, not the matrix of scores, so the bytes are those of a
+GPU, and DTensor and context parallelism know how to split them. Strides are a GPU's too, as torch's
+functions for meta tensors have them. Left out: dropout, which the CPU's kernel does not have (with
+it, torch_api/attention.py computes attention unfused).
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from vgpu.memory.gpus import VirtualGPU
+from vgpu.tensor.operations import unwrap, wrap_result
+from vgpu.tensor.operators import Args, Handler, Kwargs, Operator, named_arguments
+from vgpu.tensor.same_device import check_for
+
+
+def _arguments(func: Operator, args: Args, kwargs: Kwargs) -> tuple[dict[str, Any], VirtualGPU]:
+    """The arguments by name, with CPU tensors in place of virtual ones, and the GPU."""
+    named = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    named |= named_arguments(func, args, kwargs)
+    values, gpu, mixed = unwrap(named.values(), None, False)
+    assert gpu is not None, "no virtual tensor among the arguments"
+    if mixed:
+        check_for(func)(func, args, kwargs)
+    named = dict(zip(named, values, strict=True))
+    if named["dropout_p"]:
+        raise NotImplementedError(
+            f"fused attention with dropout_p={named['dropout_p']} is not supported on virtual GPUs: "
+            "call torch.nn.functional.scaled_dot_product_attention, which then computes it unfused"
+        )
+    return named, gpu
+
+
+def _forward(named: dict[str, Any], mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and the logarithm of each row's sum: (B, H, S, D) and (B, H, S)."""
+    parts = [named[name] for name in ("query", "key", "value")]
+    parts = [part if part.stride(-1) == 1 else part.contiguous() for part in parts]
+    output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *parts, 0.0, named["is_causal"], attn_mask=mask, scale=named["scale"]
+    )
+    return output, logsumexp
+
+
+def _backward(
+    named: dict[str, Any], grad: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    logsumexp = named["logsumexp"][..., : named["query"].size(-2)]  # without the padding
+    query, key, value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, named["query"], named["key"], named["value"], named["out"], logsumexp,
+        0.0, named["is_causal"], attn_mask=mask, scale=named["scale"],
+    )  # fmt: skip
+    return query, key, value
+
+
+def _as_rows_of_heads(values: torch.Tensor) -> torch.Tensor:
+    """(B, H, S, D) laid out as (B, S, H, D): how the memory-efficient kernels write."""
+    return values.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _laid_out_as(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The values, in the memory that ``empty_like(like)`` has: how flash attention writes."""
+    made = torch.empty_like(like)
+    return values if values.stride() == made.stride() else made.copy_(values)
+
+
+def flash_attention(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    named, gpu = _arguments(func, args, kwargs)
+    query = named["query"]
+    output, logsumexp = _forward(named, None)
+    # State of random numbers; there is no mask to look at, and no lengths of packed sequences.
+    state = torch.zeros(2, dtype=torch.uint64, device="cpu")
+    results = (
+        *(_laid_out_as(query, output), logsumexp.contiguous(), None, None),
+        *(query.size(-2), named["key"].size(-2), state, state.new_zeros(())),
+        query.new_empty(0),
+    )
+    return wrap_result(results, gpu, "attention")
+
+
+def flash_attention_backward(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    named, gpu = _arguments(func, args, kwargs)
+    gradients = _backward(named, named["grad_out"], None)
+    inputs = (named[name] for name in ("query", "key", "value"))
+    results = tuple(_laid_out_as(*pair) for pair in zip(inputs, gradients, strict=True))
+    return wrap_result(results, gpu, "attention")
+
+
+def efficient_attention(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    named, gpu = _arguments(func, args, kwargs)
+    output, logsumexp = _forward(named, named["attn_bias"])
+    rows = logsumexp.size(-1)
+    if named["compute_log_sumexp"]:
+        padded = torch.nn.functional.pad(logsumexp, (0, -rows % 32), value=math.inf)
+    else:
+        padded = logsumexp.new_empty((*logsumexp.shape[:-1], 0))
+    none = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(2)]
+    results = _as_rows_of_heads(output), padded.contiguous(), *none
+    return wrap_result(results, gpu, "attention")
+
+
+def efficient_attention_backward(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    named, gpu = _arguments(func, args, kwargs)
+    bias = named["attn_bias"]
+    if named["grad_input_mask"][3]:
+        raise NotImplementedError(
+            "the gradient of an attention mask is not supported in fused attention on virtual GPUs"
+        )
+    bias = None if bias is not None and bias.numel() == 0 else bias
+    gradients = _backward(named, named["grad_out_"], bias)
+    results = *(_as_rows_of_heads(gradient) for gradient in gradients), None
+    return wrap_result(results, gpu, "attention")
+
+
+HANDLERS: dict[str, Handler] = {
+    "aten::_scaled_dot_product_flash_attention": flash_attention,
+    "aten::_scaled_dot_product_flash_attention_backward": flash_attention_backward,
+    "aten::_scaled_dot_product_efficient_attention": efficient_attention,
+    "aten::_scaled_dot_product_efficient_attention_backward": efficient_attention_backward,
+}

@@ -1,0 +1,127 @@
+"""Operators that are one call on the CPU and several on a GPU, with tensors between them.
+
+Those tensors take room there, and each operator takes time. What C++ itself makes of others, for every
+device alike, stands in rules.py. Here are those whose kernel for the CPU does the same inside, where
+nobody counts it. What CUDA's kernels for sorting, scanning and reducing take as scratch is left out.
+"""
+
+from typing import Any
+
+import torch
+
+from vgpu.tensor.operators import Args, Handler, Kwargs, Operator, named_arguments
+from vgpu.tensor.rules import Condition, always
+
+aten = torch.ops.aten
+_NONE, _MEAN = 0, 1  # at::Reduction
+
+
+def loss(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """A loss and its mean or sum (Loss.cpp).
+
+    That of ``mse_loss`` and ``smooth_l1_loss`` is a tensor for all elements that was shrunk to one
+    number and keeps its storage (``TORCH_META_FUNC(mse_loss)``).
+    """
+    named = named_arguments(func, args, kwargs)
+    reduction = named.get("reduction", _MEAN)
+    each = func(**{**named, "reduction": _NONE})
+    if func is aten.huber_loss.default:
+        return each.mean() if reduction == _MEAN else each.sum()
+    result = torch.empty_like(each).resize_(())
+    if reduction == _MEAN:
+        return aten.mean.out(each, [], out=result)
+    return aten.sum.IntList_out(each, [], out=result)
+
+
+def binary_cross_entropy(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """Its mean or sum is written over the losses (``binary_cross_entropy_out_cuda``, Loss.cu)."""
+    named = named_arguments(func, args, kwargs)
+    each = func(**{**named, "reduction": _NONE})
+    reduced = each.mean() if named.get("reduction", _MEAN) == _MEAN else each.sum()
+    return each.resize_as_(reduced).copy_(reduced)
+
+
+def is_reduced(args: Args, kwargs: Kwargs) -> bool:
+    """Whether a mean or sum is asked for; ``reduction`` is the first integer behind the tensors."""
+    given = [one for one in args[2:4] if type(one) is int]
+    return (given[0] if given else kwargs.get("reduction", _MEAN)) != _NONE
+
+
+def logsumexp(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """The largest value is taken off before the exponential (``logsumexp_out_impl``, ReduceOps.cpp)."""
+    named = named_arguments(func, args, kwargs)
+    source, dims, keepdim = named["self"], named["dim"], named.get("keepdim", False)
+    if not (source.is_floating_point() or source.is_complex()):
+        source = source.to(torch.get_default_dtype())
+    if source.numel() == 0:
+        return source.exp().sum(dims, keepdim).log_()
+    largest = torch.real(source).amax(dims, True)
+    kept = largest if keepdim else largest.squeeze(dims or list(range(source.dim())))
+    kept.masked_fill_(kept.abs() == float("inf"), 0)
+    return (source - largest).exp_().sum(dims, keepdim).log_().add_(kept)
+
+
+def masked_select(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """By index, as CUDA's kernel (``masked_select_out_cuda_impl``, IndexKernel.cpp)."""
+    named = named_arguments(func, args, kwargs)
+    mask, source = torch.broadcast_tensors(*torch.atleast_1d(named["mask"], named["self"]))
+    return aten.index.Tensor(source, [mask])
+
+
+def fits_mask(args: Args, kwargs: Kwargs) -> bool:
+    """Whether there are values to count, and nothing to complain of."""
+    named = named_arguments(aten.masked_select.default, args, kwargs)
+    source, mask = named["self"], named["mask"]
+    return mask.dtype is torch.bool and source.device == mask.device
+
+
+def index(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """Masks become integers first, and what is on the CPU goes to the GPU (``expandTensors``)."""
+    source, indices, *others = args
+    ready: list[torch.Tensor | None] = []
+    for one in indices:
+        is_mask = one is not None and one.dtype is torch.bool
+        if is_mask:
+            _check_mask(one, source, len(ready))
+        for found in one.nonzero().unbind(1) if is_mask else (one,):
+            if found is not None and found.device.type == "cpu":
+                found = found.to(source.device, non_blocking=is_mask)
+            ready.append(found)
+    return func(source, ready, *others, **kwargs)
+
+
+def unready(args: Args, kwargs: Kwargs) -> bool:
+    """Whether there are masks, or indices on the CPU for a tensor on a GPU.
+
+    A single number is filled in by the mask (``canDispatchToMaskedFill``).
+    """
+    source, indices, *others = args
+    if source.device.type == "cpu":
+        return False
+    given = [one for one in indices if one is not None]
+    fills = len(given) == 1 and others and others[0].numel() == 1 and others[1:2] != [True]
+    return any((one.dtype is torch.bool and not fills) or one.device.type == "cpu" for one in given)
+
+
+def _check_mask(mask: torch.Tensor, source: torch.Tensor, first: int) -> None:
+    for dim, (found, size) in enumerate(zip(mask.shape, source.shape[first:], strict=False)):
+        if found != size:
+            raise IndexError(
+                f"The shape of the mask {list(mask.shape)} at index {dim} does not match the "
+                f"shape of the indexed tensor {list(source.shape)} at index {first + dim}"
+            )
+
+
+PARTS: dict[str, tuple[Condition, Handler]] = {
+    "aten::mse_loss": (is_reduced, loss),
+    "aten::smooth_l1_loss": (is_reduced, loss),
+    "aten::huber_loss": (is_reduced, loss),
+    "aten::binary_cross_entropy": (is_reduced, binary_cross_entropy),
+    "aten::logsumexp": (always, logsumexp),
+    "aten::masked_select": (fits_mask, masked_select),
+    "aten::index.Tensor": (unready, index),
+    "aten::index_put": (unready, index),
+    "aten::index_put_": (unready, index),
+    "aten::_index_put_impl_": (unready, index),
+    "aten::_unsafe_index.Tensor": (unready, index),
+}

@@ -1,0 +1,279 @@
+"""What virtual GPUs cannot do: a clear error, before C++ raises an obscure one or crashes."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
+from torch.nn.parallel import comm as torch_comm
+from torch.utils import _pytree as pytree
+
+from vgpu.changes import Changes
+from vgpu.memory import gpus
+from vgpu.tensor.operators import Handler
+
+_NESTED = (
+    "nested tensors are not supported on virtual GPUs: pad the parts to one size "
+    "(torch.nn.utils.rnn.pad_sequence), or keep the nested tensor on the CPU"
+)
+_NESTED_ENCODER = (
+    "nn.TransformerEncoder makes a nested tensor of its input where it is evaluated without gradients "
+    "and with src_key_padding_mask, and nested tensors are not supported on virtual GPUs: make it "
+    "with enable_nested_tensor=False. At padded places, where the nested tensor leaves zeros, its "
+    "output is then a number to ignore; elsewhere it is the same"
+)
+_QUANTIZED = "quantized tensors are not supported on virtual GPUs: quantize on the CPU"
+_FORWARD_MODE = (
+    "forward-mode automatic differentiation is not supported on virtual GPUs: "
+    "use backward(), or tensors on the CPU"
+)
+_STORAGE = (
+    "a storage alone cannot be made on or moved to a virtual GPU: make a tensor there, such as "
+    "torch.empty(n, dtype=torch.uint8, device='vgpu:0')"
+)
+
+# Operators that make a tensor of a kind that virtual GPUs do not have.
+_REFUSED = {
+    "aten::_nested_tensor_from_mask": _NESTED_ENCODER,
+    "aten::_nested_tensor_from_tensor_list": _NESTED,
+    "aten::_nested_view_from_buffer": _NESTED,
+    "aten::_nested_view_from_jagged": _NESTED,
+    "aten::_make_per_channel_quantized_tensor": _QUANTIZED,
+    "aten::_make_per_tensor_quantized_tensor": _QUANTIZED,
+    "aten::quantize_per_channel": _QUANTIZED,
+    "aten::quantize_per_tensor": _QUANTIZED,
+    "aten::quantize_per_tensor_dynamic": _QUANTIZED,
+}
+
+
+def _refusing(message: str) -> Callable[..., NoReturn]:
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise NotImplementedError(message)
+
+    return refuse
+
+
+HANDLERS: dict[str, Handler] = {name: _refusing(text) for name, text in _REFUSED.items()}
+# By dispatch key: what a move of such a tensor from the CPU reaches.
+FALLBACKS = {
+    "NestedTensorPrivateUse1": _refusing(_NESTED),
+    "QuantizedPrivateUse1": _refusing(_QUANTIZED),
+}
+
+
+def install(changes: Changes) -> None:
+    changes.wrap(torch.Tensor, "_make_wrapper_subclass", make_wrapper_subclass)
+    changes.wrap(torch.nested, "nested_tensor", nested_tensor)
+    changes.wrap(torch.UntypedStorage, "__new__", new_untyped_storage)
+    changes.wrap(forward_ad, "make_dual", make_dual)
+    changes.wrap(torch, "compile", refusing_virtual)
+    changes.wrap(torch.jit.RecursiveScriptModule, "to", script_module_to)
+    changes.wrap(torch.jit.ScriptModule, "__call__", script_module_call)
+    changes.wrap(torch_comm, "broadcast", broadcast)
+    changes.set(torch.UntypedStorage, gpus.DEVICE_TYPE, storage_to_gpu)
+
+
+def is_virtual_device(device: object) -> bool:
+    """Whether a torch.device, or the text of one, means a virtual GPU."""
+    if isinstance(device, str):
+        device = torch.device(device)
+    names = (gpus.DEVICE_TYPE, gpus.CPP_DEVICE_TYPE)
+    return isinstance(device, torch.device) and device.type in names
+
+
+def nested_tensor(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(plain)
+    def nested_tensor(*args: Any, device: object = None, **kwargs: Any) -> torch.Tensor:
+        if is_virtual_device(device):
+            raise NotImplementedError(_NESTED)
+        return plain(*args, device=device, **kwargs)
+
+    return nested_tensor
+
+
+def broadcast(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.nn.parallel.comm.broadcast``, which C++ has for CUDA only."""
+
+    @functools.wraps(plain)
+    def broadcast(tensor: torch.Tensor, devices: Any = None, *, out: Any = None) -> Any:
+        if not is_virtual_device(tensor.device):
+            return plain(tensor, devices, out=out)
+        raise NotImplementedError(
+            "comm.broadcast is not supported on virtual GPUs: copy with tensor.to(device) to each "
+            "device, or call comm.broadcast_coalesced([tensor], devices)"
+        )
+
+    return broadcast
+
+
+def script_module_to(plain: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    """``ScriptModule.to``: C++ would keep the parameters where they are."""
+
+    @functools.wraps(plain)
+    def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        if is_virtual_device(device):
+            raise NotImplementedError(
+                f"a ScriptModule cannot move to {device}: move the module that it was made of, and "
+                "call it as it is, without torch.jit"
+            )
+        return plain(module, *args, **kwargs)
+
+    return to
+
+
+def script_module_call(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Calling a ScriptModule: TorchScript does not say what an operation on virtual tensors raised."""
+
+    @functools.wraps(plain)
+    def __call__(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(module, *args, **kwargs)
+        except RuntimeError as error:
+            given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            virtual = [x.device for x in given if is_virtual_device(x.device)]
+            if not virtual:
+                raise
+            own = {x.device for x in (*module.parameters(), *module.buffers())}
+            kept = f", but its parameters stay on {min(own, key=str)}" if own else ""
+            raise RuntimeError(
+                f"a ScriptModule was called with a tensor on {virtual[0]}{kept}, and an operation "
+                "of it failed: call the module that it was made of, without torch.jit, which also "
+                "moves to a virtual GPU and says what is wrong"
+            ) from error
+
+    return __call__
+
+
+def storage_to_gpu(storage: torch.UntypedStorage, device: Any = None) -> torch.UntypedStorage:
+    """``storage.vgpu(index)``, for ``map_location`` functions; refused elsewhere."""
+    if torch.serialization._serialization_tls.map_location is None:
+        raise NotImplementedError(_STORAGE)
+    index = gpus.current_index() if device is None else torch._utils._get_device_index(device)
+    storage._vgpu_home = gpus.by_index(index)  # type: ignore[attr-defined]
+    return storage
+
+
+def make_wrapper_subclass(
+    plain: Callable[..., torch.Tensor],
+) -> "staticmethod[..., torch.Tensor]":
+    """``torch.Tensor._make_wrapper_subclass``, but no nested tensor around virtual ones.
+
+    A jagged tensor is a Python class around its values; autograd would look for a queue of its
+    device in C++, and there is none.
+    """
+
+    def _make_wrapper_subclass(cls: type, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if cls.__module__.startswith("torch.nested"):
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.device) and is_virtual_device(value):
+                    raise NotImplementedError(_NESTED)
+        return plain(cls, *args, **kwargs)
+
+    return staticmethod(_make_wrapper_subclass)
+
+
+def new_untyped_storage(
+    plain: Callable[..., torch.UntypedStorage],
+) -> Callable[..., torch.UntypedStorage]:
+    """``torch.UntypedStorage.__new__``; C++ finds no allocator for a virtual GPU and crashes."""
+
+    def __new__(
+        cls: type, *args: Any, device: object = None, **kwargs: Any
+    ) -> torch.UntypedStorage:
+        if is_virtual_device(device):
+            raise NotImplementedError(_STORAGE)
+        if device is not None:
+            kwargs["device"] = device
+        return plain(cls, *args, **kwargs)
+
+    return __new__
+
+
+def make_dual(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.autograd.forward_ad.make_dual``, which C++ cannot do for virtual tensors."""
+
+    @functools.wraps(plain)
+    def make_dual(tensor: torch.Tensor, tangent: torch.Tensor, *, level: int | None = None) -> Any:
+        if is_virtual_device(tensor.device) or is_virtual_device(tangent.device):
+            raise NotImplementedError(_FORWARD_MODE)
+        return plain(tensor, tangent, level=level)
+
+    return make_dual
+
+
+def subclass_refused(cls: type) -> NotImplementedError:
+    """The error for a tensor of a user's own class on a virtual GPU."""
+    return NotImplementedError(
+        f"tensors of the subclass {cls.__name__} are not supported on virtual GPUs: use plain "
+        "tensors there, or a class that holds a tensor as an attribute (torch.Tensor.as_subclass "
+        "and the like work on the CPU)"
+    )
+
+
+_excluding = torch._C._SetExcludeDispatchKeyGuard
+_AUTOGRAD = torch._C.DispatchKey.AutogradCPU
+_IN_PLACE = torch._C.DispatchKey.ADInplaceOrView
+
+
+def refuse_tangents(values: Iterable[object]) -> None:
+    """Raise where a CPU tensor brings a tangent to a virtual GPU: C++ would crash on the next use.
+
+    The tangents of torch.func.jvp cannot be seen from here, so in it nothing may cross.
+    """
+    level = forward_ad._current_level
+    if level < 0:
+        return
+    if eager_transforms.JVP_NESTING:
+        raise NotImplementedError(_FORWARD_MODE)
+    for value in values:
+        if isinstance(value, list | tuple):
+            refuse_tangents(value)
+        elif isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            # Below autograd, where this runs, C++ would not look for a tangent.
+            with _excluding(_AUTOGRAD, False), _excluding(_IN_PLACE, False):
+                _, tangent = torch._VF._unpack_dual(value, level=level)
+            if tangent is not None:
+                raise NotImplementedError(_FORWARD_MODE)
+
+
+def refusing_virtual(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile``, which would warn at length and then run virtual tensors uncompiled."""
+
+    @functools.wraps(plain)
+    def compile(model: object = None, *args: Any, **kwargs: Any) -> Any:
+        owner = getattr(model, "__self__", model)  # Module.compile hands over a bound method
+        if isinstance(owner, torch.nn.Module):
+            for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
+                if is_virtual_device(tensor.device):
+                    raise _not_compiled(f"{name} is on {tensor.device}: run the model as it is")
+        compiled = plain(model, *args, **kwargs)
+        if isinstance(compiled, torch.nn.Module):  # which may be moved afterwards
+            compiled.forward = _on_real_tensors(compiled.forward)
+            return compiled
+        return compiled if model is None else _on_real_tensors(compiled)
+
+    return compile
+
+
+def _on_real_tensors(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled function that refuses virtual tensors when it is called."""
+
+    @functools.wraps(compiled)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for value in pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and is_virtual_device(value.device):
+                raise _not_compiled(
+                    f"an argument is on {value.device}: call what was compiled as it is"
+                )
+        return compiled(*args, **kwargs)
+
+    return checked
+
+
+def _not_compiled(found: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"torch.compile is not supported on virtual GPUs, and {found}, or compile it on the CPU"
+    )

@@ -1,0 +1,355 @@
+"""Seconds for an operation, a copy and a collective, from datasheet figures.
+
+An operation lasts as the roofline says (Williams, Waterman and Patterson, 2009): the longer of
+FLOPs over FLOP/s and bytes over bytes/s, plus a fixed time to start. A matrix product takes longer
+where its tiles do not fill the GPU, and to write its result (device/products.py). FLOPs are counted by
+torch's own ``torch.utils.flop_counter``, bytes are those of the tensors. No program reaches a
+datasheet's peak, so arithmetic, memory and links each have a share of theirs: see ``CostModel``.
+
+Left out: caches, the algorithm that a library picks, a GPU that a small convolution or elementwise
+operation cannot fill, operations that read their input twice (batch norm), float64 (counted as
+float32), clocks that fall with heat or power, the memory bandwidth that NCCL's kernels take from those
+beside them, and neighbours on the same switch.
+"""
+
+import functools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from vgpu.hardware import efficiency as products
+from vgpu.hardware.efficiency import Product
+from vgpu.hardware.links import Link, get_link
+from vgpu.hardware.networks import Network, get_network
+from vgpu.hardware.specs import GPUSpec, get_spec
+from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments
+from vgpu.time import collectives
+from vgpu.time import validation as figures
+from vgpu.time.collectives import Way
+from vgpu.time.traits import tensors_in
+
+# What an operation computes with: the float32 units; tensor cores, in two formats of 16 bits; and
+# float32 that goes to tensor cores if torch allows TF32 for it, which may change at any time.
+FLOAT32, FLOAT16, BFLOAT16 = "float32", "float16", "bfloat16"
+PRODUCT, CONVOLUTION = "product", "convolution"
+TF32 = "tf32"  # one that is sure to go there, if the GPU has it
+_TF32_SWITCH = {PRODUCT: "matmul", CONVOLUTION: "conv"}  # in torch.backends.cuda and .cudnn
+_float32_precision = torch._C._get_fp32_precision_getter
+
+
+class Work(NamedTuple):
+    """What one call of an operation does, whatever the GPU."""
+
+    flop: int
+    size_bytes: int  # read and written
+    arithmetic: str = FLOAT32
+    product: Product | None = None  # its sizes, where it is a matrix product
+
+    @property
+    def allows_tf32(self) -> bool:
+        """Whether torch's settings of this moment let TF32 do it, on a GPU that has it.
+
+        By default they do for convolutions (``torch.backends.cudnn.allow_tf32``) and not for matrix
+        products (``torch.backends.cuda.matmul.allow_tf32``, ``set_float32_matmul_precision``).
+        """
+        if self.arithmetic == TF32:
+            return True
+        switch = _TF32_SWITCH.get(self.arithmetic)
+        return switch is not None and _float32_precision("cuda", switch) == "tf32"
+
+    def settled(self) -> "Work":
+        """The same work by torch's settings of this moment, whatever they are later."""
+        if self.arithmetic not in _TF32_SWITCH:
+            return self
+        return self._replace(arithmetic=TF32 if self.allows_tf32 else FLOAT32)
+
+    def of_rows(self, parts: int, right_bytes: int) -> "Work":
+        """What one of so many equal parts of a matrix product's rows does.
+
+        right_bytes: of the right factor, which each part reads.
+        """
+        size_bytes = (self.size_bytes - right_bytes) // parts + right_bytes
+        product = self.product and self.product._replace(
+            rows=self.product.rows // parts, written_bytes=self.product.written_bytes // parts
+        )
+        return Work(self.flop // parts, size_bytes, self.arithmetic, product)
+
+
+_SHARES = ("arithmetic_share", "memory_share", "link_share", "network_share", "locked_share")
+_SECONDS = ("python_launch_s", "engine_launch_s", "kernel_s")
+_COUNTS = {"gpus_per_host": 0, "collective_processors": 0, "slowest_of": 1}  # and the least of each
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """How long things take on one model of GPU.
+
+    Four shares say how much of a datasheet's peak is reached. None is measured here. If a lesson
+    fits one to a published time, it says which; the others stay assumed:
+
+    - ``arithmetic_share``: of what products.py leaves of it. The best matrix products reach 0.87
+      (A100) and 0.80 (H100) of the peak in bfloat16 (stas00/ml-engineering), convolutions of a real
+      network less; 0.5 is assumed.
+    - ``memory_share``: kernels that only read and write reach 0.7 to 0.9, depending on the GPU
+      (BabelStream; Deakin et al., 2018); 0.8 is assumed.
+    - ``link_share``: 0.8 is assumed for every link. p2pBandwidthLatencyTest gives some 0.8 over
+      PCIe and 0.96 over a V100's NVLink (Dell, 2018); NCCL's collectives on eight H100s give 0.56
+      to 0.97 (Ultra-Scale Playbook, 2025).
+    - ``network_share``: of the adapters between hosts; 0.8 is assumed as well.
+
+    The times of the host are orders of magnitude, not a datasheet's: a call from Python costs
+    PyTorch some 10 µs, a call from the autograd engine, in C++, half of that, a kernel some 2 µs
+    to start and to drain. ``locked_share`` is the part of a Python call under the interpreter's
+    lock, which PyTorch releases inside each operator: half is assumed. Threads of one process, such
+    as DataParallel's, queue for that part only.
+
+    ``collective_processors`` says how many multiprocessors a collective of a process group takes from
+    the kernels that it runs beside. A kernel of NCCL has one for each of its channels to itself
+    (NVIDIA/nccl, issue 689): 24 inside a host of eight H100s, as NCCL_DEBUG=INFO prints, 16 over
+    eight adapters. By default it is 0, and collectives take none; never do they take memory
+    bandwidth here.
+
+    ``speed_spread`` says how much the GPUs differ in arithmetic: the standard deviation of their times
+    over the mean. A step waits for the slowest of ``slowest_of`` GPUs, which a cluster sets to its world
+    size. By default all are alike. Products on 392 V100s of one cluster had 0.016, and PageRank, which is
+    limited by memory, 0.001 (Longhorn: medians of each GPU within the whiskers of their box plot, from
+    hal-uw/blox-pal, aggregated_data/sim; Sinha et al., 2022, Not all GPUs are created equal).
+    """
+
+    spec: GPUSpec
+    link: Link = field(default=None)  # type: ignore[assignment]  # the spec's own, unless given
+    arithmetic_share: float = 0.5
+    memory_share: float = 0.8
+    link_share: float = 0.8
+    network_share: float = 0.8
+    python_launch_s: float = 10e-6
+    engine_launch_s: float = 5e-6
+    kernel_s: float = 2e-6
+    locked_share: float = 0.5
+    network: Network | None = None  # between hosts; None where there is one host
+    gpus_per_host: int = 0  # 0 means all
+    collective_processors: int = 0
+    speed_spread: float = 0.0
+    slowest_of: int = 1
+    fuses: bool = False  # whether elementwise chains go once through memory, as in torch.compile
+    # whether products run beside their own collectives (compiled/async_tp.py)
+    async_tp: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _SHARES:
+            figures.check_share(name, getattr(self, name))
+        for name in _SECONDS:
+            figures.check_seconds(name, getattr(self, name))
+        for name, least in _COUNTS.items():
+            figures.check_whole(name, getattr(self, name), least)
+        if self.collective_processors >= self.spec.multi_processor_count:
+            raise ValueError(
+                f"collective_processors must be below the {self.spec.multi_processor_count} of "
+                f"{self.spec.name}, got {self.collective_processors}"
+            )
+        if not 0 <= self.speed_spread < 1:
+            raise ValueError(
+                f"speed_spread must be at least 0 and below 1, got {self.speed_spread}"
+            )
+        if self.async_tp and not self.fuses:
+            raise ValueError(
+                "async_tp is a pass of torch.compile: it needs fuses=True beside it, from the "
+                "recording on"
+            )
+        if self.link is None:
+            object.__setattr__(self, "link", self.spec.link)
+
+    def changed(self, changes: Mapping[str, Any]) -> "CostModel":
+        """This with other fields, by name: what has presets can be given as the name of one.
+
+        ``gpu`` is ``spec``, and brings its own link unless one was given.
+        """
+        new = dict(changes)
+        if "gpu" in new:
+            new["spec"] = get_spec(new.pop("gpu"))
+        if "link" in new:
+            new["link"] = get_link(new["link"])
+        elif "spec" in new and self.link == self.spec.link:
+            new["link"] = new["spec"].link
+        if new.get("network") is not None:
+            new["network"] = get_network(new["network"])
+        return replace(self, **new)
+
+    def kernel_time_s(self, work: Work) -> float:
+        """Seconds of one operation on the GPU, from its first to its last instruction."""
+        spec, peak = self.spec, self._peak_flop_per_s(work)
+        arithmetic_s = work.flop / (peak * self.arithmetic_share) * self.slowest
+        bytes_per_s = spec.memory_bandwidth_bytes_per_s * self.memory_share
+        if work.product is None:
+            return max(arithmetic_s, work.size_bytes / bytes_per_s) + self.kernel_s
+        product_s = products.seconds(
+            work.product,
+            arithmetic_s,
+            (work.size_bytes - work.product.written_bytes) / bytes_per_s,
+            bytes_per_s,
+            spec.multi_processor_count,
+            peak > spec.fp32_flop_per_s,
+        )
+        return product_s + self.kernel_s
+
+    def _peak_flop_per_s(self, work: Work) -> float:
+        spec = self.spec
+        if work.arithmetic == FLOAT16 or (work.arithmetic == BFLOAT16 and spec.has_bfloat16):
+            return spec.tensor_flop_per_s
+        if spec.tf32_flop_per_s is not None and work.allows_tf32:
+            return spec.tf32_flop_per_s
+        return spec.fp32_flop_per_s
+
+    @property
+    def slowest(self) -> float:
+        """How many times as long as on the mean GPU arithmetic takes on the slowest."""
+        if not self.speed_spread:
+            return 1.0
+        return 1 + self.speed_spread * expected_largest(self.slowest_of)
+
+    @property
+    def lost_beside_collectives(self) -> float:
+        """The share of its speed that a kernel loses while a collective of its GPU is in flight."""
+        return self.collective_processors / self.spec.multi_processor_count
+
+    def launch_s(self, threads: int) -> float:
+        """Seconds between two calls of one thread, of ``threads`` that share an interpreter.
+
+        They take turns for what is under the lock, and do the rest side by side.
+        """
+        return self.python_launch_s * max(1.0, threads * self.locked_share)
+
+    def copy_time_s(self, size_bytes: int) -> float:
+        """Seconds of a copy from one GPU to another."""
+        return self.collective_time_s("send", size_bytes, 2)
+
+    def host_copy_time_s(self, size_bytes: int) -> float:
+        """Seconds of a copy between a GPU and its host."""
+        return self._seconds("send", size_bytes, 2, self.spec.host_link)
+
+    def collective_time_s(self, name: str, size_bytes: float, count: int) -> float:
+        """Seconds of a collective of ``collectives.py`` among ``count`` GPUs."""
+        return self._seconds(name, size_bytes, count, self.link)
+
+    def group_time_s(self, name: str, size_bytes: float, ranks: Sequence[int]) -> float:
+        """Seconds of a collective among the GPUs of these ranks, numbered host by host."""
+        hosts = self.hosts_of(ranks)
+        if self.network is None or len(hosts) == 1:
+            return self.collective_time_s(name, size_bytes, len(ranks))
+        inside = min((each for each in hosts.values() if each > 1), default=2)
+        way = Way(
+            self.link.latency_s,
+            self.link.among_bytes_per_s(inside) * self.link_share,
+            len(hosts),
+            min(hosts.values()),
+            max(hosts.values()),
+            self.network.latency_s,
+            self.network.bytes_per_s_per_gpu(self.gpus_per_host) * self.network_share,
+        )
+        return collectives.seconds(name, size_bytes, len(ranks), way)
+
+    def link_name(self, ranks: Sequence[int]) -> str:
+        """What a collective among these ranks goes over: the slowest part of it."""
+        if self.network is None or len(self.hosts_of(ranks)) == 1:
+            return self.link.name
+        return self.network.name
+
+    def hosts_of(self, ranks: Sequence[int]) -> Counter[int]:
+        """How many of these ranks each host has."""
+        return Counter(rank // self.gpus_per_host if self.gpus_per_host else 0 for rank in ranks)
+
+    def _seconds(self, name: str, size_bytes: float, count: int, link: Link) -> float:
+        way = Way(link.latency_s, link.among_bytes_per_s(count) * self.link_share)
+        return collectives.seconds(name, size_bytes, count, way)
+
+
+@functools.cache
+def expected_largest(count: int) -> float:
+    """How many standard deviations above the mean the largest of ``count`` normal numbers lies.
+
+    On average: of the largest one's distribution, which is theirs to the power of ``count``, the mean
+    of 2,000 quantiles.
+    """
+    largest = ((part + 0.5) / 2000 for part in range(2000))
+    normal = statistics.NormalDist()
+    return statistics.fmean(normal.inv_cdf(u ** (1 / count)) for u in largest)
+
+
+def fit_share(time_of: Callable[[float], float], measured_s: float) -> float:
+    """The share of a peak at which ``time_of(share)`` is ``measured_s``, within 1/10,000.
+
+    Raises ValueError if even the whole peak is too slow, or even a thousandth of it too fast.
+    """
+    low, high = 1e-3, 1.0
+    if not time_of(high) <= measured_s <= time_of(low):
+        raise ValueError(
+            f"no share of a datasheet's peak between {low} and {high} gives {measured_s} s: "
+            f"these are {time_of(low):.3g} s and {time_of(high):.3g} s"
+        )
+    while high / low > 1 + 1e-4:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if time_of(middle) > measured_s else (low, middle)
+    return math.sqrt(low * high)
+
+
+def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Work:
+    """FLOPs and bytes of one call that has happened: the tensors may have no values."""
+    packet = _IN_PLACE.get(func._schema.name, func._overloadpacket)
+    count = flop_registry.get(packet)
+    flop = int(count(*args, **kwargs, out_val=result)) if count else 0
+    if flop and named_arguments(func, args, kwargs).get("is_causal"):
+        flop //= 2  # fused attention skips the half that the mask hides; the counter counts it
+    # Each argument is read once, each result is written once; one changed in place is both.
+    touched = [*tensors_in((args, tuple(kwargs.values()))), *tensors_in(result)]
+    size_bytes = sum(touched_bytes(tensor) for tensor in touched)
+    if not flop:
+        return Work(flop, size_bytes)
+    return Work(flop, size_bytes, _arithmetic_of(func, touched), _product_of(func, flop, result))
+
+
+# torch's counter does not know these.
+_IN_PLACE = {"aten::addmm_": torch.ops.aten.addmm, "aten::baddbmm_": torch.ops.aten.baddbmm}
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+
+
+def _product_of(func: Operator, flop: int, result: torch.Tensor) -> Product | None:
+    """The sizes of a matrix product."""
+    if func._schema.name.removesuffix("_") not in _PRODUCTS:
+        return None
+    *batch, rows, columns = result.shape
+    inner = flop // (2 * result.numel())
+    return Product(math.prod(batch), rows, inner, columns, touched_bytes(result))
+
+
+def _arithmetic_of(func: Operator, touched: list[torch.Tensor]) -> str:
+    """What an operation that the FLOP counter knows computes with: a product or a convolution."""
+    types = {tensor.dtype for tensor in touched}
+    if torch.float16 in types:
+        return FLOAT16
+    if torch.bfloat16 in types:
+        return BFLOAT16
+    if types != {torch.float32}:
+        return FLOAT32
+    return CONVOLUTION if "convolution" in func._schema.name else PRODUCT
+
+
+def touched_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that reading the tensor once takes; an expanded dimension is read once."""
+    # What is asked of a virtual tensor takes longer, and may be recorded in its turn.
+    values = getattr(tensor, "_inner", tensor)
+    if values.layout is not torch.strided:
+        return values._nnz() * values.element_size() if values.layout is torch.sparse_coo else 0
+    strides = values.stride()
+    if 0 not in strides:
+        return values.nbytes
+    elements = 1
+    for size, stride in zip(values.size(), strides, strict=True):
+        if stride or size == 0:
+            elements *= size
+    return elements * values.element_size()

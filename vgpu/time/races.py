@@ -1,0 +1,254 @@
+"""Who wrote and who reads each block of memory, and whether a stream forgot to wait.
+
+On CUDA a forgotten wait gives right values on some days and garbage on others. Here it is always
+noted, whatever the times are; and if the times say that a value is not written yet when it is read,
+the reader gets NaN (or the smallest number of a type that has no NaN).
+
+No block is used twice here, but on CUDA the caching allocator hands a freed one out again, on the
+stream on which it was allocated. So two more races are noted, with right values: a block that is
+freed while another stream may still use it, without ``record_stream``; and a stream that uses new
+memory without waiting for the one on which it was allocated.
+
+Not seen: blocks and reads from before the recording; a host that reads a copy before it has ended;
+and a hook of a backward pass that makes a stream current which does not wait for the gradient.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from vgpu.memory import blocks as memory
+from vgpu.memory.blocks import Block
+from vgpu.tensor import tensor
+from vgpu.tensor.operators import Args, Kwargs
+from vgpu.tensor.tensor import VirtualTensor
+from vgpu.time import module_names
+from vgpu.time.backward import in_backward
+from vgpu.time.clock import Clock
+from vgpu.time.costs import touched_bytes
+from vgpu.time.lanes import Done, HostTime, StreamTime
+from vgpu.time.trace import FreedInUse, Race, Timeline
+
+
+class Uses:
+    """Who has used a block of memory since it was made, in recordings of virtual time."""
+
+    __slots__ = ("judge", "reads", "recorded", "write")
+
+    def __init__(self) -> None:
+        self.write: Done | None = None  # the last one
+        self.reads: dict[StreamTime, Done] = {}  # the last one of each stream, since then
+        self.recorded: set[StreamTime] = set()  # given to record_stream
+        self.judge: Accesses | None = None  # who wants to know when the block is freed
+
+    @staticmethod
+    def of(block: Block) -> "Uses":
+        if block.uses is None:
+            block.uses = Uses()
+        uses: Uses = block.uses
+        return uses
+
+    def freed(self, made: Done) -> None:
+        """The block goes; ``made`` is the operation for which it was allocated."""
+        if self.judge is None:
+            return
+        last = self.write or made
+        for use in (last, *self.reads.values()):
+            # Autograd itself records the streams that read a gradient.
+            gradient = made.backward and use.backward
+            if use.stream is not made.stream and use.stream not in self.recorded and not gradient:
+                writer = last if last.stream is made.stream else made
+                self.judge.freed_in_use.append((_without_put_off(writer), _without_put_off(use)))
+
+
+class Accesses:
+    """The accesses of one recording, and the races among them."""
+
+    def __init__(self, clock: Clock, timeline: Timeline) -> None:
+        self._clock = clock
+        self._timeline = timeline
+        # Of blocks freed since the last operation: who wrote one on its own stream, and who used
+        # it on another.
+        self.freed_in_use: list[tuple[Done, Done]] = []
+
+    def check(
+        self,
+        name: str,
+        read: Iterable[VirtualTensor],
+        written: Iterable[VirtualTensor],
+        stream: StreamTime,
+        host: HostTime,
+    ) -> list[VirtualTensor]:
+        """Whether what the next operation of ``stream`` uses is ready.
+
+        In a backward pass the autograd engine makes streams wait. Elsewhere a race is noted.
+        Returns the tensors that are not written yet when the operation starts.
+        """
+        late: list[VirtualTensor] = []
+        if not self._clock.several_streams:
+            return late
+        if self.freed_in_use and not host.backward:
+            self._judge_freed(stream)
+        for used in read:
+            write = _last_write(tensor.block_of(used))
+            if write is None or write.stream is stream:
+                continue
+            write = write.launched
+            races = self._races(name, stream, write)
+            if races and write.end_s > self._clock.ready_s(stream, host):
+                late.append(used)
+        for used in written:
+            block = tensor.block_of(used)
+            reads = () if block.uses is None else block.uses.reads.values()
+            for before in (_last_write(block), *reads):
+                if before is not None and before.stream is not stream:
+                    self._races(name, stream, before)
+        return late
+
+    def _races(self, name: str, stream: StreamTime, before: Done) -> bool:
+        """Whether the stream's next operation may start before ``before`` has ended."""
+        if not self._is_of_this(before) or self._clock.comes_after(stream, before):
+            return False
+        if in_backward():
+            self._clock.settle(stream)
+            self._clock.settle(before.stream)
+            if self._clock.comes_after(stream, before):
+                return False
+            self._clock.wait_done(stream, before)
+            return False
+        self._note(
+            Race(
+                operation=name,
+                device=stream.device,
+                stream=stream.number,
+                other_operation=before.operation,
+                other_stream=before.stream.number,
+                module=module_names.current(),
+            )
+        )
+        return True
+
+    def _note(self, race: Race) -> None:
+        if race not in self._timeline.races:
+            self._timeline.races.append(race)
+
+    def note(
+        self, done: Done, read: Iterable[VirtualTensor], written: Iterable[VirtualTensor]
+    ) -> None:
+        """Remember what an operation has read and changed."""
+        reading = _without_put_off(done)
+        for used in read:  # also while there is one stream: others may write it later
+            block = tensor.block_of(used)
+            reads = Uses.of(block).reads
+            if reads and next(iter(reads)).recording is not self._clock.recording:
+                reads.clear()
+            reads[done.stream] = reading
+            self._watch(block, done)
+        for used in written:
+            block = tensor.block_of(used)
+            uses = Uses.of(block)
+            uses.write = done
+            uses.reads.clear()
+            if block.made is not None and is_whole(used):
+                block.made = _without_put_off(block.made)  # nobody reads it any more
+            self._watch(block, done)
+
+    def note_made(self, done: Done, made: Iterable[VirtualTensor]) -> None:
+        """Remember for which operation tensors that are new were allocated."""
+        for result in made:
+            tensor.block_of(result).made = done
+
+    def _watch(self, block: Block, done: Done) -> None:
+        """Look at a block when it is freed, if another stream than its own has used it."""
+        if block.made is not None and block.made.stream is not done.stream:
+            Uses.of(block).judge = self
+
+    def record_stream(self, used: VirtualTensor, stream: StreamTime) -> None:
+        """``Tensor.record_stream``: the block stays until what the stream has been given ends."""
+        Uses.of(tensor.block_of(used)).recorded.add(stream)
+
+    def last_write(self, tensor_: VirtualTensor) -> Done | None:
+        """What wrote the tensor last in this recording."""
+        write = _last_write(tensor.block_of(tensor_))
+        return write if write is not None and self._is_of_this(write) else None
+
+    def _is_of_this(self, done: Done) -> bool:
+        """Whether it belongs to this recording."""
+        return done.stream.recording is self._clock.recording
+
+    def _judge_freed(self, stream: StreamTime) -> None:
+        """Whether the stream has waited for those that used its freed blocks.
+
+        It is asked when the stream gets its next work, which may get one of these blocks: a stream
+        that waits before then hands the memory out in good time, as those of a backward pass and
+        of FSDP do.
+        """
+        freed, self.freed_in_use = self.freed_in_use, []
+        for writer, use in freed:
+            if writer.stream is not stream:
+                if self._is_of_this(writer):
+                    self.freed_in_use.append((writer, use))
+                continue
+            if self._is_of_this(use) and not self._clock.comes_after(stream, use):
+                self._note(
+                    FreedInUse(
+                        operation=writer.operation,
+                        device=stream.device,
+                        stream=stream.number,
+                        other_operation=use.operation,
+                        other_stream=use.stream.number,
+                    )
+                )
+
+
+def is_whole(part: VirtualTensor) -> bool:
+    """Whether a tensor takes all of its block."""
+    return memory.rounded(touched_bytes(part)) >= tensor.block_of(part).size_bytes
+
+
+def _without_put_off(done: Done) -> Done:
+    """Without what it puts off, which must not outlive the blocks that it makes."""
+    return done if done.put_off is None else done._replace(put_off=None)
+
+
+def _last_write(block: Block) -> Done | None:
+    """What wrote the block last, if a recording has seen it."""
+    written: Done | None = None if block.uses is None else block.uses.write
+    return written or block.made
+
+
+def poisoned(value: VirtualTensor) -> VirtualTensor:
+    """A tensor like ``value`` that holds garbage."""
+    garbage = torch.empty_like(value._inner)
+    _fill(garbage)
+    return tensor.wrap(garbage, value._gpu, "garbage")
+
+
+def replaced(
+    late: Sequence[VirtualTensor], written: Sequence[torch.Tensor], args: Args, kwargs: Kwargs
+) -> tuple[Args, Kwargs]:
+    """The arguments with garbage for the ``late`` tensors.
+
+    One that is to be changed in place holds garbage itself from now on, as its memory would.
+    """
+    substitutes = {}
+    for value in late:
+        if any(value is other for other in written):
+            _fill(value._inner)
+        else:
+            substitutes[id(value)] = poisoned(value)
+
+    def swap(value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)([swap(item) for item in value])
+        return substitutes.get(id(value), value)
+
+    return swap(args), {name: swap(value) for name, value in kwargs.items()}
+
+
+def _fill(values: torch.Tensor) -> None:
+    if values.is_floating_point() or values.is_complex():
+        values.fill_(float("nan"))
+    elif values.dtype is not torch.bool:
+        values.fill_(torch.iinfo(values.dtype).min)

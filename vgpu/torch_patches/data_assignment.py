@@ -1,0 +1,178 @@
+"""``tensor.data = other`` across devices, with which ``Module.to`` keeps each parameter's identity.
+
+Between a CPU and a CUDA tensor torch replaces the contents of a C++ tensor. A virtual tensor is an
+instance of another Python class and needs other dispatch keys, so here the two Python objects swap
+what they stand for.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+from vgpu.changes import Changes
+from vgpu.tensor import views
+from vgpu.tensor.tensor import HELD, VirtualTensor
+from vgpu.torch_patches import uninitialized
+
+
+def install(changes: Changes) -> None:
+    changes.wrap(torch.Tensor, "data", data_across_devices)
+    changes.wrap(torch, "_has_compatible_shallow_copy_type", has_compatible_type)
+
+
+def data_across_devices(plain: Any) -> property:
+    """The property ``Tensor.data``, of virtual tensors too."""
+
+    def get(tensor: torch.Tensor) -> torch.Tensor:
+        if uninitialized.is_on_gpu(tensor):
+            return torch.empty(0, device=tensor.device, dtype=tensor.dtype)
+        data: torch.Tensor = plain.__get__(tensor)
+        return data
+
+    def set(tensor: torch.Tensor, source: torch.Tensor) -> None:
+        if uninitialized.is_uninitialized(tensor):
+            uninitialized.assign(tensor, source)
+            return
+        if _of_other_kind(tensor, source):
+            become(tensor, source)
+            return
+        if isinstance(tensor, VirtualTensor) and tensor.layout is source.layout is torch.strided:
+            torch._C._set_conj(tensor, source.is_conj())
+            torch._C._set_neg(tensor, source.is_neg())
+        plain.__set__(tensor, source)
+        if isinstance(tensor, VirtualTensor) and isinstance(source, VirtualTensor):
+            tensor.__class__ = source.__class__
+            for name in HELD:
+                setattr(tensor, name, getattr(source, name))
+            tensor._given_data = True
+            if type(tensor) is VirtualTensor:
+                # The same memory, but a later change of one tensor's shape leaves the other's.
+                tensor._inner = source._inner.detach()
+
+    return property(get, set)
+
+
+def has_compatible_type(plain: Callable[..., bool]) -> Callable[..., bool]:
+    """Whether ``input.data = from_`` works; torch asks before it moves a module's parameters."""
+
+    # The parameters are named as torch's own are: torch.compile compares the signatures.
+    def _has_compatible_shallow_copy_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
+        if _of_other_kind(input, from_):
+            return input.layout is torch.strided and from_.layout is torch.strided
+        return plain(input, from_)
+
+    return _has_compatible_shallow_copy_type
+
+
+def _of_other_kind(tensor: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether C++ takes the two for tensors of different types."""
+    if isinstance(tensor, VirtualTensor) and isinstance(source, VirtualTensor):
+        # Other keys: a shape on the host, what was made in inference mode.
+        strided = tensor.layout is source.layout is torch.strided
+        return strided and _keys(tensor) != _keys(source)
+    return isinstance(tensor, VirtualTensor) != isinstance(source, VirtualTensor)
+
+
+def _keys(tensor: torch.Tensor) -> int:
+    """The dispatch keys by which C++ compares two tensors, but for marks that it can change."""
+    keys = torch._C._dispatch_keys(tensor)
+    for mark in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative):
+        keys = keys.remove(mark)
+    return keys.raw_repr()
+
+
+def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Make ``tensor`` a tensor of the kind and contents of ``source``; it stays the same object.
+
+    The two are of different kinds: one is virtual and the other not, one is a shape on the host, or
+    one was made in inference mode. ``requires_grad`` and other attributes stay; a gradient follows
+    to the device.
+    RuntimeError for a tensor that autograd computed, and for another's gradient.
+    """
+    if not tensor.is_leaf:
+        raise RuntimeError(
+            "assigning .data of another device type to a tensor that is not a leaf is not "
+            "supported on virtual GPUs; use .to(device) on it"
+        )
+    if not tensor.requires_grad and (holders := views.holders_of(tensor)):
+        raise RuntimeError(
+            "assigning .data of another device type to the gradient of a tensor of size "
+            f"{tuple(holders[0].size())} on {holders[0].device} is not supported on virtual GPUs: "
+            "move that tensor, whose gradient follows it"
+        )
+    grad = tensor.grad
+    if grad is not None:
+        tensor.grad = None
+    try:
+        if grad is not None:
+            become(grad, grad.detach().to(source.device))
+        _swap(tensor, source)
+    except RuntimeError:
+        if grad is not None:
+            if grad.device != tensor.device:
+                become(grad, grad.detach().to(tensor.device))
+            tensor.grad = grad
+        raise
+    if grad is not None:
+        tensor.grad = grad
+
+
+def _swap(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """The two exchange their contents; a tensor that cannot is left as it was."""
+    content: Any = source.data.requires_grad_(tensor.requires_grad)
+    if not content.is_inference() and not tensor.is_inference():  # the count of changes stays
+        torch._C._increment_version([content] * tensor._version)
+    node = _accumulates(tensor) if tensor.requires_grad and not tensor.is_inference() else None
+    attributes = {name: value for name, value in vars(tensor).items() if name not in HELD}
+    held = {name: value for name, value in vars(content).items() if name in HELD}
+    new_class: type[torch.Tensor] = torch.Tensor
+    if isinstance(tensor, torch.nn.Parameter):
+        attributes["_is_param"] = True
+        new_class = torch.nn.Parameter
+    if held:
+        new_class = type(content)
+    # The other object now stands for the old contents, which a graph may still need.
+    old_class, old_attributes = tensor.__class__, dict(vars(tensor))
+    try:
+        torch._C._swap_tensor_impl(tensor, content)
+    except RuntimeError as error:
+        if "weakrefs" not in str(error):
+            raise
+        raise RuntimeError(
+            f"a tensor of size {tuple(tensor.size())} cannot move from {tensor.device} to "
+            f"{source.device}: something in C++ refers to it, as torch.profiler does with record_shapes "
+            "or with_flops. On virtual GPUs, move the model before the profiler begins."
+        ) from None
+    if node is not None:
+        _refuse_backward(node)
+    for target, kind, names in (
+        (tensor, new_class, {**attributes, **held}),
+        (content, old_class, old_attributes),
+    ):
+        target.__class__ = kind
+        vars(target).clear()
+        vars(target).update(names)
+    # The hooks' dicts stay with the Python object; C++ must be told of them again.
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (hooks := getattr(tensor, name)) is not None:
+            setattr(tensor, name, hooks)
+
+
+def _accumulates(tensor: torch.Tensor) -> Node:
+    """What graphs made so far hand the tensor's gradient to."""
+    with torch.inference_mode(False):
+        return torch.autograd.graph.get_gradient_edge(tensor).node
+
+
+def _refuse_backward(node: Node) -> None:
+    """Graphs made before the move would send their gradient to contents that nobody sees."""
+
+    def refuse(grad_outputs: Any) -> None:
+        raise RuntimeError(
+            "backward through a graph that was made before its parameters were moved to another "
+            "device: run the forward pass again, or move the module before it"
+        )
+
+    node.register_prehook(refuse)

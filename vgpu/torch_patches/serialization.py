@@ -1,0 +1,89 @@
+"""Saving and loading tensors of virtual GPUs in the format of CUDA checkpoints.
+
+The file holds storages, each tagged with its device (``vgpu:1``), so ``map_location`` and
+``weights_only=True`` work as ever, and a file can be read without this package by mapping it to
+the CPU. A storage cannot itself lie on a virtual GPU: one that is read for it carries a mark, and
+the tensors rebuilt from it are wrapped.
+"""
+
+import copyreg
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import warn_if_has_hooks
+
+from vgpu.changes import Changes
+from vgpu.memory import gpus
+from vgpu.tensor.tensor import OWN_ATTRIBUTES, VirtualTensor, wrap
+
+# Ahead of torch's own, which start at 10.
+_PRIORITY = 5
+
+
+def install(changes: Changes) -> None:
+    changes.wrap(torch._utils, "_rebuild_tensor", wrapping)
+    entry = (_PRIORITY, tag, restore)
+    torch.serialization.register_package(*entry)
+    changes.callback(torch.serialization._package_registry.remove, entry)
+
+
+def reduce(tensor: VirtualTensor) -> tuple[Any, ...]:
+    """What ``__reduce_ex__`` returns: torch's own function to rebuild, and its arguments."""
+    warn_if_has_hooks(tensor)
+    state = {k: v for k, v in vars(tensor).items() if k not in OWN_ATTRIBUTES}
+    if isinstance(tensor, torch.nn.Parameter):
+        function: Any = torch._utils._rebuild_parameter
+        args: tuple[Any, ...] = (tensor.data, tensor.requires_grad, OrderedDict())
+        if state:
+            return torch._utils._rebuild_parameter_with_state, (*args, state)
+    elif tensor.layout is torch.strided and tensor.dtype not in torch.storage._new_dtypes():
+        inner = tensor._inner.resolve_conj().resolve_neg()
+        inner.untyped_storage()._vgpu_location = str(tensor.device)  # type: ignore[attr-defined]
+        function, args = inner._reduce_ex_internal(2)
+        args = (*args[:4], tensor.requires_grad, *args[5:])
+    else:
+        # Through a CPU tensor, as torch does for devices without storages; such a tensor always
+        # comes back to the device that it was saved from.
+        function = torch._utils._rebuild_device_tensor_from_cpu_tensor
+        # A sparse tensor comes back without requires_grad, as one of the CPU does.
+        requires_grad = tensor.requires_grad and tensor.layout is torch.strided
+        args = (tensor.detach().cpu(), tensor.dtype, str(tensor.device), requires_grad)
+    if state:
+        return torch._tensor._rebuild_from_type_v2, (function, VirtualTensor, args, state)
+    return function, args
+
+
+copyreg.pickle(VirtualTensor, reduce)
+
+
+def tag(storage: Any) -> str | None:
+    """The device that a storage is saved for; None for any storage that is not ours."""
+    return getattr(storage, "_vgpu_location", None)
+
+
+def restore(storage: Any, location: str) -> Any:
+    """Mark a loaded storage for the device that its tag or ``map_location`` names."""
+    if location.partition(":")[0] != gpus.DEVICE_TYPE:
+        return None
+    device = torch.serialization._validate_device(location, gpus.DEVICE_TYPE)
+    storage._vgpu_home = gpus.resolve(device)
+    return storage
+
+
+def wrapping(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch._utils._rebuild_tensor``, with tensors of marked storages put on their GPU.
+
+    ``copy.copy`` comes here with the storage of a virtual tensor, whose block knows the GPU.
+    """
+
+    def _rebuild_tensor(storage: Any, storage_offset: int, size: Any, stride: Any) -> torch.Tensor:
+        tensor = plain(storage, storage_offset, size, stride)
+        untyped = storage._untyped_storage
+        gpu = getattr(untyped, "_vgpu_home", None)
+        if gpu is None and (block := getattr(untyped, "_vgpu_block", None)) is not None:
+            gpu = gpus.resolve(block.memory.device)
+        return tensor if gpu is None else wrap(tensor, gpu, "load")
+
+    return _rebuild_tensor
