@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pages
 import pytest
+from levels import ALL
 from packaging.requirements import Requirement
-from sampling import WHOLE
 
 from teaching.lessons import ROOT
 
@@ -119,7 +119,7 @@ def test_the_page_s_examples_run_and_then_every_module_can_be_imported(python, t
     text = (ROOT / "docs" / "vgpu.md").read_text("utf-8")
     page = tmp_path / "vgpu.md"
     # The first one; under this package's own name tests/vgpu/test_pages.py runs them all.
-    examples = text if WHOLE else text[: pages.BLOCK.search(text).end()]
+    examples = text if ALL else text[: pages.BLOCK.search(text).end()]
     page.write_text(examples + EVERY_MODULE, "utf-8")
     wrong = pages.run(page, NAME, python, cwd=tmp_path, env=PLAIN)
     assert not wrong, wrong

@@ -46,7 +46,7 @@ def test_what_make_test_samples_runs_whole():
     samplers = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "tests").rglob("test_*.py")
-        if re.search(r"^from sampling import ", path.read_text(encoding="utf-8"), re.M)
+        if re.search(r"^from levels import ", path.read_text(encoding="utf-8"), re.M)
     }
     listed = {name for name in samplers if any(name.startswith(suite) for suite in suites)}
     assert samplers == listed

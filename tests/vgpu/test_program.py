@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import warm
-from sampling import WHOLE
+from levels import ALL
 
 from teaching.lessons import ROOT
 from vgpu.__main__ import parser
@@ -215,7 +215,7 @@ METHODS = multiprocessing.get_all_start_methods()
 
 # What is spawned is in the next test, too.
 @pytest.mark.parametrize(
-    "method", METHODS if WHOLE else [m for m in METHODS if m != "spawn"] or METHODS
+    "method", METHODS if ALL else [m for m in METHODS if m != "spawn"] or METHODS
 )
 def test_every_way_to_start_processes_keeps_the_virtual_gpus(method, tmp_path):
     (tmp_path / "script.py").write_text(POOLING)

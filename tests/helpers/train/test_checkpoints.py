@@ -9,11 +9,11 @@ import subprocess
 import sys
 import uuid
 
+import programs
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import warm
 
 from helpers.train import CheckpointError, Settings, Training, checkpoints
 from vgpu import launch
@@ -116,7 +116,7 @@ def unwritable(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_named_before_the_first_step(tmp_path):
     for folder, why in unwritable(tmp_path):
-        done = warm.run_forked("helpers.train", "--cpu", f"--checkpoints={folder}")
+        done = programs.run("helpers.train", "--cpu", f"--checkpoints={folder}")
         assert done.returncode == 2 and done.stdout == ""
         assert f"cannot write into {folder}: {why}" in done.stderr
         assert "name another folder with --checkpoints" in done.stderr
