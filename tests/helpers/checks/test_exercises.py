@@ -7,8 +7,8 @@ right in another way, which ``TESTS=all`` in the environment tries as well.
 import re
 
 import pytest
-from checks.right_answers import RIGHT
 from levels import ALL
+from right_answers import RIGHT
 from wrong_answers import wrong_answers
 
 import vgpu
