@@ -118,6 +118,7 @@ def install(venv, torch, options):
         pip(venv, "uninstall", "--quiet", "--yes", "torch", "torchvision")
         if pip(venv, *command, environment=settings) and builds_match(venv):
             return
+        say(f"PyTorch {options.torch} can't be had, with these settings or without")
     give_up(venv)
 
 
@@ -163,8 +164,12 @@ def pip(venv, *arguments, environment=os.environ):
 
 
 def builds_match(venv):
-    """Whether torchvision is compiled for this build of torch; else its import fails."""
-    return subprocess.run([python_of(venv), "-I", "-c", "import torchvision"]).returncode == 0
+    """Whether torchvision is compiled for this build of torch; else it can't be imported."""
+    command = [python_of(venv), "-I", "-c", "import torchvision"]
+    failed = subprocess.run(command, stderr=subprocess.DEVNULL).returncode
+    if failed:
+        say("the builds of torch and torchvision that pip took don't go together")
+    return not failed
 
 
 def without_choosing_settings(venv):
@@ -179,7 +184,7 @@ def without_choosing_settings(venv):
             variables.pop(variable, None)
         else:
             variables.setdefault(variable, ast.literal_eval(value))
-    return variables, ", ".join(left_out)
+    return variables, ", ".join(sorted(set(left_out)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """The Python of a page in Markdown, run from top to bottom, and what the page says it prints.
 
-    python tests/support/pages.py docs/vgpu.md multi_gpu_pytorch
-
-runs a page with the package under its name in the wheel.
+python tests/support/pages.py docs/vgpu.md
 """
 
 import contextlib
@@ -10,6 +8,7 @@ import io
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,18 @@ from typing import Any
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
 
-def run(path: Path, package: str = "helpers", python: str = sys.executable, **where: Any) -> str:
+def run(path: Path, python: Sequence[str] = (sys.executable,), **where: Any) -> str:
     """Run a page in a process of its own; returns what is wrong with it, or an empty string.
 
-    ``where`` goes to ``subprocess.run``: its folder, its environment.
+    ``python`` is the command, ``where`` goes to ``subprocess.run``: its folder, its environment.
     """
-    command = [python, __file__, path, package]
+    command = [*python, __file__, path]
     done = subprocess.run(command, text=True, capture_output=True, **where)
     return done.stdout + done.stderr if done.returncode else ""
 
 
-def _run_here(path: str, package: str) -> None:
-    text = re.sub(r"\bhelpers\b", package, Path(path).read_text(encoding="utf-8"))
+def _run_here(path: str) -> None:
+    text = Path(path).read_text(encoding="utf-8")
     names = {"__name__": "__main__"}
     for found in BLOCK.finditer(text):
         code, expected = found[1], found[2] or ""
