@@ -82,10 +82,14 @@ def python_of(venv):
     return venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
+def stamp(folder=ROOT):
+    """What ready.txt says in an environment: where it is, for what, and what it has."""
+    return f"{folder}\n{MACHINE}\n{hashlib.sha256(str(PROJECT).encode()).hexdigest()}"
+
+
 def make(venv, torch, options):
     """Make the environment if there is none, and install what pyproject.toml has come to want."""
-    ready, place = venv / "ready.txt", f"{ROOT}\n{MACHINE}\n"
-    wanted = place + hashlib.sha256(str(PROJECT).encode()).hexdigest()
+    ready, wanted = venv / "ready.txt", stamp()
     found = ready.read_text("utf-8") if ready.exists() else ""
     if not found and venv.is_dir() and any(venv.iterdir()):
         sys.exit(f"setup: {venv} isn't of this setup and stays; remove it, and run this again")
@@ -93,7 +97,7 @@ def make(venv, torch, options):
     if found == wanted and runs:
         return
     say(f"all packages go into {venv.name} in this folder")
-    if not runs or not found.startswith(place):
+    if not runs or found.splitlines()[:2] != wanted.splitlines()[:2]:
         # From within the environment that is to be emptied, the Python below it goes on.
         python = getattr(sys, "_base_executable", sys.executable)
         for step in (["venv", "--clear", "--without-pip", venv], ["ensurepip"]):

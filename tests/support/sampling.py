@@ -1,7 +1,7 @@
 """What ``make test`` takes a sample of, and the public CI runs whole: ``TESTS=whole``.
 
 PyTorch's own suites, random programs, cells that run twice, broken claims, wrong answers, two hosts,
-training as a command, the exam, the wheel, explorers on pages, scripts that start processes, plans'
+training as a command, the exam, explorers on pages, scripts that start processes, plans'
 shortcuts, strategies and collectives. CONTRIBUTING.md says how much of each; a sample is the same each
 time and has something of every kind.
 """
