@@ -16,8 +16,7 @@ from traitlets.config import Config
 def main():
     root = Path(__file__).resolve().parent
     # JupyterLab paints whole lessons, so that links find their heading, and doesn't ask for news.
-    paths = [str(root / ".jupyter"), os.environ.get("JUPYTER_CONFIG_PATH")]
-    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, paths))
+    os.environ.setdefault("JUPYTER_CONFIG_PATH", str(root / ".jupyter"))
     config = Config()
     config.ServerApp.root_dir = str(root / "notebooks")
     config.LabApp.default_url = "/lab/tree/00_start_here.ipynb"
@@ -44,9 +43,8 @@ def main():
 def sits_here():
     """Whether a browser that opens on this machine is one that its user sees."""
     elsewhere = {"SSH_CONNECTION", "VSCODE_IPC_HOOK_CLI", "CODESPACES", "container"}
-    if elsewhere & os.environ.keys() or os.path.exists("/.dockerenv"):
-        return False
-    return sys.platform != "linux" or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
+    screen = sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
+    return bool(screen) and not (elsewhere & os.environ.keys() or os.path.exists("/.dockerenv"))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """Makes the course's virtual environment and says what it does: ``make venv``, or this file itself.
 
-It needs Python's standard library only. An old Python must be able to read it, to say that it's old.
+It needs only the standard library. A Python that is too old must be able to read it, to say so.
 """
 
 import argparse
-import ast
 import contextlib
 import hashlib
 import os
@@ -18,10 +17,7 @@ import urllib.request
 from pathlib import Path
 
 if sys.version_info < (3, 11):
-    sys.exit(
-        "setup: the course needs Python 3.11 or newer and this is %s; install a newer one and name "
-        "it, as in: make lab PYTHON=python3.13" % platform.python_version()
-    )
+    sys.exit("setup: the course needs Python 3.11 or newer, as in: make lab PYTHON=python3.13")
 import tomllib
 
 ROOT = Path(__file__).resolve().parent
@@ -44,7 +40,7 @@ def main():
     parser.add_argument("--extra", choices=EXTRAS, help="install this extra's packages, too")
     options = parser.parse_args()
     torch = torch_requirement(options.torch)
-    venv = ROOT / (f".venv-torch{options.torch}" if options.torch else ".venv")
+    venv = ROOT / (".venv-torch" + options.torch if options.torch else ".venv")
     with open(__file__, "rb") as own:
         # Wait for another set-up of this folder. Windows and some file systems have no locks.
         with contextlib.suppress(ImportError, OSError):
@@ -55,11 +51,10 @@ def main():
     if options.extra:
         pip(venv, "install", "--quiet", *EXTRAS[options.extra]) or give_up(venv)
     if options.save_wheels:
-        folder = Path(options.save_wheels).absolute()
         # The last two build the course's own entry, which needs no network then.
         wanted = [*source(options), torch, f"{ROOT}[course]", "hatchling", "editables"]
-        pip(venv, "wheel", "--quiet", "--wheel-dir", folder, *wanted) or give_up(venv)
-        say(f"done; without a network, on {MACHINE}: make lab WHEELS={folder}")
+        pip(venv, "wheel", "--quiet", "--wheel-dir", options.save_wheels, *wanted) or give_up(venv)
+        say(f"done; without a network, on {MACHINE}: make lab WHEELS={options.save_wheels}")
 
 
 def say(text):
@@ -73,8 +68,7 @@ def torch_requirement(release):
     oldest = int(TRIED[0].split(".")[1])
     number = re.fullmatch(r"2\.(\d+)(\.\d+)?", release)
     if not number or int(number[1]) < oldest:
-        tried = ", ".join(TRIED)
-        sys.exit(f"setup: TORCH={release} isn't 2.{oldest} or newer; what is tried is {tried}")
+        sys.exit(f"setup: TORCH={release} isn't 2.{oldest} or newer, such as {', '.join(TRIED)}")
     return f"torch=={release}" if number[2] else f"torch=={release}.*"
 
 
@@ -118,7 +112,7 @@ def install(venv, torch, options):
     settings, hindrances = without_choosing_settings(venv)
     if options.torch and hindrances:
         # A release that is asked for by name is taken wherever it can be had.
-        say(f"trying again without these settings that pip has on this machine: {hindrances}")
+        say(f"that failed; trying again without this machine's settings of pip, {hindrances}")
         pip(venv, "uninstall", "--quiet", "--yes", "torch", "torchvision")
         if pip(venv, *command, environment=settings) and builds_match(venv):
             return
@@ -128,25 +122,23 @@ def install(venv, torch, options):
 
 def give_up(venv):
     sys.exit(
-        "setup: installing failed, see above; check the network (with WHEELS: that the folder is "
-        f"for {MACHINE}) and the disk, where {shutil.disk_usage(venv).free / 1e9:.1f} GB of the 3 "
-        "to 10 GB needed are free; then run the same command again"
+        f"setup: installing failed, see above; check the network (WHEELS: if they're for {MACHINE}) "
+        f"and the disk ({shutil.disk_usage(venv).free // 10**9} GB are free, 3 to 10 needed)"
     )
 
 
 def source(options):
     """Where pip takes PyTorch from, as its options.
 
-    PyPI's builds for Linux bring CUDA along. A machine without an NVIDIA driver takes those of
-    PyTorch's own index, if that answers. Elsewhere PyPI's builds are without CUDA.
+    On Linux PyPI's builds bring CUDA along; PyTorch's own index has smaller ones, without.
     """
     if options.wheels:
         say(f"taking the packages from {options.wheels}; nothing is downloaded")
         return ["--no-index", "--find-links", Path(options.wheels).absolute()]
     if platform.system() != "Linux":
         return []
-    driver = shutil.which("nvidia-smi") or os.path.exists("/usr/lib/wsl/lib/nvidia-smi")
-    small = options.cpu or not (options.cuda or driver or not answers(CPU_INDEX))
+    cuda = options.cuda or shutil.which("nvidia-smi")
+    small = options.cpu or (not cuda and answers(CPU_INDEX))
     size = "0.5 GB, PyTorch without CUDA (CUDA=1: with)" if small else "2.7 GB, PyTorch with CUDA"
     say(f"downloading once, for some minutes: {size}")
     return ["--extra-index-url", CPU_INDEX] if small else []
@@ -169,11 +161,8 @@ def pip(venv, *arguments, environment=os.environ):
 
 def builds_match(venv):
     """Whether torchvision is compiled for this build of torch; else it can't be imported."""
-    command = [python_of(venv), "-I", "-c", "import torchvision"]
-    failed = subprocess.run(command, stderr=subprocess.DEVNULL).returncode
-    if failed:
-        say("the builds of torch and torchvision that pip took don't go together")
-    return not failed
+    script = "import sys; sys.tracebacklimit = 0; import torchvision"
+    return subprocess.run([python_of(venv), "-I", "-c", script]).returncode == 0
 
 
 def without_choosing_settings(venv):
@@ -187,7 +176,7 @@ def without_choosing_settings(venv):
             left_out.append(f"{name}={value}")
             variables.pop(variable, None)
         else:
-            variables.setdefault(variable, ast.literal_eval(value))
+            variables.setdefault(variable, value.strip("'"))
     return variables, ", ".join(sorted(set(left_out)))
 
 

@@ -123,10 +123,12 @@ def test_a_release_that_is_named_is_taken_past_a_constraint_of_pip_s(clone, whee
     (tmp_path / "caps.txt").write_text("torch<2.15")
     settings = {"PIP_CONSTRAINT": str(tmp_path / "caps.txt"), "PIP_INDEX_URL": wheels.as_uri()}
     said, good = make(clone, "TORCH=2.15.0", "CUDA=1", **settings)
-    assert good and "trying again without these settings" in said and "caps.txt" in said, said
+    assert (
+        good
+        and "trying again without this machine's settings of pip" in said
+        and "caps.txt" in said
+    ), said
     assert torch_in(clone / ".venv-torch2.15.0") == ["torch-2.15.0.dist-info"]
-    said, good = make(clone, "TORCH=2.15.9", "CUDA=1", **settings)
-    assert not good and "setup: installing failed, see above; check the network" in said
 
 
 def test_an_environment_that_the_set_up_did_not_make_is_left_alone(clone):

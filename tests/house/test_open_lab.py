@@ -4,8 +4,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
 
 import psutil
@@ -32,6 +34,11 @@ def test_a_browser_opens_only_where_its_user_sits(monkeypatch, environment, sits
     assert open_lab.sits_here() is sits_here
 
 
+def listens(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.fixture
 def lab(tmp_path):
     """JupyterLab as opened over SSH; yields its process and the lines up to the lesson's address."""
@@ -47,6 +54,10 @@ def lab(tmp_path):
     lines = [server.stdout.readline()]
     while lines[-1] and not re.match(r"\s+http://127\.0\.0\.1", lines[-1]):
         lines.append(server.stdout.readline())
+    # JupyterLab prints its address just before it listens there.
+    port = int(re.search(r":(\d+)/lab", lines[-1])[1])
+    while server.poll() is None and not listens(port):
+        time.sleep(0.05)
     yield server, "".join(lines)
     server.kill()
     server.wait()
