@@ -5,7 +5,6 @@ Options go to JupyterLab and win over what is chosen here.
 """
 
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -31,10 +30,10 @@ def main():
         config.ServerApp.allow_origin_pat = rf"https://{name}-\d+\.app\.github\.dev$"
         config.ServerApp.allow_remote_access = True
     server = LabApp.initialize_server(sys.argv[1:], config=config)
-    if not server.open_browser:
+    if "SSH_CONNECTION" in os.environ:
         user, port = os.environ.get("USER", "USER"), server.port
-        # Third in SSH_CONNECTION is this machine's address as the client sees it.
-        host = [*os.environ.get("SSH_CONNECTION", "").split()[2:3], socket.gethostname()][0]
+        # The client's address and port, then this machine's, as the client sees them.
+        host = os.environ["SSH_CONNECTION"].split()[2]
         print(f"lab: on your own machine, run: ssh -N -L {port}:127.0.0.1:{port} {user}@{host}")
     print("lab: Ctrl+C ends JupyterLab and all kernels.", flush=True)
     server.start()

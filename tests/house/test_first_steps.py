@@ -150,6 +150,6 @@ def test_a_machine_without_python_gets_one_sentence(tmp_path):
 def test_a_folder_with_a_space_in_its_name_is_one_argument(target):
     done = subprocess.run(
         ["make", "-n", "--no-print-directory", target, "OUT=/x/my class"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
+        cwd=ROOT, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert shlex.split(done.stdout.splitlines()[-1])[-1] == "/x/my class"
