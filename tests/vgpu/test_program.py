@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-import warm
 from levels import ALL
 
 from teaching.lessons import ROOT
@@ -19,10 +18,9 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREAD
 
 def run(*arguments, cwd, typed=""):
     """The command; its return code, output and errors."""
-    # torch imports the last one at the first operation of a tensor that Python computes.
-    imports = "vgpu.launch.gc_off vgpu.program torch.distributed.tensor"
-    done = warm.run(
-        "vgpu", arguments, imports=imports, cwd=cwd, environment=ENVIRONMENT, typed=typed
+    command = [sys.executable, "-m", "vgpu", *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=cwd, env=ENVIRONMENT, input=typed, text=True, capture_output=True
     )
     return done.returncode, done.stdout, done.stderr
 
