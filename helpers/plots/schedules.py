@@ -41,9 +41,9 @@ def schedule(
     that several schedules share one scale. Without ``axes`` a figure is made and shown.
     """
     plan = played.schedule
-    made = None
+    fig = None
     if axes is None:
-        made, axes = figure(width=9, height=1.35 + 0.36 * plan.devices)
+        fig, axes = figure(width=9, height=1.35 + 0.36 * plan.devices)
     end = (until or played.makespan) * factor
     for row, boxes in enumerate(played.boxes):
         spans = [(box.start * factor, (box.end - box.start) * factor) for box in boxes]
@@ -53,22 +53,21 @@ def schedule(
         )
     axes.set_xlim(0, end)
     axes.set_yticks(range(plan.devices), [f"device {d}" for d in range(plan.devices)])
-    axes.set_ylim(plan.devices - 0.5, -0.5)
-    axes.set_xlabel(unit)
+    axes.set(ylim=(plan.devices - 0.5, -0.5), xlabel=unit)
     axes.grid(visible=False)
     axes.set_facecolor("#EEEEEE")  # what is not covered by a box is the bubble
     _numbers(axes, played, factor, end)
     _legend(axes, played)
-    told = message or f"{plan.name}: {played.bubble:.0%} bubble"
-    title(axes, told, how)
-    if made is not None:
-        show(made, _alt(played, told, unit, factor))
+    heading = message or f"{plan.name}: {played.bubble:.0%} bubble"
+    title(axes, heading, how)
+    if fig is not None:
+        show(fig, _alt(played, heading, unit, factor))
 
 
 def schedules(plays: Mapping[str, Play]) -> None:
     """Several schedules under each other, on one scale of time; titles from the names given."""
     rows = [played.schedule.devices for played in plays.values()]
-    made, axes = figure(
+    fig, axes = figure(
         len(plays),
         width=9,
         height=sum(1.2 + 0.3 * count for count in rows),
@@ -78,20 +77,20 @@ def schedules(plays: Mapping[str, Play]) -> None:
     until = max(played.makespan for played in plays.values())
     texts = []
     for panel, (name, played) in zip(axes.flat, plays.items(), strict=True):
-        told = f"{name}: {played.bubble:.0%} bubble"
-        schedule(played, told, until=until, axes=panel)
-        texts.append(_alt(played, told, "units", 1))
-    show(made, " ".join(texts))
+        heading = f"{name}: {played.bubble:.0%} bubble"
+        schedule(played, heading, until=until, axes=panel)
+        texts.append(_alt(played, heading, "units", 1))
+    show(fig, " ".join(texts))
 
 
-def _alt(played: Play, told: str, unit: str, factor: float) -> str:
+def _alt(played: Play, heading: str, unit: str, factor: float) -> str:
     """How long the schedule takes, and when each device begins its first backward."""
     first = [
         next(box.start for box in boxes if box.action.kind != FORWARD) for boxes in played.boxes
     ]
     return (
         f"Rows of numbered boxes, one for each of {played.schedule.devices} devices, over "
-        f"{played.makespan * factor:.4g} {unit}: {told}. The first backward begins at "
+        f"{played.makespan * factor:.4g} {unit}: {heading}. The first backward begins at "
         f"{', '.join(f'{start * factor:.4g}' for start in first)}, device by device."
     )
 
@@ -112,9 +111,9 @@ def _ink(colour: tuple[float, float, float]) -> str:
 
 def _numbers(axes: Axes, played: Play, factor: float, end: float) -> None:
     """The micro-batch in each box that has room, all as one artist: as texts they take seconds."""
-    made = axes.get_figure(root=True)
-    assert made is not None
-    inches = made.get_figwidth() * 0.75 / end
+    fig = axes.get_figure(root=True)
+    assert fig is not None
+    inches = fig.get_figwidth() * 0.75 / end
     written, middles, inks = [], [], []
     for row, boxes in enumerate(played.boxes):
         for box in boxes:
@@ -128,7 +127,7 @@ def _numbers(axes: Axes, played: Play, factor: float, end: float) -> None:
         written,
         offsets=middles,
         offset_transform=axes.transData,
-        transform=Affine2D().scale(1 / 72) + made.dpi_scale_trans,  # points
+        transform=Affine2D().scale(1 / 72) + fig.dpi_scale_trans,  # points
         facecolors=inks,
         linewidths=0,
     )

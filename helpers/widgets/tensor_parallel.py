@@ -7,7 +7,7 @@ import ipywidgets
 from IPython.display import display
 
 from helpers import plots
-from helpers.plots.parallel.splits import parts_of
+from helpers.plots.times import parts_of
 from helpers.widgets.live import live
 from vgpu import Timeline
 from vgpu.tables import Table

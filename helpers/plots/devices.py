@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.patches import FancyBboxPatch
 
-from helpers.plots.style import COLOURS, figure, headline, show, title
+from helpers.plots.style import COLOURS, arrow, figure, headline, show, title
 
 _BOX: Any = {"boxstyle": "round,pad=0.02,rounding_size=0.06", "linewidth": 1.2}
 
@@ -23,7 +23,7 @@ def memories(
     """
     devices = [torch.device("cpu"), *gpus]
     places = _in_memories(tensors, devices)
-    made, axes = figure(width=7.5, height=2.3)
+    fig, axes = figure(width=7.5, height=2.3)
     axes.set(xlim=(0, 3 * len(devices)), ylim=(0.1, 3.1))
     axes.set_axis_off()
     for column, device in enumerate(devices):
@@ -43,7 +43,7 @@ def memories(
     title(axes, "A copy is another tensor", "devices as PyTorch names them")
     sentences = [f"{' and '.join(names)} in {_memory(x)}" for (x, _), names in places.items()]
     arrows = "".join(f"; an arrow from {a} to {b}" for a, b in copies)
-    show(made, f"The memories of the machine as boxes: {'; '.join(sentences)}{arrows}.")
+    show(fig, f"The memories of the machine as boxes: {'; '.join(sentences)}{arrows}.")
 
 
 def relabelled(seen: Mapping[str, Sequence[int]], cards: int) -> None:
@@ -51,7 +51,7 @@ def relabelled(seen: Mapping[str, Sequence[int]], cards: int) -> None:
 
     seen: value → the card behind ``cuda:0``, ``cuda:1`` and so on.
     """
-    made, panels = figure(1, len(seen), width=2.5 * len(seen), height=2.5, squeeze=False)
+    fig, panels = figure(1, len(seen), width=2.5 * len(seen), height=2.5, squeeze=False)
     for axes, (value, chosen) in zip(panels.flat, seen.items(), strict=True):
         axes.set(xlim=(-0.6, cards - 0.4), ylim=(-0.5, 1.75))
         axes.set_axis_off()
@@ -61,16 +61,16 @@ def relabelled(seen: Mapping[str, Sequence[int]], cards: int) -> None:
             _label(axes, card, 1.2, f"card\n{card}", colour, filled=card in chosen)
         for ordinal, card in enumerate(chosen):
             _label(axes, ordinal, 0, f"cuda:\n{ordinal}", COLOURS["vermilion"], filled=False)
-            _arrow(axes, (ordinal, 0.3), (card, 0.9), "#444444")
+            arrow(axes, (ordinal, 0.3), (card, 0.9))
         if not chosen:
             axes.text((cards - 1) / 2, 0, "no GPU is seen", ha="center", va="center")
-    headline(made, "Each visible card gets the ordinal of its place in the list", "read by PyTorch")
+    headline(fig, "Each visible card gets the ordinal of its place in the list", "read by PyTorch")
     lists = (
         f'"{value}": '
         + (", ".join(f"cuda:{n} is card {c}" for n, c in enumerate(chosen)) or "none")
         for value, chosen in seen.items()
     )
-    show(made, f"Cards above, ordinals below, joined by arrows. {'; '.join(lists)}.")
+    show(fig, f"Cards above, ordinals below, joined by arrows. {'; '.join(lists)}.")
 
 
 def _in_memories(
@@ -95,13 +95,13 @@ def _copy(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> N
     side = 0.95 if goal > x else -0.95
     text: Any = {"ha": "center", "color": "#B04000"}
     if abs(goal - x) <= 3:
-        _arrow(axes, (x + side, y), (goal - side, level), COLOURS["vermilion"])
+        arrow(axes, (x + side, y), (goal - side, level), COLOURS["vermilion"])
         axes.text((x + goal) / 2, (y + level) / 2 + 0.14, ".to", **text)
         return
     below = 0.45
     line: Any = {"color": COLOURS["vermilion"], "linewidth": 1.2, "zorder": 2}
     axes.plot([x, x, goal], [y - 0.27, below, below], **line)
-    _arrow(axes, (goal, below), (goal, level - 0.25), COLOURS["vermilion"])
+    arrow(axes, (goal, below), (goal, level - 0.25), COLOURS["vermilion"])
     axes.text((x + goal) / 2, below - 0.25, ".to", **text)
 
 
@@ -113,9 +113,3 @@ def _label(axes: Axes, x: float, y: float, text: str, colour: str, filled: bool)
     box: Any = {"boxstyle": "round,pad=0.25", "fc": colour if filled else "white", "ec": colour}
     ink = "white" if filled else "black"
     axes.text(x, y, text, ha="center", va="center", fontsize=9, color=ink, bbox=box, zorder=3)
-
-
-def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
-    axes.add_patch(
-        FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=12, color=colour, zorder=2)
-    )

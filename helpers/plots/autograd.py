@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyArrowPatch
 
 from helpers.autograd_graph import Graph
-from helpers.plots.style import COLOURS, figure, headline, show, title
+from helpers.plots.style import COLOURS, arrow, figure, headline, show, title
 
 _STEP = 1.5  # from one node to the next in a row; a row is 1 high
 
@@ -17,13 +16,12 @@ def gradients(
     x: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor, slope: torch.Tensor
 ) -> None:
     """Two gradients of one function over ``x`` (N,), and its slope measured without autograd."""
-    made, axes = figure(width=7.5, height=3.4)
+    fig, axes = figure(width=7.5, height=3.4)
     axes.plot(x, right, color=COLOURS["blue"], label="written out of place")
     axes.plot(x, wrong, color=COLOURS["vermilion"], linestyle="--", label="edited through .data")
     dots = slice(2, None, max(len(x) // 24, 1))
     axes.plot(x[dots], slope[dots], "o", color=COLOURS["black"], ms=4, label="slope of the values")
-    axes.set_xlabel("x")
-    axes.set_ylabel("gradient dy/dx")
+    axes.set(xlabel="x", ylabel="gradient dy/dx")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     title(
         axes,
@@ -32,7 +30,7 @@ def gradients(
     )
     apart = (wrong - slope).abs()
     show(
-        made,
+        fig,
         f"Gradient over x from {x.min():g} to {x.max():g}. The gradient written out of place goes "
         f"through the measured slopes. The one edited through .data leaves them by up to "
         f"{apart.max():.2f}, at {(apart > 0.01).float().mean():.0%} of the points.",
@@ -44,14 +42,9 @@ def kept_per_step(runs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
 
     ``runs`` maps a name to one ``(bytes, nodes)`` pair a step.
     """
-    made, panels = figure(
-        len(runs),
-        2,
-        width=8,
-        height=1.3 + 0.95 * len(runs),
-        sharex=True,
-        sharey="col",
-        squeeze=False,
+    height = 1.3 + 0.95 * len(runs)
+    fig, panels = figure(
+        len(runs), 2, width=8, height=height, sharex=True, sharey="col", squeeze=False
     )
     for (name, pairs), (left, right) in zip(runs.items(), panels, strict=True):
         steps = range(1, len(pairs) + 1)
@@ -61,21 +54,17 @@ def kept_per_step(runs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
         for axes, total in ((left, pairs[-1][0]), (right, pairs[-1][1])):
             if not total:
                 axes.text(0.5, 0.5, "nothing", transform=axes.transAxes, ha="center", va="center")
-    panels[0, 0].annotate(
-        "saved tensors alive (KiB)", (1, 1.1), xycoords="axes fraction", ha="right", fontsize=9
-    )
-    panels[0, 1].annotate(
-        "graph nodes kept by the sum", (1, 1.1), xycoords="axes fraction", ha="right", fontsize=9
-    )
-    for axes in panels[-1]:
-        axes.set_xlabel("step")
-    headline(made, "A sum of loss tensors grows with every step", "counted")
+    headings = "saved tensors alive (KiB)", "graph nodes kept by the sum"
+    for heading, top, bottom in zip(headings, panels[0], panels[-1], strict=True):
+        top.annotate(heading, (1, 1.1), xycoords="axes fraction", ha="right", fontsize=9)
+        bottom.set_xlabel("step")
+    headline(fig, "A sum of loss tensors grows with every step", "counted")
     ends = (
         f"{name}: {pairs[-1][0] / 2**10:.0f} KiB and {pairs[-1][1]} nodes"
         for name, pairs in runs.items()
     )
     show(
-        made,
+        fig,
         "A row of bars for each loop over the steps: KiB of saved tensors alive, and graph nodes kept "
         f"by the sum. After the last step, {'; '.join(ends)}.",
     )
@@ -92,10 +81,10 @@ def graph_before_and_after(
     places = _places(graph)
     width = max(x for x, _ in places) - min(x for x, _ in places) + 2.4
     height = 1 - min(y for _, y in places)
-    made, axes = figure(width=8.5, height=0.5 + 0.62 * height)
+    fig, axes = figure(width=8.5, height=0.5 + 0.62 * height)
     # One pair of axes without ticks, placed by hand: a third of the time of two laid out ones, and
     # the explorer draws this again at every choice.
-    made.set_layout_engine("none")
+    fig.set_layout_engine("none")
     axes.set_position((0, 0, 1, 1 - 0.3 / (0.5 + 0.62 * height)))
     axes.set(xticks=[], yticks=[], xlim=(0, 2 * width), ylim=(0.2 - height, 0.9))
     axes.set_axis_off()
@@ -105,10 +94,10 @@ def graph_before_and_after(
         middle = (column + 0.5) * width - sum((min(places)[0], max(places)[0])) / 2
         axes.text((column + 0.5) * width, 0.6, heading, ha="center", fontsize=11)
         _draw(axes, graph, [(x + middle, y) for x, y in places], *kept)
-    headline(made, "Arrows show the way of backward()", "read from grad_fn")
+    headline(fig, "Arrows show the way of backward()", "read from grad_fn")
     lost = [node.label for index, node in enumerate(graph.nodes) if index not in kept_nodes]
     show(
-        made,
+        fig,
         f"An autograd graph twice: as written, with {len(graph.nodes)} nodes and "
         f"{len(graph.edges)} arrows, and after {after}, with {len(kept_nodes)} and "
         f"{len(kept_edges)}. {'Cut off: ' + ', '.join(lost) if lost else 'No node is cut off'}.",
@@ -147,19 +136,15 @@ def _draw(
     for number, edge in enumerate(graph.edges):
         kept = number in edges
         bend = _bend(edge in graph.edges[:number], places[edge[0]], places[edge[1]])
-        axes.add_patch(
-            FancyArrowPatch(
-                places[edge[0]],
-                places[edge[1]],
-                connectionstyle=f"arc3,rad={bend}",
-                arrowstyle="-|>",
-                mutation_scale=11,
-                shrinkA=12,
-                shrinkB=12,
-                color="#444444" if kept else "#CCCCCC",
-                linestyle="-" if kept else "--",
-                zorder=2,
-            )
+        arrow(
+            axes,
+            places[edge[0]],
+            places[edge[1]],
+            "#444444" if kept else "#CCCCCC",
+            connectionstyle=f"arc3,rad={bend}",
+            shrinkA=12,
+            shrinkB=12,
+            linestyle="-" if kept else "--",
         )
 
 
