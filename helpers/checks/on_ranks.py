@@ -1,7 +1,10 @@
-"""Answers that run on real ranks: started under a short time limit, and their faults a verdict."""
+"""Answers that run on real ranks: started under a short time limit, and their errors a verdict."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from helpers.checks.blame import hint_in, own_line_in
 from helpers.checks.core import Wrong
@@ -59,3 +62,19 @@ def on_ranks(
             given=given,
             hint="Sizes or dtypes that differ between ranks can end a process like this.",
         ) from died
+
+
+def run_backward(loss: torch.Tensor, instead: str) -> None:
+    """``loss.backward()``, on a rank. Raises ValueError if it goes through a plain collective.
+
+    torch only warns: a collective of c10d has no derivative, and autograd passes gradients through
+    it as if it had not been there. instead: what to do, for the message.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss.backward()
+    if any("autograd kernel was not registered" in str(warning.message) for warning in caught):
+        raise ValueError(
+            "a collective was called with a tensor that requires a gradient, and backward knows "
+            f"nothing of collectives: {instead}"
+        )

@@ -192,21 +192,17 @@ def _hint_for_ring(yours: Any, total: torch.Tensor, own: torch.Tensor, ranks: in
 
 @exercise("6.4", "Find the rank that hangs", callable_answer=False)
 def find_the_rank_that_hangs(never_came: Any) -> dict[str, Any]:
+    given = "train_until with some_losses and the limit 0.3"
+    hint = (
+        "Run train_until with a short timeout_s: the last line of the message says which rank never "
+        "came."
+    )
     if isinstance(never_came, bool) or not isinstance(never_came, int):
-        raise Wrong(
-            yours=repr(never_came),
-            expected="a rank: a whole number from 0",
-            given="train_until with some_losses and the limit 0.3",
-            hint="Run train_until with a short timeout_s and read the last line of the message.",
-        )
+        expected = "a rank: a whole number from 0"
+        raise Wrong(yours=repr(never_came), expected=expected, given=given, hint=hint)
     if never_came != 2:
-        raise Wrong(
-            yours=f"rank {never_came}",
-            expected="the rank that the others wait for",
-            given="train_until with some_losses and the limit 0.3",
-            hint="Run train_until with a short timeout_s: the last line of the message says which "
-            "rank never came.",
-        )
+        expected = "the rank that the others wait for"
+        raise Wrong(yours=f"rank {never_came}", expected=expected, given=given, hint=hint)
     return {"rank 2": "its third loss, 0.2, is below 0.3; the others wait in the third all_reduce"}
 
 

@@ -6,16 +6,13 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from helpers.checks.backward import run_backward
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
-from helpers.checks.graphs import WatchedLinear
-from helpers.checks.on_ranks import GPU, on_ranks
+from helpers.checks.on_ranks import GPU, on_ranks, run_backward
+from helpers.checks.watchers import WatchedLinear, count_sent, expect_one_micro_batch
 from vgpu.profiling import counted_on_gpu, own_gpu
 
 
@@ -186,19 +183,12 @@ def validation_sampler(answer: Callable[..., Any]) -> dict[str, Any]:
         dealt = [index for part in parts for index in part]
         twice = sorted({index for index in dealt if dealt.count(index) > 1})
         if twice:
-            raise Wrong(
-                yours=parts,
-                expected="no sample twice",
-                given=given,
-                hint=f"Padding repeats samples {twice}: they would be counted twice.",
-            )
+            hint = f"Padding repeats samples {twice}: they would be counted twice."
+            raise Wrong(yours=parts, expected="no sample twice", given=given, hint=hint)
         if sorted(dealt) != data:
-            raise Wrong(
-                yours=parts,
-                expected=f"every sample from 0 to {length - 1}",
-                given=given,
-                hint="Some samples are dealt to nobody, or do not exist.",
-            )
+            hint = "Some samples are dealt to nobody, or do not exist."
+            expected = f"every sample from 0 to {length - 1}"
+            raise Wrong(yours=parts, expected=expected, given=given, hint=hint)
         sizes = [len(part) for part in parts]
         if max(sizes) - min(sizes) > 1:
             raise Wrong(
@@ -244,17 +234,8 @@ def accumulate_and_send_once(
             model = WatchedLinear(6, 1, bias=False)
             model.weight.data.copy_(weight)
             parallel = DistributedDataParallel(model.to(own_gpu()))
-            bytes_sent = [0]
-            world = dist.group.WORLD
-            assert world is not None
-
-            def count_bytes(
-                state: None, bucket: dist.GradBucket
-            ) -> torch.futures.Future[torch.Tensor]:
-                bytes_sent[-1] += bucket.buffer().nbytes
-                return allreduce_hook(world, bucket)
-
-            parallel.register_comm_hook(None, count_bytes)
+            sent = count_sent(parallel)
+            bytes_sent: list[int] = []
             gradients: list[torch.Tensor] = []
             for turn in range(2):
                 model.weight.grad = None
@@ -263,8 +244,9 @@ def accumulate_and_send_once(
                 if model.weight.grad is None:
                     raise ValueError("accumulate left no gradient: nothing was called backward on")
                 gradients.append(model.weight.grad.cpu())
-                bytes_sent.append(0)
-            return gradients, bytes_sent[:-1], max(model.samples), max(model.graphs_held)
+                bytes_sent.append(sum(sent))
+                sent.clear()
+            return gradients, bytes_sent, max(model.samples), max(model.graphs_held)
 
         weight = torch.randn(1, 6)
         given = f"{ranks} ranks, {count} micro-batches of {size} samples"
@@ -275,20 +257,7 @@ def accumulate_and_send_once(
             where = given if turn == 0 else f"a second accumulation, {given}"
             for rank, (gradients, sent, largest, held) in enumerate(results):
                 _judge(rank, gradients[turn], expected, count, sent[turn], where)
-                if largest > size:
-                    raise Wrong(
-                        yours=f"a forward of {largest} samples at once",
-                        expected=f"at most {size}, one micro-batch",
-                        given=where,
-                        hint="Joined micro-batches need the memory that accumulating saves.",
-                    )
-                if held:
-                    raise Wrong(
-                        yours=f"the graphs of {held + 1} micro-batches at once",
-                        expected="the graph of one at a time",
-                        given=where,
-                        hint="Call backward for each micro-batch: a sum of losses keeps every graph.",
-                    )
+                expect_one_micro_batch(largest, size, held, where)
     once = results[0][0][0].nbytes
     return {
         "given": given,

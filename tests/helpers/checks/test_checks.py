@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.checks import check, core, evaluate, exercises, progress, reset, solved
+from helpers.checks import check, core, evaluate, exercises, progress, records, reset
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 from vgpu.launch import own_code
 
@@ -148,9 +148,9 @@ def test_a_number_is_not_a_bool():
 @pytest.mark.usefixtures("doubled")
 def test_progress_is_kept_and_forgotten(capsys):
     check("99.1", lambda x: x**2)
-    assert solved.ids() == set()
+    assert records.solved() == set()
     check("99.1", lambda x: x * 2)
-    assert solved.ids() == {"99.1"}
+    assert records.solved() == {"99.1"}
     assert "99.1 ✓" in str(progress())
     reset()
     assert "Forgot 1 solved exercise." in capsys.readouterr().out

@@ -2,7 +2,7 @@
 
 import torch
 
-from helpers.checks.graphs import WatchedLinear
+from helpers.checks.watchers import WatchedLinear
 
 
 def held_by(backward):
