@@ -18,15 +18,7 @@ import torch.nn.parallel.data_parallel
 from torch.utils import backend_registration
 
 from vgpu.changes import Changes
-from vgpu.collectives import (
-    ddp,
-    futures,
-    groups,
-    nccl_only,
-    pipelines,
-    recorded,
-    wrappers,
-)
+from vgpu.collectives import dispatch, nccl_only, process_groups, wrappers
 from vgpu.hardware.links import Link, get_link
 from vgpu.hardware.specs import GPUSpec, get_spec
 from vgpu.memory import gpus
@@ -52,17 +44,14 @@ _CHANGING = (
     custom,
     data_assignment,
     data_parallel,
-    ddp,
     device_names,
+    dispatch,
     functions,
-    futures,
-    groups,
     kernels,
     nccl_only,
     out_dtype,
-    pipelines,
+    process_groups,
     processes,
-    recorded,
     refusals,
     rms_norm,
     serialization,

@@ -28,7 +28,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from vgpu.collectives.groups import BACKEND
+from vgpu.collectives.process_groups import BACKEND
 from vgpu.memory import gpus
 
 _WORD = "cuda"

@@ -21,7 +21,7 @@ import torch
 
 from vgpu import cuda_words
 from vgpu.backend import enable
-from vgpu.collectives.groups import tally
+from vgpu.collectives.dispatch import tally
 from vgpu.memory import gpus
 from vgpu.torch_patches import device_module
 from vgpu.units import format_bytes

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset
 
-from vgpu.profiling.watching import Watching
+from vgpu.profiling import EagerDispatchMode
 
 FEATURES, CLASSES = 6, 4
 
@@ -108,7 +108,7 @@ class Trainer:
             self.losses.append(loss.item())
 
 
-class ReadBacks(Watching):
+class ReadBacks(EagerDispatchMode):
     """Counts what makes the host wait: values that go from ``device_type`` to the CPU."""
 
     ASKING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select")
@@ -137,7 +137,7 @@ class ReadBacks(Watching):
         return isinstance(value, torch.Tensor) and value.device.type == self.device_type
 
 
-class Leaving(Watching):
+class Leaving(EagerDispatchMode):
     """Counts the numbers of a recorded graph that are copied from each device to another.
 
     What needs no gradient, such as labels in whatever form, is not counted.

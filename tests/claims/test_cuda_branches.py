@@ -26,7 +26,7 @@ BEFORE = f"""
 import contextlib, io, itertools, json, os, torch
 import vgpu; from helpers import shell; from vgpu import launch
 from vgpu import cuda_words
-from vgpu.collectives import groups
+from vgpu.collectives import process_groups
 
 if not vgpu.is_enabled():
     vgpu.enable(2)
@@ -34,7 +34,7 @@ if not vgpu.is_enabled():
 def run(function, ranks, plain=launch.run):
     assert ranks == 1  # the other ranks of such a group do not exist
     def on_rank(rank, world_size):
-        groups.ranks_are_absent = True  # the group refuses CPU tensors then, as NCCL does
+        process_groups.ranks_are_absent = True  # the group refuses CPU tensors then, as NCCL does
         return function(rank, world_size)
     return plain(on_rank, ranks, gpu="V100")
 

@@ -17,6 +17,8 @@ ORDER = [
     "vgpu.hardware",
     "vgpu.memory",
     "vgpu.tensor",
+    "vgpu.collectives.calls",
+    "vgpu.collectives.table",
     "vgpu.time",
     "vgpu.tensor.shapes",
     "vgpu.torch_patches",

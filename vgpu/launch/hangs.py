@@ -3,10 +3,8 @@
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from vgpu.collectives.table import SAME_ELEMENTS
 from vgpu.launch.call_sites import Collective, Place, Snapshot
-
-# To these every rank has to bring as many elements of the same type; shapes may differ.
-_ALIKE = {"all_reduce", "broadcast", "reduce"}
 
 
 def explain(snapshots: Sequence[Snapshot | None], label: Callable[[str], str]) -> str:
@@ -140,7 +138,7 @@ def _records(snapshots: Sequence[Snapshot | None], wanted: Collective) -> dict[i
 def _is_mismatch(records: Collection[Collective]) -> bool:
     """Whether ranks came to the same collective with what cannot go together."""
     names = {c.name for c in records}
-    return len(names) > 1 or (names <= _ALIKE and len({c.amounts for c in records}) > 1)
+    return len(names) > 1 or (names <= SAME_ELEMENTS and len({c.amounts for c in records}) > 1)
 
 
 def _missing(snapshots: Sequence[Snapshot | None], wanted: Collective) -> list[int]:

@@ -11,9 +11,9 @@ Left out: the room that CUDA's own context takes.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,15 +39,28 @@ def streams_from(current_stream: Callable[[int], int]) -> None:
     _current_stream = current_stream
 
 
-_lent: Sequence[Any] = ()
-_take_back: Callable[[], object] = list  # nothing to do while nothing is lent
+class Borrowed(Protocol):
+    """Tensors that gloo uses for a collective (collectives/borrowed_buffers.py)."""
+
+    def is_dropped(self) -> bool: ...
+
+    def wait_for_return(self) -> None: ...
 
 
-def lent_to(lent: Sequence[Any], take_back: Callable[[], object]) -> None:
-    """Call ``take_back`` before bytes are counted while anything is ``lent``: others may hold blocks
-    that are free (distributed/lent.py)."""
-    global _lent, _take_back
-    _lent, _take_back = lent, take_back
+borrowed: list[Borrowed] = []
+"""What gloo may still hold when nobody else does; a collective appends its tensors under the lock."""
+borrowed_lock = (
+    threading.RLock()
+)  # a finalizer that counts bytes may run in the thread that holds it
+
+
+def _wait_for_returns() -> None:
+    """Before bytes are counted: of collectives that have ended, gloo has dropped its tensors."""
+    with borrowed_lock:
+        dropped = [each for each in borrowed if each.is_dropped()]
+        borrowed[:] = [each for each in borrowed if each not in dropped]
+    for each in dropped:
+        each.wait_for_return()
 
 
 # A finalizer may run between any two instructions, also in a thread that holds the lock.
@@ -115,8 +128,8 @@ class DeviceMemory:
 
     def settled(self) -> "DeviceMemory":
         """This, when nothing that is free is counted any more."""
-        if _lent:
-            _take_back()
+        if borrowed:
+            _wait_for_returns()
         return self
 
     @property
@@ -134,8 +147,8 @@ class DeviceMemory:
 
     def allocate(self, request_bytes: int, operation: str) -> "Block":
         """Count a new block of at least ``request_bytes``."""
-        if _lent:
-            _take_back()
+        if borrowed:
+            _wait_for_returns()
         _acquire()
         try:
             size_bytes = request_bytes + 511 & ~511  # rounded, in less time

@@ -23,15 +23,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from vgpu.collectives import table as collectives
+from vgpu.collectives.table import Route
 from vgpu.hardware import efficiency as products
 from vgpu.hardware.efficiency import Product
 from vgpu.hardware.links import Link, get_link
 from vgpu.hardware.networks import Network, get_network
 from vgpu.hardware.specs import GPUSpec, get_spec
 from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments
-from vgpu.time import collectives
 from vgpu.time import validation as figures
-from vgpu.time.collectives import Way
 from vgpu.time.traits import tensors_in
 
 # What an operation computes with: the float32 units; tensor cores, in two formats of 16 bits; and
@@ -234,7 +234,7 @@ class CostModel:
         return self._seconds("send", size_bytes, 2, self.spec.host_link)
 
     def collective_time_s(self, name: str, size_bytes: float, count: int) -> float:
-        """Seconds of a collective of ``collectives.py`` among ``count`` GPUs."""
+        """Seconds of a collective of ``collectives/table.py`` among ``count`` GPUs."""
         return self._seconds(name, size_bytes, count, self.link)
 
     def group_time_s(self, name: str, size_bytes: float, ranks: Sequence[int]) -> float:
@@ -243,7 +243,7 @@ class CostModel:
         if self.network is None or len(hosts) == 1:
             return self.collective_time_s(name, size_bytes, len(ranks))
         inside = min((each for each in hosts.values() if each > 1), default=2)
-        way = Way(
+        route = Route(
             self.link.latency_s,
             self.link.among_bytes_per_s(inside) * self.link_share,
             len(hosts),
@@ -252,7 +252,7 @@ class CostModel:
             self.network.latency_s,
             self.network.bytes_per_s_per_gpu(self.gpus_per_host) * self.network_share,
         )
-        return collectives.seconds(name, size_bytes, len(ranks), way)
+        return collectives.seconds(name, size_bytes, len(ranks), route)
 
     def link_name(self, ranks: Sequence[int]) -> str:
         """What a collective among these ranks goes over: the slowest part of it."""
@@ -265,8 +265,8 @@ class CostModel:
         return Counter(rank // self.gpus_per_host if self.gpus_per_host else 0 for rank in ranks)
 
     def _seconds(self, name: str, size_bytes: float, count: int, link: Link) -> float:
-        way = Way(link.latency_s, link.among_bytes_per_s(count) * self.link_share)
-        return collectives.seconds(name, size_bytes, count, way)
+        route = Route(link.latency_s, link.among_bytes_per_s(count) * self.link_share)
+        return collectives.seconds(name, size_bytes, count, route)
 
 
 @functools.cache

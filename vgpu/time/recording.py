@@ -72,12 +72,11 @@ def _put_under_way(recording: "Recording | None") -> None:
 class Part(Protocol):
     """This rank's part of a collective."""
 
-    given: list[torch.Tensor]
-    received: list[torch.Tensor]
-    made: list[torch.Tensor]  # received in tensors that are new
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    made: list[torch.Tensor]  # outputs that are new
 
-    @property
-    def size_bytes(self) -> int: ...
+    size_bytes: int
 
     @property
     def ranks(self) -> list[int]: ...
@@ -290,7 +289,7 @@ class Recording:
         The stream waits for the current one, as NCCL's does.
         """
         current, host = self.places.of(name, gpu, note=False)
-        read, written, made = _virtual(part.given), _virtual(part.received), _virtual(part.made)
+        read, written, made = _virtual(part.inputs), _virtual(part.outputs), _virtual(part.made)
         stream = self.clock.stream(gpu, number)
         self._launching.before(stream, host, read, written)
         operands = self._launching.operands(name, read, host)

@@ -17,7 +17,7 @@ from helpers import devices
 from helpers.checks.core import Wrong, exercise, for_input
 from helpers.checks.graphs import WatchedLinear
 from helpers.checks.on_ranks import on_ranks
-from vgpu.profiling import Calls, counted
+from vgpu.profiling import OperatorLog, count_collectives
 from vgpu.profiling.memory import Moment, StepRecord, peaks_during
 from vgpu.units import format_bytes
 
@@ -30,7 +30,7 @@ def peak_of_a_step(answer: Callable[[list[int], int, str], float]) -> dict[str, 
     cases = _networks()
     for number, (sizes, batch_size, name) in enumerate(cases, 1):
         given = f"sizes {sizes}, a batch of {batch_size}, {name} (case {number} of {len(cases)})"
-        with for_input(given, _FROM_SIZES), Calls() as calls:
+        with for_input(given, _FROM_SIZES), OperatorLog() as calls:
             yours = answer(list(sizes), batch_size, name)
             if isinstance(yours, bool) or not isinstance(yours, int | float):
                 raise Wrong(yours=repr(yours), expected="a number of bytes")
@@ -182,7 +182,7 @@ def _accumulate(
         return allreduce_hook(world, bucket)
 
     parallel.register_comm_hook(None, count)
-    _, calls = counted(rank, world_size, lambda *_: answer(parallel, batches[rank]))
+    _, calls = count_collectives(rank, world_size, lambda *_: answer(parallel, batches[rank]))
     largest, held = max(model.samples, default=0), max(model.graphs_held, default=0)
     return model.weight.grad, sent[0], calls, largest, held
 

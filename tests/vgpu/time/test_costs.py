@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import vgpu
-from vgpu.time import collectives
+from vgpu.collectives.table import COLLECTIVES
 from vgpu.time.costs import Work, expected_largest, work_of
 
 ATEN = torch.ops.aten
@@ -246,14 +246,14 @@ MILLISECONDS = {
 }
 
 
-@pytest.mark.parametrize("name", collectives.COLLECTIVES)
+@pytest.mark.parametrize("name", COLLECTIVES)
 def test_collectives_by_hand(name):
     link = vgpu.Link("test", 1e9, 1e-6, "made for this test")
     costs = vgpu.CostModel(vgpu.PRESETS["V100"], link=link, link_share=1.0)
     found_s = costs.collective_time_s(name, 4 * 10**6, 4)
     assert found_s == pytest.approx(MILLISECONDS[name] * 1e-3, rel=1e-12)
     assert costs.collective_time_s(name, 4 * 10**6, 1) == 0
-    assert collectives.COLLECTIVES[name].source
+    assert COLLECTIVES[name].source
 
 
 @pytest.mark.parametrize(

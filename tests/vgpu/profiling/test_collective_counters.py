@@ -1,5 +1,6 @@
 """What a rank sends in collectives: of plain tensors, of DTensors, in backward."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -7,17 +8,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from vgpu import launch
-from vgpu.profiling import counted, counted_on_gpu, own_gpu
-from vgpu.profiling.collective_counters import Sent
+from vgpu.profiling import (
+    CollectiveCounter,
+    count_collectives,
+    count_collectives_on_gpu,
+    own_gpu,
+)
 
 
 def plain(rank, world_size):
-    return counted_on_gpu(rank, world_size, sent_by_plain)
+    return count_collectives_on_gpu(rank, world_size, sent_by_plain)
 
 
 def sent_by_plain(rank, world_size):
     small, large = torch.zeros(8, device=own_gpu()), torch.zeros(32, device=own_gpu())
-    with Sent() as sent:
+    with CollectiveCounter() as sent:
         dist.all_reduce(small)
         dist.all_gather_into_tensor(large, small)
         dist.all_gather([torch.empty_like(small) for _ in range(world_size)], small)
@@ -29,10 +34,10 @@ def sent_by_plain(rank, world_size):
         functional.all_gather_tensor(small, 0, dist.group.WORLD).wait()
         functional.reduce_scatter_tensor(large, "sum", 0, dist.group.WORLD) + 1
         dist.barrier()
-    return sent.calls, sent.size_bytes
+    return sent.calls, sent.sent_bytes
 
 
-def test_collectives_of_plain_tensors_and_the_bytes_of_the_whole_one():
+def test_collectives_of_plain_tensors_count_with_the_bytes_of_the_whole_one():
     (calls, size_bytes), given = launch.run(plain, 4, gpu="V100")[0]
     assert calls == [
         ("all_reduce", 32),
@@ -67,7 +72,7 @@ def test_collectives_of_plain_tensors_and_the_bytes_of_the_whole_one():
 def with_dtensors(rank, world_size):
     mesh = init_device_mesh(own_gpu().type, (world_size,))
     local = torch.zeros(8, 8, device=own_gpu())
-    with Sent() as sent:
+    with CollectiveCounter() as sent:
         DTensor.from_local(local, mesh, [Shard(0)]).redistribute(
             placements=[Replicate()]
         ).to_local()
@@ -81,11 +86,11 @@ def with_dtensors(rank, world_size):
         DTensor.from_local(local, mesh, [Shard(0)]).redistribute(placements=[Replicate()])
         DTensor.from_local(local, mesh, [Partial()]).redistribute(placements=[Shard(0)])
 
-    noted = counted(rank, world_size, functional)[1]
+    noted = count_collectives(rank, world_size, functional)[1]
     return sent.calls, sent.names, [name for name, _ in noted]
 
 
-def test_collectives_of_dtensors_and_of_backward():
+def test_collectives_of_dtensors_and_of_backward_passes_count():
     calls, names, noted = launch.run(with_dtensors, 4, gpu="V100")[0]
     assert calls == [
         ("all_gather", 4 * 256),
@@ -97,14 +102,27 @@ def test_collectives_of_dtensors_and_of_backward():
     assert noted == ["all_gather", "reduce_scatter"]  # by the names that c10d's have, too
 
 
-def other(rank, world_size):
-    try:
-        with Sent():
-            dist.reduce(torch.zeros(2, device=own_gpu()), dst=0)
-    except NotImplementedError as error:
-        return str(error)
+def gather(rank, world_size):
+    x = torch.zeros(2, device=own_gpu())
+    parts = [torch.empty_like(x) for _ in range(world_size)] if rank == 0 else None
+    with CollectiveCounter():
+        dist.gather(x, parts)
 
 
-def test_what_it_cannot_count_is_refused():
-    for message in launch.run(other, 2, gpu="V100"):
-        assert "all_to_all, broadcast; c10d.reduce_.default is none of them" in message
+def test_a_counter_refuses_a_collective_in_which_ranks_send_unequally_much():
+    with pytest.raises(launch.RankRaised, match="and gather is none of them") as raised:
+        launch.run(gather, 2, gpu="V100")
+    assert "NotImplementedError: what a rank sends is counted for all_reduce" in str(raised.value)
+
+
+def cpu_tensor(rank, world_size):
+    dist.all_gather_object([None] * world_size, "text")  # as bytes on the CPU
+    dist.all_reduce(torch.zeros(2))
+
+
+def test_an_all_reduce_of_a_cpu_tensor_is_refused_where_ranks_have_gpus():
+    def main(rank, world_size):
+        count_collectives_on_gpu(rank, world_size, cpu_tensor)
+
+    with pytest.raises(launch.RankRaised, match="all_reduce was given a CPU tensor, and NCCL"):
+        launch.run(main, 2, gpu="V100")
