@@ -9,7 +9,7 @@ collective makes the current stream wait for it.
 import collections
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,7 @@ from vgpu.memory import gpus
 from vgpu.memory.gpus import VirtualGPU
 from vgpu.tensor import operations, rules
 from vgpu.tensor.operations import compute
-from vgpu.tensor.operators import Args, Kwargs, Operator
+from vgpu.tensor.operators import Args, Handler, Kwargs, Operator
 from vgpu.tensor.shapes import operations as shape_operations
 from vgpu.tensor.shapes.operations import ShapeCall
 from vgpu.tensor.tensor import VirtualTensor
@@ -225,7 +225,9 @@ def _record(call: Call, gpu: VirtualGPU) -> _Waiting:
     return _Waiting(done, gpu, by_host=call.name == "barrier")
 
 
-def _record_functional(call: Call, inputs: Tensors, result: Any, gpu: VirtualGPU) -> None:
+def _record_functional(
+    call: Call, inputs: Sequence[torch.Tensor], result: Any, gpu: VirtualGPU
+) -> None:
     call.made = [made for made in tensors_in(result) if not any(made is x for x in inputs)]
     waiting = _record(call, gpu)
     if call.operator.startswith("_dtensor::"):  # its kernel for GPUs waits at once
@@ -345,7 +347,7 @@ _WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
 _WRAP = "_c10d_functional::_wrap_tensor_autograd"
 _FSDP = ("fsdp::all_gather_copy_in", "fsdp::chunk_cat", "fsdp::split_with_sizes_copy")
 
-_HANDLERS = {
+_HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(table.NAMES, _run),
     **dict.fromkeys(_WAITS, _run_wait),
     _WRAP: _run_wrap,

@@ -334,7 +334,9 @@ def sent_bytes(name: str, size_bytes: float, count: int) -> float:
     """
     share = COLLECTIVES[name].sent_share
     if share is None:
-        counted = (other for other, each in COLLECTIVES.items() if each.sent_share and each.operators)
+        counted = (
+            other for other, each in COLLECTIVES.items() if each.sent_share and each.operators
+        )
         raise NotImplementedError(
             f"what a rank sends is counted for {', '.join(counted)}, and {name} is none of them"
         )
