@@ -21,7 +21,7 @@ RELIANCES = (
         "a tensor that Python sees on a virtual GPU, and C++ on the device type lazy",
         "Everything rests on it: look how torch.testing._internal.two_tensor and DTensor make "
         "their wrappers now, and do it likewise in dispatch/tensor.py, shapes/shape.py and "
-        "distributed/wrappers.py.",
+        "collectives/wrappers.py.",
         (
             "torch.Tensor._make_wrapper_subclass",
             "torch._C.TensorBase",
@@ -102,7 +102,7 @@ RELIANCES = (
         "collectives",
         "Call F.scaled_dot_product_attention, F.softmax or torch.distributed under a "
         "TorchDispatchMode and see which operator comes now; dispatch/gpu_only/, "
-        "torch_api/attention.py, distributed/wrappers.py.",
+        "torch_api/attention.py, collectives/wrappers.py.",
         (
             "torch.ops._c10d_functional._wrap_tensor_autograd",
             "torch.ops._c10d_functional.reduce_scatter_tensor",
@@ -248,7 +248,7 @@ RELIANCES = (
     Reliance(
         "the backend vccl: process groups of virtual GPUs over gloo",
         "Backend.register_backend is public and stays; what surrounds it is in "
-        "distributed/groups.py. Compare new_group in torch/distributed/distributed_c10d.py.",
+        "collectives/process_groups.py. Compare new_group in torch/distributed/distributed_c10d.py.",
         (
             "torch.distributed.Backend._BackendPlugin",
             "torch.distributed.Backend._plugins",
@@ -274,7 +274,7 @@ RELIANCES = (
     ),
     Reliance(
         "tensors around virtual ones: DTensor, and results of collectives that are awaited",
-        "They must say the device that their inner tensor says (distributed/wrappers.py); "
+        "They must say the device that their inner tensor says (collectives/wrappers.py); "
         "tests/vgpu/collectives/test_wrappers.py shows which does not.",
         (
             "torch.distributed._functional_collectives.AsyncCollectiveTensor",
@@ -285,7 +285,7 @@ RELIANCES = (
     ),
     Reliance(
         "refusing what only NCCL offers, and doing without its premultiplied sum",
-        "If FSDP2 reduces another way now, change distributed/nccl_only.py to that; gloo then says "
+        "If FSDP2 reduces another way now, change collectives/nccl_only.py to that; gloo then says "
         "what it cannot do.",
         (
             "torch.distributed._symmetric_memory.empty",
@@ -309,7 +309,7 @@ RELIANCES = (
     Reliance(
         "a cluster that does not exist: groups of ranks that are not there",
         "The fake process group is torch's own test tool and moves with its tests: search torch "
-        "for fake_pg, then cluster/layout.py, cluster/collectives.py and distributed/groups.py.",
+        "for fake_pg, then collectives/cluster.py, dispatch.py and process_groups.py.",
         (
             "torch._C._distributed_c10d.PythonCallbackWork",
             "torch._C.fork",
@@ -321,24 +321,18 @@ RELIANCES = (
     Reliance(
         "forgetting the plans of DTensor when a cluster is left",
         "Look where torch/distributed/tensor/_sharding_prop.py keeps what it has planned, and empty "
-        "that in distributed/meshes.py.",
+        "that in collectives/cluster.py.",
         ("torch.distributed.tensor._api.DTensor._op_dispatcher",),
     ),
     Reliance(
         "pipelines of torch on a cluster, whose absent ranks have no vote",
         "Look how a schedule sets itself up before its first step, and what it skips for torch's "
-        "fake process group; distributed/pipelines.py makes it skip the same.",
+        "fake process group; collectives/wrappers.py makes it skip the same.",
         (
             "torch.distributed.pipelining.schedules._PipelineSchedule",
             "torch.distributed.pipelining.schedules._PipelineSchedule"
             "._initialize_pipeline_distributed_state",
         ),
-    ),
-    Reliance(
-        "counting what collectives send: the process group among an operator's arguments",
-        "Print the arguments of a functional collective in vgpu/profiling/collective_counters.py and see in what "
-        "form the group comes now.",
-        ("torch.ScriptObject._type",),
     ),
     Reliance(
         "saying which rank waits for what",

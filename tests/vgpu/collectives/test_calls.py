@@ -9,59 +9,59 @@ import vgpu
 from vgpu import launch
 
 
-def what_is_refused(device):
+def errors_of_wrong_calls(device):
     """What each wrong call raises, in the last rank of two."""
     import torch
     import torch.distributed as dist
 
-    def made(*size, **kwargs):
+    def ones(*size, **kwargs):
         return torch.ones(*size, device=device, **kwargs)
 
-    turned, half, pair = made(2, 3).t(), {"dtype": torch.half}, [made(2), made(2)]
+    turned, half, pair = ones(2, 3).t(), {"dtype": torch.half}, [ones(2), ones(2)]
     reduce_scatter, all_gather = dist.reduce_scatter_tensor, dist.all_gather_into_tensor
     calls = {
         "all_reduce, turned": lambda: dist.all_reduce(turned),
         "broadcast, turned": lambda: dist.broadcast(turned, 0),
         "reduce, turned": lambda: dist.reduce(turned, 0),
-        "all_gather, turned input": lambda: all_gather(made(6, 2), turned),
-        "all_gather, turned output": lambda: all_gather(made(2, 6).t(), made(3, 2)),
-        "reduce_scatter, turned input": lambda: reduce_scatter(made(3, 2), made(2, 6).t()),
-        "all_to_all_single, turned": lambda: dist.all_to_all_single(made(2, 2).t(), made(2, 2)),
-        "all_to_all, turned": lambda: dist.all_to_all([made(2, 2).t()] * 2, [made(2, 2)] * 2),
-        "all_gather, types": lambda: all_gather(made(4, **half), made(2)),
-        "all_gather, sizes": lambda: all_gather(made(5), made(2)),
-        "reduce_scatter, sizes": lambda: reduce_scatter(made(3), made(4)),
-        "all_gather, a list of three": lambda: dist.all_gather([*pair, made(2)], made(2)),
-        "all_gather, own part": lambda: dist.all_gather([made(2), made(3)], made(2)),
-        "reduce_scatter, own part": lambda: dist.reduce_scatter(made(3), pair),
-        "gather, sizes": lambda: dist.gather(made(2), [made(2), made(3)], dst=1),
-        "scatter, sizes": lambda: dist.scatter(made(3), pair, src=1),
-        "all_to_all_single, sizes": lambda: dist.all_to_all_single(made(6), made(4)),
-        "all_to_all_single, rows": lambda: dist.all_to_all_single(made(5), made(4)),
+        "all_gather, turned input": lambda: all_gather(ones(6, 2), turned),
+        "all_gather, turned output": lambda: all_gather(ones(2, 6).t(), ones(3, 2)),
+        "reduce_scatter, turned input": lambda: reduce_scatter(ones(3, 2), ones(2, 6).t()),
+        "all_to_all_single, turned": lambda: dist.all_to_all_single(ones(2, 2).t(), ones(2, 2)),
+        "all_to_all, turned": lambda: dist.all_to_all([ones(2, 2).t()] * 2, [ones(2, 2)] * 2),
+        "all_gather, types": lambda: all_gather(ones(4, **half), ones(2)),
+        "all_gather, sizes": lambda: all_gather(ones(5), ones(2)),
+        "reduce_scatter, sizes": lambda: reduce_scatter(ones(3), ones(4)),
+        "all_gather, a list of three": lambda: dist.all_gather([*pair, ones(2)], ones(2)),
+        "all_gather, own part": lambda: dist.all_gather([ones(2), ones(3)], ones(2)),
+        "reduce_scatter, own part": lambda: dist.reduce_scatter(ones(3), pair),
+        "gather, sizes": lambda: dist.gather(ones(2), [ones(2), ones(3)], dst=1),
+        "scatter, sizes": lambda: dist.scatter(ones(3), pair, src=1),
+        "all_to_all_single, sizes": lambda: dist.all_to_all_single(ones(6), ones(4)),
+        "all_to_all_single, rows": lambda: dist.all_to_all_single(ones(5), ones(4)),
         "all_to_all_single, splits": lambda: dist.all_to_all_single(
-            made(4), made(4), [1, 1], [2, 2]
+            ones(4), ones(4), [1, 1], [2, 2]
         ),
         "all_to_all_single, three": lambda: dist.all_to_all_single(
-            made(4), made(4), None, [2, 1, 1]
+            ones(4), ones(4), None, [2, 1, 1]
         ),
-        "all_to_all, a list of one": lambda: dist.all_to_all([made(2)], [made(2)]),
-        "broadcast, root": lambda: dist.broadcast(made(2), 9),
-        "send, peer": lambda: dist.send(made(2), 9),
+        "all_to_all, a list of one": lambda: dist.all_to_all([ones(2)], [ones(2)]),
+        "broadcast, root": lambda: dist.broadcast(ones(2), 9),
+        "send, peer": lambda: dist.send(ones(2), 9),
     }
-    refused = {}
+    errors = {}
     for name, call in calls.items():
         try:
             call()
         except (ValueError, TypeError, RuntimeError) as error:
-            refused[name] = f"{type(error).__name__}: {error}"
+            errors[name] = f"{type(error).__name__}: {error}"
         else:
-            refused[name] = "nothing"
-    return refused
+            errors[name] = "none"
+    return errors
 
 
-def refused_by_ranks(rank, world, what_is_refused):
+def wrong_and_right_calls(rank, world, errors_of_wrong_calls):
     device = torch.device("vgpu", rank)
-    refused = what_is_refused(device) if rank else {}
+    errors = errors_of_wrong_calls(device) if rank else {}
     dist.barrier()
     row, images = torch.ones(2, 2, device=device)[1], torch.ones(2, 3, 4, 4, device=device)
     dist.all_reduce(row)
@@ -77,16 +77,16 @@ def refused_by_ranks(rank, world, what_is_refused):
         for part in parts:
             dist.all_reduce(part)
     assert [part.tolist() for part in parts] == [[14], [16, 16]]
-    return refused, row.tolist(), images.sum().item(), gathered.sum(dim=(1, 2, 3)).tolist()
+    return errors, row.tolist(), images.sum().item(), gathered.sum(dim=(1, 2, 3)).tolist()
 
 
-def test_what_no_collective_can_do_is_refused_alike_by_ranks_and_in_a_cluster():
-    ranks = launch.run(refused_by_ranks, 2, what_is_refused, gpu="V100")
-    refused = ranks[1][0]
+def test_ranks_and_a_cluster_refuse_the_same_wrong_calls():
+    ranks = launch.run(wrong_and_right_calls, 2, errors_of_wrong_calls, gpu="V100")
+    errors = ranks[1][0]
     for _, *done in ranks:  # what is contiguous, or channels-last, is a row of numbers
         assert done == [[2, 2], 192, [96, 96, 144, 144]]
     with vgpu.cluster(hosts=1, gpus_per_host=2, rank=1) as cluster, vgpu.shapes_only():
-        assert what_is_refused(cluster.device) == refused
+        assert errors_of_wrong_calls(cluster.device) == errors
     words = {
         "turned": "ValueError: Tensors must be contiguous",
         "all_gather, types": "TypeError: all_gather: output tensor must have the same type",
@@ -103,11 +103,14 @@ def test_what_no_collective_can_do_is_refused_alike_by_ranks_and_in_a_cluster():
         "root": "ValueError: broadcast: invalid root rank: 9; the group's are 0 to 1",
         "peer": "ValueError: send: invalid peer rank: 9; the group's are 0 to 1",
     }
-    for name, said in refused.items():
-        assert any(part in name and phrase in said for part, phrase in words.items()), (name, said)
+    for name, message in errors.items():
+        assert any(part in name and phrase in message for part, phrase in words.items()), (
+            name,
+            message,
+        )
 
 
-def test_two_ranks_on_one_gpu_are_refused_as_by_nccl():
+def test_a_group_refuses_two_ranks_on_one_gpu_as_nccl_does():
     main = cell(
         """
         def main(rank, world_size):
@@ -130,7 +133,7 @@ def test_two_ranks_on_one_gpu_are_refused_as_by_nccl():
         launch.run(main, 2, gpu="V100")
 
 
-def test_a_tensor_on_another_gpu_than_the_group_s_is_refused_as_by_nccl():
+def test_a_group_refuses_a_tensor_on_another_gpu_than_its_own_as_nccl_does():
     main = cell(
         """
         def main(rank, world_size):

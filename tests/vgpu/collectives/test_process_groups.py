@@ -1,4 +1,4 @@
-"""Collectives on virtual GPUs, each beside the same one on CPU tensors, over real ranks."""
+"""Collectives and process groups on virtual GPUs, beside the same on CPU tensors, over real ranks."""
 
 import pytest
 import torch
@@ -192,33 +192,30 @@ def test_every_collective_gives_what_it_gives_on_the_cpu(bodies, asynchronous):
     # Where gloo refuses, it does on both; most of the table are values.
     refused = {tuple(o[:2]) for o in ranks[0] if isinstance(o[-1], str)}
     assert len(refused) < len(bodies) * len(DTYPES) / 3, refused
-    found = {name for name, dtype in refused if dtype == "float32" and "B" not in name}
-    assert found <= (LACKED if torch.__version__ < "2.15" else set())
+    lacked = {name for name, dtype in refused if dtype == "float32" and "B" not in name}
+    assert lacked <= (LACKED if torch.__version__ < "2.15" else set())
 
 
-@pytest.mark.parametrize(
-    ("backend", "named"),
-    [
-        ("vccl", "vccl"),
-        ("vgpu:vccl", "vgpu:vccl"),
-        ("cpu:gloo,vgpu:vccl", "cpu:gloo,vgpu:vccl"),
-        ("vgpu:gloo", "vgpu:gloo"),
-    ],
-)
-def test_every_group_of_virtual_gpus_takes_both_kinds_of_tensors(backend, named):
-    source = """
-    def main(rank, world, backend):
-        # As init_process_group(device_id=...) has it; gloo may fail to meet twice, on torch 2.11.
-        dist.group.WORLD.bound_device_id = torch.device("vgpu", rank)
+BACKENDS = """
+def main(rank, world, backends):
+    # As init_process_group(device_id=...) has it; gloo may fail to meet twice, on torch 2.11.
+    dist.group.WORLD.bound_device_id = torch.device("vgpu", rank)
+    sums = {}
+    for backend in backends:
         group = dist.new_group(backend=backend)
         x, y = torch.ones(2, device="vgpu"), torch.ones(2)
         dist.all_reduce(x, group=group)
         dist.all_reduce(y, group=group)
         dist.barrier(group)
-        return dist.get_backend(group), str(x.device), x.tolist(), y.tolist()
-    """
-    found = launch.run(cell(source)["main"], 2, backend, gpu="V100")
-    assert found == [(named, f"vgpu:{rank}", [2.0, 2.0], [2.0, 2.0]) for rank in range(2)]
+        sums[dist.get_backend(group)] = str(x.device), x.tolist(), y.tolist()
+    return sums
+"""
+
+
+def test_every_group_of_virtual_gpus_takes_both_kinds_of_tensors():
+    backends = ["vccl", "vgpu:vccl", "cpu:gloo,vgpu:vccl", "vgpu:gloo"]
+    for rank, sums in enumerate(launch.run(cell(BACKENDS)["main"], 2, backends, gpu="V100")):
+        assert sums == dict.fromkeys(backends, (f"vgpu:{rank}", [2.0, 2.0], [2.0, 2.0]))
 
 
 def test_each_rank_has_the_memory_that_was_asked_for():
@@ -230,8 +227,8 @@ def test_each_rank_has_the_memory_that_was_asked_for():
         except torch.OutOfMemoryError as error:
             return str(error)
     """
-    said = launch.run(cell(source)["main"], 2, gpu="H100", memory_bytes=2**22)
-    for rank, message in enumerate(said):
+    messages = launch.run(cell(source)["main"], 2, gpu="H100", memory_bytes=2**22)
+    for rank, message in enumerate(messages):
         assert f"GPU {rank} has a total capacity of 4.00 MiB of which 2.00 MiB" in message
 
 
@@ -254,12 +251,12 @@ def test_a_hang_names_the_collective_on_virtual_tensors():
         ({"gpu": "V100", "memory_bytes": 0}, "must be a positive whole number.*; found 0"),
     ],
 )
-def test_bad_gpus_are_refused(options, phrase):
+def test_launch_refuses_gpus_that_cannot_be(options, phrase):
     with pytest.raises(ValueError, match=phrase):
         launch.run(lambda rank, world: None, 2, **options)
 
 
-def test_real_gpus_are_taken_where_there_are_enough(monkeypatch):
+def test_launch_takes_real_gpus_where_there_are_enough(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.delenv("COURSE_DEVICES", raising=False)
@@ -269,7 +266,7 @@ def test_real_gpus_are_taken_where_there_are_enough(monkeypatch):
     assert launcher._virtual_gpus(2, "V100", 7) == (vgpu.get_spec("V100"), 7)
 
 
-def test_disabling_leaves_no_trace_in_torch_distributed():
+def test_disabling_puts_the_backends_of_torch_distributed_back():
     before = dict(dist.Backend.default_device_backend_map), list(dist.Backend.backend_list)
     with vgpu.enable(1):
         assert dist.get_default_backend_for_device("vgpu:0") == "vccl"
@@ -277,7 +274,7 @@ def test_disabling_leaves_no_trace_in_torch_distributed():
     assert after == before and not hasattr(dist.Backend, "VCCL")
 
 
-def test_one_large_tensor_is_read_as_nccl_reads_it():
+def test_an_all_gather_reads_one_large_tensor_as_nccl_does():
     """As a row of numbers, whatever its shape; SyncBatchNorm gathers into one of shape (1, n)."""
     main = cell(
         """
@@ -297,20 +294,101 @@ def test_one_large_tensor_is_read_as_nccl_reads_it():
         torch.testing.assert_close(mine, expected, rtol=0, atol=0)
 
 
-def test_a_parameter_in_a_collective_is_warned_of_as_on_the_cpu():
+def test_autograd_warns_of_a_parameter_in_a_collective_as_on_the_cpu():
     main = cell(
         """
         def main(rank, world_size):
-            said = []
+            warned = []
             for device in torch.device("cpu"), torch.device("vgpu", rank):
                 parameter = torch.nn.Parameter(torch.ones(2, device=device))
                 dist.broadcast(parameter, src=0)
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     parameter.sum().backward()
-                said.append(["autograd kernel was not" in str(w.message) for w in caught])
-            return said
+                warned.append(["autograd kernel was not" in str(w.message) for w in caught])
+            return warned
         """
     )["main"]
     for on_cpu, on_gpu in launch.run(main, 2, gpu="V100"):
         assert on_gpu == on_cpu == [True]
+
+
+# Futures, and the communication hooks of DDP that use them
+
+FUTURES = """
+def main(rank, world):
+    x = torch.full((3,), rank + 1.0, device="vgpu")
+    y = torch.empty(world * 3, device="vgpu")
+    parts = [torch.empty(3, device="vgpu") for _ in range(world)]
+    cpu = torch.ones(3)
+    held = torch.vgpu.memory_allocated()
+    (reduced,) = dist.all_reduce(x, async_op=True).get_future().wait()
+    gathered = dist.all_gather_into_tensor(y, x, async_op=True).get_future().wait()
+    work = dist.all_gather(parts, x, async_op=True)
+    listed = work.get_future().wait()
+    work.wait()  # its future is done a moment before it is
+    (plain,) = dist.all_reduce(cpu, async_op=True).get_future().wait()
+    everything = torch.utils._pytree.tree_leaves((reduced, gathered, listed, work.result()))
+    assert all(tensor.device == x.device for tensor in everything), everything
+    assert torch.vgpu.memory_allocated() == held, "the same memory"
+    reduced.add_(1)
+    assert x.tolist() == [world * (world + 1) / 2 + 1] * 3
+    assert type(plain) is torch.Tensor and plain.device.type == "cpu"
+    twice = dist.all_reduce(x[:2], async_op=True).get_future().then(lambda f: f.value()[0] * 2)
+    return str(twice.wait().device), twice.wait().tolist()
+"""
+
+
+def test_a_future_holds_tensors_of_the_gpu_that_took_part():
+    results = launch.run(cell(FUTURES)["main"], 2, gpu="V100")
+    assert results == [(f"vgpu:{rank}", [16.0, 16.0]) for rank in range(2)]
+
+
+HOOKS = """
+def main(rank, world, names):
+    from torch.distributed.algorithms.ddp_comm_hooks import (
+        default_hooks, powerSGD_hook, quantization_hooks,
+    )
+
+    def own(state, bucket):
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0].div_(world).clone())
+
+    hooks = {
+        "own": (None, own),
+        "allreduce": (None, default_hooks.allreduce_hook),
+        "fp16": (None, default_hooks.fp16_compress_hook),
+        "bf16": (None, default_hooks.bf16_compress_hook),
+        "PowerSGD": (powerSGD_hook.PowerSGDState, powerSGD_hook.powerSGD_hook),
+    }
+    def values_of(kind, name):
+        torch.manual_seed(rank)
+        blocks = [torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16)]
+        model = DDP(torch.nn.Sequential(*blocks).to(kind))
+        state, hook = hooks[name]
+        model.register_comm_hook(state and state(None, 2, start_powerSGD_iter=2), hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        values = []
+        for step in range(5):
+            torch.manual_seed(10 * step + rank)
+            loss = model(torch.randn(4, 16).to(kind)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            values += [loss.item(), *(p.grad.cpu() for p in model.parameters())]
+            optimizer.step()
+        return values
+
+    return {name: [values_of(kind, name) for kind in ("cpu", "vgpu")] for name in names}
+"""
+
+
+def test_a_communication_hook_gives_what_it_gives_on_the_cpu():
+    names = ["own", "allreduce", "fp16", "PowerSGD"]
+    if torch.version.cuda is not None:  # other builds of torch lack this one, whatever the device
+        names.append("bf16")
+    for results in launch.run(cell(HOOKS)["main"], 2, names, gpu="V100"):
+        assert list(results) == names
+        for on_cpu, on_gpu in results.values():
+            assert len(on_gpu) == 25
+            for one, other in zip(on_gpu, on_cpu, strict=True):
+                assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
