@@ -123,7 +123,6 @@ def test_a_rank_with_fsdp2_gathers_parameters_and_keeps_its_shards(reshard, mixe
     assert found["other"] == x.nbytes
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
 def test_buckets_of_ddp_are_no_activations_in_any_step():
     with vgpu.cluster(1, 4, memory_bytes=2**40), vgpu.shapes_only():
         model = DistributedDataParallel(mlp().to("vgpu"))

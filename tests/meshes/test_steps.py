@@ -21,8 +21,6 @@ from helpers import meshes, vgpu
 from helpers.meshes import DIMENSIONS
 from helpers.models import LLAMA, Transformer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
-
 MODEL = dataclasses.replace(LLAMA["70B"], sequence=8192)
 SIZES = {"tensor": 4, "context": 2, "pipeline": 2, "data": 4}
 

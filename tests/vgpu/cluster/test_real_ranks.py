@@ -12,9 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from helpers import launch, vgpu
 
-# torch 2.13 renames collectives.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
-
 RANKS = 4
 
 
