@@ -1,0 +1,111 @@
+"""Which releases of PyTorch the library works with, and all that it does differently on some of them.
+
+No other file asks for a version. Where one way works on every release of the range, that way is
+taken, and nothing is said here. What differs, since when, and what goes with which release:
+
+- Pipelines set themselves up in ``_PipelineSchedule._initialize_pipeline_distributed_state`` since
+  2.15, and in ``_warmup_p2p`` before. With 2.14 go ``votes_in_warm_up`` and
+  ``warm_up_alone``.
+- A process group of another device type has a default backend since 2.14; before, C++ warns that it
+  finds none. With 2.13 goes ``name_default_backend``.
+
+docs/new_torch.md says what to do with a new release.
+"""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+OLDEST = (2, 13)
+NEWEST_TRIED = (2, 15)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def _written(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
+
+
+def check(version: str) -> None:
+    """ImportError for a torch that is older than ``OLDEST``."""
+    if _release(version) < OLDEST:
+        raise ImportError(
+            f"found torch {version}, and virtual GPUs need torch {_written(OLDEST)} or newer: "
+            f'install one, as in: python -m pip install "torch>={_written(OLDEST)}"'
+        )
+
+
+# Here, so that nothing else of the library is imported before it.
+check(torch.__version__)
+
+
+# Names of torch's that are not there
+
+
+def name_of(owner: Any, name: str) -> str:
+    """As one writes it: ``torch.nn.init.normal_``, also for a method of a class."""
+    where = getattr(owner, "__module__", "") if isinstance(owner, type) else ""
+    of = getattr(owner, "__qualname__", getattr(owner, "__name__", repr(owner)))
+    return ".".join(filter(None, (where, of, name)))
+
+
+def report_missing(names: Iterable[str], version: str = torch.__version__) -> None:
+    """Say once which names of torch's the library did not find.
+
+    AttributeError on a release that was tried, where none may be missing; a RuntimeWarning on a
+    newer one, where the rest works without them.
+    """
+    new = [name for name in dict.fromkeys(names) if name not in _reported]
+    if not new:
+        return
+    lacking = f"torch {version} has no {', '.join(new)}, which virtual GPUs replace"
+    if _release(version) <= NEWEST_TRIED:
+        raise AttributeError(lacking)
+    _reported.update(new)
+    warnings.warn(
+        f"{lacking}; it is newer than {_written(NEWEST_TRIED)}, the newest that they were tried "
+        "with, and what rests on those names works as torch has it, or not at all",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+_reported: set[str] = set()
+
+
+# Differences
+
+
+def votes_in_warm_up(schedule: type) -> bool:
+    """Whether this class of schedules votes in ``_warmup_p2p``, as before 2.15."""
+    return hasattr(schedule, "_warmup_p2p")
+
+
+def warm_up_alone(
+    schedule: Any, stages: Sequence[Any], has_backward: bool, p2p_done: bool
+) -> None:
+    """``_warmup_p2p`` where the other ranks are absent: what 2.15 does in a fake process group."""
+    from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
+
+    for stage in stages:
+        if not isinstance(stage, PipelineStage):  # traced, so its sizes are known
+            continue
+        stage._inference_mode = InferenceMode.STATIC
+        if InferenceMode.needs_dynamic(stage._user_meta, has_backward):
+            if len(set(stage.stage_index_to_group_rank.values())) > 1:
+                raise RuntimeError(
+                    f"Stage {stage.stage_index} requires dynamic shape inference, which needs the "
+                    "other ranks, and they are absent: give input_args and output_args to "
+                    "PipelineStage"
+                )
+            stage._inference_mode = InferenceMode.DYNAMIC
+
+
+def name_default_backend(group: Any, kind: Any) -> None:
+    """Give a group without a default backend the one of this kind."""
+    if group.name() == "undefined":
+        group._set_default_backend(kind)
