@@ -8,12 +8,15 @@ taken, and nothing is said here. What differs, since when, and what goes with wh
   ``warm_up_alone``.
 - A process group of another device type has a default backend since 2.14; before, C++ warns that it
   finds none. With 2.13 goes ``name_default_backend``.
+- Gradients that FSDP2 keeps to be summed over the ranks later, it makes as wide as parameters in
+  ``FSDPParamGroup._set_unsharded_grad_dtypes`` since 2.15, and before in
+  ``FSDPParam.to_accumulated_grad_if_needed``. With 2.14 goes ``widens_gradients``.
 
 docs/new_torch.md says what to do with a new release.
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -103,6 +106,16 @@ def warm_up_alone(
                     "PipelineStage"
                 )
             stage._inference_mode = InferenceMode.DYNAMIC
+
+
+def widens_gradients(parameter: type, group: type) -> Callable[..., Any]:
+    """The function of FSDP2 that makes gradients wider which are not reduced yet.
+
+    parameter, group: ``FSDPParam`` and ``FSDPParamGroup``.
+    """
+    if hasattr(parameter, "to_accumulated_grad_if_needed"):
+        return parameter.to_accumulated_grad_if_needed  # type: ignore[no-any-return]
+    return group._set_unsharded_grad_dtypes  # type: ignore[attr-defined, no-any-return]
 
 
 def name_default_backend(group: Any, kind: Any) -> None:
