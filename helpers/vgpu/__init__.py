@@ -1,5 +1,6 @@
 """Virtual GPUs: as many accelerators of device type ``vgpu`` as you like, in pure Python."""
 
+from helpers.vgpu import torch_releases  # noqa: F401  first: it refuses a torch that is too old
 from helpers.vgpu.backend import disable, enable, is_enabled
 from helpers.vgpu.cluster.layout import Cluster, cluster
 from helpers.vgpu.device.links import LINKS, Link

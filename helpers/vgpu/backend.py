@@ -17,7 +17,7 @@ import torch
 import torch.nn.parallel.data_parallel
 from torch.utils import backend_registration
 
-from helpers.vgpu import shapes
+from helpers.vgpu import shapes, torch_releases
 from helpers.vgpu.changes import Changes
 from helpers.vgpu.device import gpus
 from helpers.vgpu.device.links import Link, get_link
@@ -176,7 +176,9 @@ def _install() -> None:
         for owner, name, value in _methods:
             _changes.set(owner, name, value)
         for file in _CHANGING:
-            file.install(_changes)
+            with torch_releases.noting_missing(_changes.missing):
+                file.install(_changes)
+        torch_releases.report_missing(_changes.missing)
     except BaseException:
         _changes.close()
         raise

@@ -15,8 +15,9 @@ taken, and nothing is said here. What differs, since when, and what goes with wh
 docs/new_torch.md says what to do with a new release.
 """
 
+import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,17 +34,16 @@ def _written(release: tuple[int, ...]) -> str:
     return ".".join(map(str, release))
 
 
-def check(version: str) -> None:
-    """ImportError for a torch that is older than ``OLDEST``."""
-    if _release(version) < OLDEST:
+def check() -> None:
+    """ImportError on a torch older than ``OLDEST``."""
+    if _release(torch.__version__) < OLDEST:
         raise ImportError(
-            f"found torch {version}, and virtual GPUs need torch {_written(OLDEST)} or newer: "
-            f'install one, as in: python -m pip install "torch>={_written(OLDEST)}"'
+            f"found torch {torch.__version__}, and virtual GPUs need {_written(OLDEST)} or newer: "
+            f'install one, as in python -m pip install "torch>={_written(OLDEST)}"'
         )
 
 
-# Here, so that nothing else of the library is imported before it.
-check(torch.__version__)
+check()  # here: all else of the library is imported after this file
 
 
 # Names of torch's that are not there
@@ -56,22 +56,39 @@ def name_of(owner: Any, name: str) -> str:
     return ".".join(filter(None, (where, of, name)))
 
 
-def report_missing(names: Iterable[str], version: str = torch.__version__) -> None:
-    """Say once which names of torch's the library did not find.
+def was_tried() -> bool:
+    """Whether this torch is no newer than the newest that was tried."""
+    return _release(torch.__version__) <= NEWEST_TRIED
 
-    AttributeError on a release that was tried, where none may be missing; a RuntimeWarning on a
-    newer one, where the rest works without them.
+
+@contextlib.contextmanager
+def noting_missing(missing: list[str]) -> Iterator[None]:
+    """On a torch newer than any tried, note what the block does not find; the block ends there."""
+    try:
+        yield
+    except AttributeError as error:
+        if was_tried() or error.name is None:
+            raise
+        missing.append(name_of(error.obj, error.name))
+
+
+def report_missing(missing: list[str]) -> None:
+    """Say in one sentence which names of torch's were not found, and forget them.
+
+    RuntimeWarning, once, on a torch newer than any tried, where the rest works without them;
+    AttributeError on one that was tried, since none may be missing there.
     """
-    new = [name for name in dict.fromkeys(names) if name not in _reported]
-    if not new:
+    names = [name for name in dict.fromkeys(missing) if name not in _reported]
+    missing.clear()
+    if not names:
         return
-    lacking = f"torch {version} has no {', '.join(new)}, which virtual GPUs replace"
-    if _release(version) <= NEWEST_TRIED:
-        raise AttributeError(lacking)
-    _reported.update(new)
+    found = f"torch {torch.__version__} has no {', '.join(names)}"
+    if was_tried():
+        raise AttributeError(f"{found}, and virtual GPUs replace that: see docs/new_torch.md")
+    _reported.update(names)
     warnings.warn(
-        f"{lacking}; it is newer than {_written(NEWEST_TRIED)}, the newest that they were tried "
-        "with, and what rests on those names works as torch has it, or not at all",
+        f"{found}: virtual GPUs were tried with torch {_written(OLDEST)} to "
+        f"{_written(NEWEST_TRIED)}, and go on without what rests on that",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -88,9 +105,7 @@ def votes_in_warm_up(schedule: type) -> bool:
     return hasattr(schedule, "_warmup_p2p")
 
 
-def warm_up_alone(
-    schedule: Any, stages: Sequence[Any], has_backward: bool, p2p_done: bool
-) -> None:
+def warm_up_alone(schedule: Any, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
     """``_warmup_p2p`` where the other ranks are absent: what 2.15 does in a fake process group."""
     from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
 

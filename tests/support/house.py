@@ -28,6 +28,7 @@ ORDER = [
     "helpers.autograd_graph",
     "helpers.forkserver",
     # Virtual GPUs, in layers.
+    "helpers.vgpu.torch_releases",
     "helpers.vgpu.changes",
     "helpers.vgpu.device",
     "helpers.vgpu.dispatch",
