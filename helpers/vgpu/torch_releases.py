@@ -11,14 +11,17 @@ taken, and nothing is said here. What differs, since when, and what goes with wh
 - Gradients that FSDP2 keeps to be summed over the ranks later, it makes as wide as parameters in
   ``FSDPParamGroup._set_unsharded_grad_dtypes`` since 2.15, and before in
   ``FSDPParam.to_accumulated_grad_if_needed``. With 2.14 goes ``widens_gradients``.
+- The log of ``torch.distributed`` goes to what ``sys.stderr`` is then since 2.14, and before to what
+  it was at import. With 2.13 goes ``redirect_stderr``, for that of ``contextlib``.
 
 docs/new_torch.md says what to do with a new release.
 """
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -137,3 +140,15 @@ def name_default_backend(group: Any, kind: Any) -> None:
     """Give a group without a default backend the one of this kind."""
     if group.name() == "undefined":
         group._set_default_backend(kind)
+
+
+@contextlib.contextmanager
+def redirect_stderr(target: TextIO) -> Iterator[None]:
+    """``contextlib.redirect_stderr``, also for the log of ``torch.distributed``."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stderr(target))
+        for handler in logging.getLogger("torch.distributed").handlers:
+            if type(handler) is logging.StreamHandler:
+                before = handler.setStream(target)
+                stack.callback(handler.setStream, before)
+        yield
