@@ -36,7 +36,7 @@ Run = tuple[tuple[str, str], ...]
 START = """
 import sys
 sys.path[:0] = {paths!r}
-import vgpu.launch.gc_off
+import gc; gc.disable()
 import forked_runs
 forked_runs.main()
 """

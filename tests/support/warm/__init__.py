@@ -101,7 +101,7 @@ def serve():
         importlib.import_module(name)
     # A fork leaves out of its collections what it was forked with, garbage too.
     gc.freeze()
-    gc.enable()  # vgpu.launch.gc_off may have been among them
+    gc.enable()
     server = socket.socket(fileno=int(os.environ[_SOCKET]))
     while True:
         message, streams, *_ = socket.recv_fds(server, 1 << 16, 3)

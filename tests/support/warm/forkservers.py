@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from unittest import mock
 
 from vgpu.launch import forkserver
-from vgpu.launch import forkserver as server
 
 _IMPORT = "from multiprocessing.forkserver import main; "  # so begins what Python is to run
 
@@ -27,7 +26,7 @@ def in_use():
         ours.close()
         _wait_and_serve(theirs)
     theirs.close()
-    spawn = server._spawn_in_own_group
+    spawn = forkserver._spawn
 
     def begin(path, arguments, passed):
         code = arguments[-1]
@@ -38,7 +37,7 @@ def in_use():
             socket.send_fds(ours, [json.dumps(request).encode() + b"\n"], passed)
         return waiting
 
-    with mock.patch.object(server, "_spawn_in_own_group", begin):
+    with mock.patch.object(forkserver, "_spawn", begin):
         yield
 
 

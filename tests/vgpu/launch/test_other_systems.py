@@ -16,8 +16,8 @@ SCRIPT = """
 import json, os, subprocess, sys, time
 from pathlib import Path
 import torch
-from vgpu import launch; from vgpu.launch import forkserver
-from vgpu.launch import guard
+from vgpu import launch
+from vgpu.launch import forkserver, guard
 
 def total(rank, world_size):
     import torch.distributed as dist
@@ -42,7 +42,7 @@ def hangs(rank, world_size):
     time.sleep(1000)
 
 # What ranks need least.
-forkserver.server.PRELOAD = ("vgpu.launch.gc_off", "torch", "vgpu.launch.rank")
+forkserver.PRELOAD = ("torch", "vgpu.launch.rank")
 found = {"platform": guard.sys.platform, "start": forkserver.context().get_start_method()}
 found["results"] = launch.run(total, 2)
 # Where nothing is forked each rank imports torch, so there are no more than it takes.
