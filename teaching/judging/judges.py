@@ -154,7 +154,7 @@ def _start() -> "subprocess.Popen[str]":
 
 def _environment(home: Path, mark: str) -> dict[str, str]:
     # No variable of the teacher's that an answer need not see.
-    wanted = ("PATH", "LANG", "LD_LIBRARY_PATH", "SYSTEMROOT", "COURSE_DEVICES")
+    wanted = ("PATH", "LANG", "LD_LIBRARY_PATH", "SYSTEMROOT", "VGPU_DEVICES")
     kept = {name: os.environ[name] for name in wanted if name in os.environ}
     return kept | {
         "HOME": str(home),

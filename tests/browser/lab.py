@@ -25,7 +25,7 @@ def served(folder: Path, scratch: Path, settings: dict[str, dict] | None = None)
         path.write_text(json.dumps(values))
     environment = dict(
         os.environ,
-        COURSE_DEVICES="vgpu",
+        VGPU_DEVICES="vgpu",
         COURSE_PROGRESS_DIR=str(scratch / "progress"),
         JUPYTER_RUNTIME_DIR=str(scratch / "runtime"),
         JUPYTERLAB_SETTINGS_DIR=str(scratch / "settings"),

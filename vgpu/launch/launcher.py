@@ -65,7 +65,7 @@ def run(
     and its share of the machine's cores as threads.
 
     With ``gpu``, a preset or a GPUSpec, each rank has a GPU: a real one where the machine has enough
-    of them and COURSE_DEVICES is not "vgpu", else a virtual one of that kind, with ``memory_bytes``
+    of them and VGPU_DEVICES is not "vgpu", else a virtual one of that kind, with ``memory_bytes``
     in place of the kind's own. It is the rank's current device,
     ``torch.device(torch.accelerator.current_accelerator().type, rank)``; its collectives run over
     NCCL, or virtually over gloo.
@@ -208,7 +208,7 @@ def _virtual_gpus(
             "memory_bytes must be a positive whole number, such as 16 * 2**30; "
             f"found {memory_bytes!r}."
         )
-    real = real_gpus_for(nprocs) and os.environ.get("COURSE_DEVICES") != "vgpu"
+    real = real_gpus_for(nprocs) and os.environ.get("VGPU_DEVICES") != "vgpu"
     return None if real else (spec, capacity_bytes)
 
 
