@@ -1,5 +1,6 @@
 """Where a rank is: the user's line, found without changing anything for what runs there."""
 
+import subprocess
 import sys
 import sysconfig
 import threading
@@ -9,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import warm
 
 from vgpu.launch import launcher
 from vgpu.launch.call_sites import is_library, rank_state, user_call_site
@@ -122,7 +122,7 @@ def test_asking_for_the_state_survives_threads_that_c_starts_meanwhile(tmp_path)
     """faulthandler, asked for all threads, reads what such a thread has not filled in yet."""
     script = tmp_path / "script.py"
     script.write_text(THREADS_OF_C)
-    ran = warm.run_forked(script)
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 
 
