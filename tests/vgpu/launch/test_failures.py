@@ -175,13 +175,13 @@ if rank:
         absent=["never would have"],
     ),
     Fault(
-        "a hang inside the package",
+        "a hang in a module that the cell calls",
         """
 from helpers.train import checkpoints
 from pathlib import Path
 if rank: checkpoints.newest(Path("nowhere"))""",
         launch.RanksHung,
-        ["rank 1 waits in broadcast_object_list, <cell", "line 4: if rank: checkpoints.newest"],
+        ["rank 1 waits in all_gather_object, <cell", "line 4: if rank: checkpoints.newest"],
     ),
     Fault(
         "a recv without its send",
