@@ -31,8 +31,8 @@ def test_every_file_names_the_releases_of_pytorch_that_are_tried():
     assert oldest in PROJECT["dependencies"]  # environment.yml: the next test
     assert f"PyTorch {', '.join(older)} and {newest}" in text("README.md")
     assert f"`{oldest}`" in text("docs/new_torch.md")
-    assert torch_releases.OLDEST == tuple(numbers[0][:2])
-    assert torch_releases.NEWEST_TRIED == tuple(numbers[-1][:2])
+    assert tuple(numbers[0][:2]) == torch_releases.OLDEST
+    assert tuple(numbers[-1][:2]) == torch_releases.NEWEST_TRIED
     jobs = yaml.safe_load(text(".github/workflows/test.yml"))["jobs"]
     matrix = jobs["linux"]["strategy"]["matrix"]["include"]
     assert [row["torch"] for row in matrix] == TRIED
