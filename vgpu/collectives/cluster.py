@@ -13,8 +13,7 @@ import torch.distributed as dist
 from vgpu import backend
 from vgpu.collectives import cluster_collectives as collectives  # noqa: F401  (shapes can be sent from here on)
 from vgpu.collectives import groups, meshes
-from vgpu.hardware.links import Link
-from vgpu.hardware.networks import Network, get_network
+from vgpu.hardware.links import Link, Network, get_network
 from vgpu.hardware.specs import GPUSpec
 from vgpu.memory import gpus
 from vgpu.time import recorder
