@@ -17,7 +17,6 @@ import torch
 import torch.nn.parallel.data_parallel
 from torch.utils import backend_registration
 
-from vgpu.changes import Changes
 from vgpu.collectives import (
     ddp,
     futures,
@@ -42,9 +41,8 @@ from vgpu.torch_patches import (
     functions,
     processes,
     serialization,
-    stand_ins,
-    uninitialized,
 )
+from vgpu.torch_patches.undo import Changes
 
 _CHANGING = (
     accelerator,
@@ -67,9 +65,7 @@ _CHANGING = (
     rms_norm,
     serialization,
     shapes,
-    stand_ins,
     sync_batch_norm,
-    uninitialized,
     wrappers,
 )
 

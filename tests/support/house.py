@@ -13,7 +13,7 @@ PACKAGES = (ROOT / "vgpu", ROOT / "helpers")
 ORDER = [
     "vgpu.units",
     "vgpu.tables",
-    "vgpu.changes",
+    "vgpu.torch_patches.undo",
     "vgpu.hardware",
     "vgpu.memory",
     "vgpu.tensor",

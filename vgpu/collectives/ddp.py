@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from vgpu.changes import Changes
 from vgpu.memory import gpus
+from vgpu.torch_patches.undo import Changes
 
 process_groups: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
 """Those over which a DistributedDataParallel adds up gradients; not their names, which come again."""

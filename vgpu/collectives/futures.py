@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from vgpu.changes import Changes
 from vgpu.memory import gpus
 from vgpu.memory.blocks import Block
 from vgpu.tensor.tensor import VirtualTensor, wrap
+from vgpu.torch_patches.undo import Changes
 
 
 def install(changes: Changes) -> None:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PythonCallbackWork
 from torch.distributed import distributed_c10d
 
-from vgpu.changes import Changes
 from vgpu.collectives import checks, communicators
 from vgpu.collectives.borrowed import Lent, done, take_back
 from vgpu.collectives.call import Call
@@ -30,6 +29,7 @@ from vgpu.tensor.operations import compute
 from vgpu.tensor.operators import Args, Kwargs, Operator
 from vgpu.tensor.tensor import VirtualTensor
 from vgpu.time.traits import tensors_in
+from vgpu.torch_patches.undo import Changes
 
 _CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from vgpu.changes import Changes
+from vgpu.torch_patches.undo import Changes
 
 Change = Callable[[ModuleType, Changes], None]
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from vgpu.changes import Changes
 from vgpu.collectives.imported import when_imported
 from vgpu.memory import gpus
 from vgpu.tensor import rules
 from vgpu.tensor.operators import Args, Kwargs, Operator
 from vgpu.tensor.refusals import is_virtual_device
+from vgpu.torch_patches.undo import Changes
 
 BACKEND = "vccl"
 """The backend of virtual GPUs, as ``nccl`` is that of CUDA's."""

@@ -14,9 +14,9 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from vgpu.changes import Changes
 from vgpu.collectives import groups
 from vgpu.collectives.imported import when_imported
+from vgpu.torch_patches.undo import Changes
 
 _SETUP = "_initialize_pipeline_distributed_state"  # since torch 2.13
 

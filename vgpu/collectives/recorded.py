@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PythonCallbackWork
 from torch.distributed import distributed_c10d
 
-from vgpu.changes import Changes
 from vgpu.collectives import groups
 from vgpu.collectives.call import Call, Tensors
 from vgpu.memory import gpus
@@ -29,6 +28,7 @@ from vgpu.time.lanes import Done
 from vgpu.time.recording import Recording, gpu_of
 from vgpu.time.streams import Stream
 from vgpu.time.traits import tensors_in
+from vgpu.torch_patches.undo import Changes
 
 
 def record(call: Call, gpu: VirtualGPU) -> Done | None:

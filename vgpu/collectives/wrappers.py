@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vgpu.changes import Changes
 from vgpu.collectives.imported import when_imported
 from vgpu.memory import gpus
 from vgpu.tensor import generators, rules
 from vgpu.tensor.operators import Args, Kwargs, Operator
 from vgpu.tensor.tensor import VirtualTensor, cpp_device
+from vgpu.torch_patches.undo import Changes
 
 
 def install(changes: Changes) -> None:
