@@ -85,7 +85,7 @@ _LONGEST = (
     "tests/teaching/",
     "notebooks/",
     "tests/vgpu/collectives/",
-    "tests/vgpu/test_program.py",
+    "tests/vgpu/test_run_program.py",
     "tests/vgpu/plan/",
     "tests/house/",
     "tests/vgpu/",

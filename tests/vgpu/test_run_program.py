@@ -20,7 +20,7 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREAD
 def run(*arguments, cwd, typed=""):
     """The command; its return code, output and errors."""
     # torch imports the last one at the first operation of a tensor that Python computes.
-    imports = "vgpu.launch.gc_off vgpu.program torch.distributed.tensor"
+    imports = "vgpu.launch.gc_off vgpu.run_program torch.distributed.tensor"
     done = warm.run(
         "vgpu", arguments, imports=imports, cwd=cwd, environment=ENVIRONMENT, typed=typed
     )
