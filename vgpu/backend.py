@@ -17,6 +17,7 @@ import torch
 import torch.nn.parallel.data_parallel
 from torch.utils import backend_registration
 
+from vgpu import torch_releases
 from vgpu.collectives import (
     ddp,
     futures,
@@ -171,7 +172,9 @@ def _install() -> None:
         for owner, name, value in _methods:
             _changes.set(owner, name, value)
         for patch in _PATCHES:
-            patch.install(_changes)
+            with torch_releases.noting_missing(_changes.missing):
+                patch.install(_changes)
+        torch_releases.report_missing(_changes.missing)
     except BaseException:
         _changes.close()
         raise

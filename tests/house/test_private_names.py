@@ -6,7 +6,7 @@ import pytest
 from private_names import listed, uses
 
 LISTED = {name for each in listed.RELIANCES for name in each.names}
-# Attributes of Python's own, and _untyped_storage, which every torch.TypedStorage object has.
+# Attributes of Python's own; and of objects: every torch.TypedStorage, every stage of a pipeline.
 NOT_TORCH = {
     "_current_frames",
     "_exit",
@@ -15,7 +15,7 @@ NOT_TORCH = {
     "_lru_cache_wrapper",
     "_replace",
 }
-OF_OBJECTS = {"_untyped_storage"}
+OF_OBJECTS = {"_untyped_storage", "_user_meta"}
 
 
 @pytest.fixture(scope="module", autouse=True)
