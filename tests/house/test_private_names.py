@@ -8,9 +8,11 @@ from private_names import listed, uses
 LISTED = {name for each in listed.RELIANCES for name in each.names}
 # Attributes of Python's own; and of objects: every torch.TypedStorage, every stage of a pipeline.
 NOT_TORCH = {
+    "_config",
     "_current_frames",
     "_exit",
     "_extra_reducers",
+    "_forkserver",
     "_getframe",
     "_lru_cache_wrapper",
     "_replace",

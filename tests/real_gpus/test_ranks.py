@@ -28,7 +28,7 @@ def on(kind, ranks):
 
 def launched(monkeypatch, kind, ranks, function, *args):
     """``launch.run`` on such GPUs."""
-    monkeypatch.setenv("COURSE_DEVICES", {"real": "cuda", "virtual": "vgpu"}[kind])
+    monkeypatch.setenv("VGPU_DEVICES", {"real": "cuda", "virtual": "vgpu"}[kind])
     return launch.run(function, ranks, *args, gpu="V100", timeout_s=110)
 
 

@@ -19,7 +19,7 @@ LISTED = {name: each for each in listed.RELIANCES for name in each.names}
 
 # In a process of its own: torch's test suites change settings of the process that imports them.
 LOOK = """
-import vgpu.launch.gc_off
+import gc; gc.disable()
 import json, os, pkgutil, sys
 import torch, torch.distributed.fsdp, torch.distributed.tensor, torch.utils.backend_registration
 missing = {}

@@ -348,7 +348,7 @@ RELIANCES = (
     ),
     Reliance(
         "saying which rank waits for what",
-        "launch/places.py falls back to the ranks' Python stacks where the flight recorder has "
+        "launch/call_sites.py falls back to the ranks' Python stacks where the flight recorder has "
         "nothing; the messages of lesson 06 are then less certain, and its tests say where.",
         (
             "torch._C._distributed_c10d._dump_fr_trace",
@@ -357,7 +357,7 @@ RELIANCES = (
     ),
     Reliance(
         "starting ranks quickly: what the forkserver imports ahead",
-        "Take it out of PRELOAD in forkserver/server.py; ranks then start more slowly.",
+        "Take it out of PRELOAD in launch/forkserver.py; ranks then start more slowly.",
         ("torch._dynamo",),
     ),
     Reliance(

@@ -262,10 +262,10 @@ def test_bad_gpus_are_refused(options, phrase):
 def test_real_gpus_are_taken_where_there_are_enough(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.delenv("COURSE_DEVICES", raising=False)
+    monkeypatch.delenv("VGPU_DEVICES", raising=False)
     assert launcher._virtual_gpus(2, "V100", None) is None
     assert launcher._virtual_gpus(3, "V100", 7) == (vgpu.get_spec("V100"), 7)
-    monkeypatch.setenv("COURSE_DEVICES", "vgpu")
+    monkeypatch.setenv("VGPU_DEVICES", "vgpu")
     assert launcher._virtual_gpus(2, "V100", 7) == (vgpu.get_spec("V100"), 7)
 
 
