@@ -40,7 +40,7 @@ def read(source):
         ("get_backend() == Backend.NCCL", "get_backend() == Backend.VCCL"),
     ],
 )
-def test_read_for_virtual_gpus(source, expected):
+def test_words_of_cuda_are_replaced(source, expected):
     found, reading = read(source)
     assert found == expected
     assert reading.lines and f"line {1 + source.count(chr(10))}" in str(reading)
@@ -65,7 +65,7 @@ def test_read_for_virtual_gpus(source, expected):
         "import jax as th\nth.cuda",
     ],
 )
-def test_left_alone(source):
+def test_other_words_are_left_alone(source):
     found, reading = read(source)
     assert found == source and not reading.lines
 
@@ -81,7 +81,7 @@ def test_left_alone(source):
         ("cuda=on", "cuda=on"),
     ],
 )
-def test_arguments_of_the_command(argument, expected):
+def test_words_in_arguments_of_the_command_are_replaced(argument, expected):
     assert cuda_is_vgpu.replace_in_argument(argument) == expected
 
 
@@ -111,7 +111,7 @@ found = make().cuda().moved, make().cuda.__name__
     assert sorted(reading.lines["cuda"]) == [6, 11, 12, 16]
 
 
-def test_only_the_programs_own_files_are_read():
+def test_only_the_programs_own_files_are_changed():
     everywhere = cuda_is_vgpu.Finder("/")
     assert everywhere.is_of_program("/train.py")
     for module in (ast, pytest, cuda_is_vgpu):

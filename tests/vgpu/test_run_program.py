@@ -128,7 +128,7 @@ def test_ctrl_c_ends_a_script_as_under_python(tmp_path):
     assert ended == [(-signal.SIGINT, False)] * 2
 
 
-def test_a_script_for_cuda_runs_unchanged_and_is_told_what_was_read(tmp_path):
+def test_a_script_for_cuda_runs_unchanged_and_prints_what_was_replaced(tmp_path):
     (tmp_path / "beside.py").write_text("import torch\nDEVICE = torch.device('cuda', 1)\n")
     (tmp_path / "script.py").write_text(
         "import argparse, torch\n"
@@ -156,7 +156,7 @@ def test_a_script_for_cuda_runs_unchanged_and_is_told_what_was_read(tmp_path):
     assert "beside.py: reads cuda as vgpu in line 2" in error
 
 
-def test_a_traceback_shows_the_line_as_it_stands(tmp_path):
+def test_a_traceback_shows_the_unchanged_line(tmp_path):
     (tmp_path / "script.py").write_text("import torch\n\ntorch.ones(2, device='cuda:7')\n")
     code, _, error = run("--cuda-is-vgpu", "script.py", cwd=tmp_path)
     assert code == 1
@@ -281,7 +281,7 @@ def test_a_bad_vgpu_count_is_named(monkeypatch, capsys):
     assert parser().parse_args(["--count", "3", "x.py"]).count == 3
 
 
-def test_a_module_that_is_not_there_is_said_in_a_line(tmp_path):
+def test_a_missing_module_is_named_in_one_line(tmp_path):
     code, _, error = run("-m", "nosuch", cwd=tmp_path)
     assert (code, error) == (1, "ModuleNotFoundError: No module named 'nosuch'\n")
 

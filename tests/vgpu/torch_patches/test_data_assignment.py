@@ -99,7 +99,7 @@ def test_a_view_that_is_given_data_counts_its_base_s_changes():
         assert view._version == base._version == 1
 
 
-def test_what_a_profiler_holds_says_why_it_cannot_move_and_stays_as_it_was():
+def test_a_tensor_that_a_profiler_holds_stays_and_says_why_it_cannot_move():
     layer, x = nn.Linear(4, 4), torch.ones(1, 4)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True):
         layer(x).sum().backward()
