@@ -1,11 +1,11 @@
-"""Switches virtual GPUs on and off.
+"""``vgpu.enable`` and ``vgpu.disable``: what switches virtual GPUs on and off.
 
-What they replace in torch, the files below say themselves, each in its ``install``; here all of it
-is put in place and undone. Two things cannot be undone, because torch allows each only once in a
-process: the name of the device type (``torch.device("vgpu:0")`` stays valid), and with it that
-``torch.accelerator`` names ``vgpu``. What only this device type reaches stays as well, and tensors
-that still lie on it go on working. So ``torch.vgpu`` stays as well and then says that no device
-is available, as ``torch.cuda`` does on a machine without a GPU.
+Each module in ``_PATCHES`` says in its ``install`` what it replaces in torch; ``enable`` installs
+all of them, ``disable`` undoes them. Two things cannot be undone, because torch allows each only
+once in a process: the name of the device type (``torch.device("vgpu:0")`` stays valid), and with it
+that ``torch.accelerator`` names ``vgpu``. Tensors that still lie on a virtual GPU go on working.
+``torch.vgpu`` stays too, and then says that no device is available, as ``torch.cuda`` does on a
+machine without a GPU.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ import torch.nn.parallel.data_parallel
 from torch.utils import backend_registration
 
 from vgpu import torch_releases
-from vgpu.changes import Changes
 from vgpu.collectives import dispatch, nccl_only, process_groups, wrappers
 from vgpu.hardware.links import Link, get_link
 from vgpu.hardware.specs import GPUSpec, get_spec
@@ -35,11 +34,10 @@ from vgpu.torch_patches import (
     functions,
     processes,
     serialization,
-    stand_ins,
-    uninitialized,
 )
+from vgpu.torch_patches.undo import Changes
 
-_CHANGING = (
+_PATCHES = (
     accelerator,
     attention,
     custom,
@@ -57,14 +55,12 @@ _CHANGING = (
     rms_norm,
     serialization,
     shapes,
-    stand_ins,
     sync_batch_norm,
-    uninitialized,
     wrappers,
 )
 
 _FREE_NAME = "privateuseone"
-"""What torch calls its place for a further device type as long as nobody has taken it."""
+"""What torch calls its one slot for a further device type until somebody takes it."""
 
 _changes = Changes()
 _Settings = tuple[int, GPUSpec, int]
@@ -102,9 +98,9 @@ def enable(
     gpu: a preset of specs.py, or a GPUSpec. memory_bytes: capacity of each, in place of the
     preset's. link: between GPUs, of links.py, in place of the preset's. May be called again at
     any time; tensors stay on the devices that remain. ValueError for a count that is not 1 to 127, a
-    name that no preset has, and memory that is not positive; TypeError for what is no whole number.
+    name that no preset has, and memory that is not positive; TypeError for a non-integer.
     """
-    count = _whole(count, "count", "such as 4")
+    count = _to_int(count, "count", "such as 4")
     if not 1 <= count <= 127:
         raise ValueError(f"count must be 1 to 127 (torch numbers devices in 8 bits), got {count}")
     spec = get_spec(gpu)
@@ -112,7 +108,7 @@ def enable(
         spec = dataclasses.replace(spec, link=get_link(link))
     capacity_bytes = spec.memory_bytes
     if memory_bytes is not None:
-        capacity_bytes = _whole(memory_bytes, "memory_bytes", "such as 16 * 2**30")
+        capacity_bytes = _to_int(memory_bytes, "memory_bytes", "such as 16 * 2**30")
     if capacity_bytes <= 0:
         raise ValueError(f"memory_bytes must be positive, got {memory_bytes}")
     before = _settings
@@ -120,7 +116,7 @@ def enable(
     return Lab(before)
 
 
-def _whole(number: int, name: str, example: str) -> int:
+def _to_int(number: int, name: str, example: str) -> int:
     try:
         return operator.index(number)
     except TypeError:
@@ -147,7 +143,7 @@ def is_enabled() -> bool:
 
 
 def _use(settings: _Settings | None) -> None:
-    """Change from the settings now in use, or none, to these, or none."""
+    """Change to these settings; None switches virtual GPUs off."""
     global _settings
     if settings is not None and _settings is None:
         _name_device_type()
@@ -164,9 +160,9 @@ def _install() -> None:
     try:
         for owner, name, value in _methods:
             _changes.set(owner, name, value)
-        for file in _CHANGING:
+        for patch in _PATCHES:
             with torch_releases.noting_missing(_changes.missing):
-                file.install(_changes)
+                patch.install(_changes)
         torch_releases.report_missing(_changes.missing)
     except BaseException:
         _changes.close()
@@ -178,11 +174,11 @@ def _name_device_type() -> None:
     global _named
     if _named:
         return
-    found = torch._C._get_privateuse1_backend_name()
-    if found != _FREE_NAME:
+    name = torch._C._get_privateuse1_backend_name()
+    if name != _FREE_NAME:
         raise RuntimeError(
-            f"torch's only place for a further device type is taken by {found!r}; "
-            f"virtual GPUs need a process without it"
+            f"torch has one slot for a further device type, and {name!r} has taken it: virtual GPUs "
+            f"need a process without it"
         )
     methods = {
         owner: set(vars(owner))

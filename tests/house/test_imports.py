@@ -33,6 +33,12 @@ def test_the_library_imports_nothing_of_the_course():
             assert not names, f"{module} imports {names}"
 
 
+def test_the_library_reads_no_environment_variable_of_the_course():
+    for module, path in modules():
+        if module.partition(".")[0] == "vgpu":
+            assert "COURSE_" not in path.read_text(encoding="utf-8"), module
+
+
 def test_init_files_only_hand_names_on():
     for path in (path for package in PACKAGES for path in package.rglob("__init__.py")):
         if path.parent.name == "helpers":

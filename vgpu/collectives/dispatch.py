@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PythonCallbackWork
 from torch.distributed import distributed_c10d
 
-from vgpu.changes import Changes
 from vgpu.collectives import borrowed_buffers, process_groups, table, wrappers
 from vgpu.collectives.borrowed_buffers import BorrowedBuffers
 from vgpu.collectives.calls import Call, Tensors, tensors_in
@@ -35,6 +34,7 @@ from vgpu.time.backward import in_backward
 from vgpu.time.lanes import Done
 from vgpu.time.recording import Recording
 from vgpu.time.streams import Stream
+from vgpu.torch_patches.undo import Changes
 
 
 class Tally:

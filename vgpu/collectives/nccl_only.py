@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from vgpu.changes import Changes
 from vgpu.collectives.imported import when_imported
 from vgpu.collectives.process_groups import BACKEND
 from vgpu.memory import gpus
 from vgpu.tensor import rules
 from vgpu.tensor.operators import Args, Kwargs, Operator
 from vgpu.tensor.refusals import is_virtual_device
+from vgpu.torch_patches.undo import Changes
 
 _SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"
 

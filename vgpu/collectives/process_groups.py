@@ -21,11 +21,11 @@ from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 
 from vgpu import torch_releases
-from vgpu.changes import Changes
 from vgpu.memory import gpus
 from vgpu.memory.blocks import Block
 from vgpu.memory.gpus import VirtualGPU
 from vgpu.tensor.tensor import VirtualTensor, wrap
+from vgpu.torch_patches.undo import Changes
 
 BACKEND = "vccl"
 """The backend of virtual GPUs, as ``nccl`` is that of CUDA's."""

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from vgpu import torch_releases
-from vgpu.changes import Changes
 from vgpu.collectives import process_groups
 from vgpu.collectives.imported import when_imported
 from vgpu.memory import gpus
 from vgpu.tensor import generators
 from vgpu.tensor.tensor import VirtualTensor, cpp_device
+from vgpu.torch_patches.undo import Changes
 
 
 def install(changes: Changes) -> None:

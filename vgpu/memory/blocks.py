@@ -5,7 +5,7 @@ the last reference goes, be it a variable or what autograd saved. The block hang
 Python object, which torch keeps for as long as the storage itself lives.
 
 What CUDA's caching allocator would reserve for the blocks is worked out when it is asked for
-(reserve.py); it does not decide what fits.
+(records.py); it does not decide what fits.
 
 Left out: the room that CUDA's own context takes.
 """
@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from vgpu.memory.records import MemoryRecord
-from vgpu.memory.reserve import Reserve
+from vgpu.memory.records import MemoryRecord, Reserve
 
 # CUDACachingAllocator.cpp, kMinBlockSize: every request is rounded up to a multiple of it.
 _ROUNDING_BYTES = 512
@@ -190,7 +189,7 @@ class DeviceMemory:
         if size_bytes:
             for record in _records:
                 if record.depth <= self._depth:
-                    record.note(self, block, size_bytes, block_bytes, stream, operation)
+                    record.add(self, block, size_bytes, block_bytes, stream, operation)
 
     def set_capacity(self, capacity_bytes: int) -> None:
         with _lock:
@@ -205,7 +204,7 @@ class DeviceMemory:
             self.peak_bytes = self.allocated_bytes
             if self.live_block_count:
                 self.reserve.begin_anew()
-            else:  # what was noted need not be played to come to nothing
+            else:  # the old log would come to nothing
                 self.reserve = Reserve(self.device, self.capacity_bytes)
 
     def reset_peak(self) -> None:
@@ -261,7 +260,7 @@ class DeviceMemory:
     def _out_of_memory(self, size_bytes: int) -> str:
         # The sentences of CUDACachingAllocator.cpp, which has given back what it could before.
         self.empty_cache()
-        # Blocks may have needed more, had they to lie in one piece each (reserve.py).
+        # Blocks may have needed more, had they to lie in one piece each (records.py).
         reserved_bytes = min(self.reserved()[0], self.capacity_bytes)
         allocated = format_size(self.allocated_bytes)
         allowed = ""

@@ -13,7 +13,7 @@ from vgpu.memory.blocks import DeviceMemory
 
 DEVICE_TYPE = "vgpu"
 # The device that C++ sees. It needs a type whose index autograd keeps and for which torch ships no
-# kernel; Lazy is the only one (dispatch/tensor.py).
+# kernel; Lazy is the only one (tensor/tensor.py).
 CPP_DEVICE_TYPE = "lazy"
 # Where "vgpu" names no index, C++ asks the device guard for the current device. A guard in Python
 # can only tell its type, and C++ makes index 0 of it. A type that no tensor has keeps "the current
@@ -51,7 +51,7 @@ _by_device: dict[torch.device, VirtualGPU] = {}
 
 
 class _Choices(threading.local):
-    """What a thread has made current: a GPU, and on each of them a stream (timing/streams.py)."""
+    """What a thread has made current: a GPU, and on each of them a stream (time/streams.py)."""
 
     def __init__(self) -> None:
         self.index = 0

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from vgpu.changes import Changes
 from vgpu.memory import gpus
 from vgpu.tensor import autocast_lists as lists
 from vgpu.tensor.operators import Operator, named_arguments, operator_of_aten
+from vgpu.torch_patches.undo import Changes
 
 _KEY = "AutocastPrivateUse1"
 _KEYSET = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch._library import utils
 
-from vgpu.changes import Changes
 from vgpu.tensor.operations import compute, unwrap
 from vgpu.tensor.operators import Args, Kwargs, Operator
 from vgpu.tensor.rules import decompose, gpu_kernel, is_composite
 from vgpu.tensor.tensor import VirtualTensor
+from vgpu.torch_patches.undo import Changes
 
 
 def install(changes: Changes) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from vgpu.changes import Changes
 from vgpu.memory import gpus
 from vgpu.tensor import autocast as casting
 from vgpu.tensor import custom, handlers, parts, refusals, rules
@@ -25,6 +24,7 @@ from vgpu.tensor.gpu_only import (
 )
 from vgpu.tensor.operations import dispatch
 from vgpu.tensor.operators import Operator, operator_of_aten, overloads
+from vgpu.torch_patches.undo import Changes
 
 rules.use_handlers(
     {

@@ -10,9 +10,9 @@ from torch.autograd import forward_ad
 from torch.nn.parallel import comm as torch_comm
 from torch.utils import _pytree as pytree
 
-from vgpu.changes import Changes
 from vgpu.memory import gpus
 from vgpu.tensor.operators import Handler
+from vgpu.torch_patches.undo import Changes
 
 _NESTED = (
     "nested tensors are not supported on virtual GPUs: pad the parts to one size "

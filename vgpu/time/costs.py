@@ -27,16 +27,16 @@ from vgpu.collectives import table as collectives
 from vgpu.collectives.table import Route
 from vgpu.hardware import efficiency as products
 from vgpu.hardware.efficiency import Product
-from vgpu.hardware.links import Link, get_link
-from vgpu.hardware.networks import Network, get_network
+from vgpu.hardware.links import Link, Network, get_link, get_network
 from vgpu.hardware.specs import GPUSpec, get_spec
 from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments
 from vgpu.time import validation as figures
 from vgpu.time.traits import tensors_in
 
-# What an operation computes with: the float32 units; tensor cores, in two formats of 16 bits; and
-# float32 that goes to tensor cores if torch allows TF32 for it, which may change at any time.
-FLOAT32, FLOAT16, BFLOAT16 = "float32", "float16", "bfloat16"
+# What an operation computes with: the float32 units; tensor cores, in two formats of 16 bits and in
+# those of 8; and float32 that goes to tensor cores if torch allows TF32 for it, which may change at
+# any time.
+FLOAT32, FLOAT16, BFLOAT16, FLOAT8 = "float32", "float16", "bfloat16", "float8"
 PRODUCT, CONVOLUTION = "product", "convolution"
 TF32 = "tf32"  # one that is sure to go there, if the GPU has it
 _TF32_SWITCH = {PRODUCT: "matmul", CONVOLUTION: "conv"}  # in torch.backends.cuda and .cudnn
@@ -202,6 +202,13 @@ class CostModel:
         spec = self.spec
         if work.arithmetic == FLOAT16 or (work.arithmetic == BFLOAT16 and spec.has_bfloat16):
             return spec.tensor_flop_per_s
+        if work.arithmetic == FLOAT8:
+            if spec.fp8_flop_per_s is None:
+                raise ValueError(
+                    f"{spec.name} cannot multiply float8 tensors: its fp8_flop_per_s is None. Take a "
+                    "GPU whose tensor cores have float8, such as the H100"
+                )
+            return spec.fp8_flop_per_s
         if spec.tf32_flop_per_s is not None and work.allows_tf32:
             return spec.tf32_flop_per_s
         return spec.fp32_flop_per_s
@@ -315,7 +322,7 @@ def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Work:
 
 # torch's counter does not know these.
 _IN_PLACE = {"aten::addmm_": torch.ops.aten.addmm, "aten::baddbmm_": torch.ops.aten.baddbmm}
-_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"}
 
 
 def _product_of(func: Operator, flop: int, result: torch.Tensor) -> Product | None:
@@ -330,6 +337,8 @@ def _product_of(func: Operator, flop: int, result: torch.Tensor) -> Product | No
 def _arithmetic_of(func: Operator, touched: list[torch.Tensor]) -> str:
     """What an operation that the FLOP counter knows computes with: a product or a convolution."""
     types = {tensor.dtype for tensor in touched}
+    if types & {torch.float8_e4m3fn, torch.float8_e5m2}:
+        return FLOAT8
     if torch.float16 in types:
         return FLOAT16
     if torch.bfloat16 in types:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from vgpu.changes import Changes
 from vgpu.tensor import views
 from vgpu.tensor.tensor import HELD, VirtualTensor
-from vgpu.torch_patches import uninitialized
+from vgpu.torch_patches.undo import Changes
 
 
 def install(changes: Changes) -> None:
@@ -25,16 +24,7 @@ def install(changes: Changes) -> None:
 def data_across_devices(plain: Any) -> property:
     """The property ``Tensor.data``, of virtual tensors too."""
 
-    def get(tensor: torch.Tensor) -> torch.Tensor:
-        if uninitialized.is_on_gpu(tensor):
-            return torch.empty(0, device=tensor.device, dtype=tensor.dtype)
-        data: torch.Tensor = plain.__get__(tensor)
-        return data
-
     def set(tensor: torch.Tensor, source: torch.Tensor) -> None:
-        if uninitialized.is_uninitialized(tensor):
-            uninitialized.assign(tensor, source)
-            return
         if _of_other_kind(tensor, source):
             become(tensor, source)
             return
@@ -51,7 +41,7 @@ def data_across_devices(plain: Any) -> property:
                 # The same memory, but a later change of one tensor's shape leaves the other's.
                 tensor._inner = source._inner.detach()
 
-    return property(get, set)
+    return property(plain.__get__, set)
 
 
 def has_compatible_type(plain: Callable[..., bool]) -> Callable[..., bool]:

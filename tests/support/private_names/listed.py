@@ -38,7 +38,6 @@ RELIANCES = (
         "imports, in dispatch/operations.py, dispatch/device_names.py and shapes/block.py.",
         (
             "torch.utils._python_dispatch.TorchDispatchMode",
-            "torch.utils._python_dispatch._disable_current_modes",
             "torch._C.DisableTorchFunctionSubclass",
             "torch._C.DispatchKey",
             "torch._C.DispatchKeySet",
@@ -77,7 +76,7 @@ RELIANCES = (
     ),
     Reliance(
         "views and versions: a change in place through one name is seen through the others",
-        "Without a substitute in dispatch/views.py and torch_api/data_assignment.py, refuse "
+        "Without a substitute in dispatch/views.py and torch_patches/data_assignment.py, refuse "
         "changes of shape in place and p.data = q (dispatch/refusals.py): an error is better "
         "than a wrong gradient. tests/vgpu/tensor/test_views.py is the judge.",
         (
@@ -102,7 +101,7 @@ RELIANCES = (
         "collectives",
         "Call F.scaled_dot_product_attention, F.softmax or torch.distributed under a "
         "TorchDispatchMode and see which operator comes now; dispatch/gpu_only/, "
-        "torch_api/attention.py, collectives/wrappers.py.",
+        "torch_patches/attention.py, collectives/wrappers.py.",
         (
             "torch.ops._c10d_functional._wrap_tensor_autograd",
             "torch.ops._c10d_functional.reduce_scatter_tensor",
@@ -117,7 +116,7 @@ RELIANCES = (
     ),
     Reliance(
         "the order in which kernels for attention are tried",
-        "Take flash, efficient, plain in torch_api/attention.py, and say in docs/vgpu.md that "
+        "Take flash, efficient, plain in torch_patches/attention.py, and say in docs/vgpu.md that "
         "sdpa_kernel(..., set_priority=True) is not heeded.",
         ("torch._C._get_sdp_priority_order",),
     ),
@@ -136,7 +135,7 @@ RELIANCES = (
     Reliance(
         "torch.accelerator, and who asks which device type there is",
         "Find what torch/accelerator/__init__.py calls now, and replace that in "
-        "torch_api/accelerator.py.",
+        "torch_patches/accelerator.py.",
         (
             "torch._C._accelerator_emptyCache",
             "torch._C._accelerator_exchangeDevice",
@@ -173,14 +172,13 @@ RELIANCES = (
     Reliance(
         "functions that compare devices in C++ or read arguments there",
         "Look how the Python function that users call reaches C++ now, and stand in for that name "
-        "(torch_api/functions.py, torch_api/uninitialized.py, dispatch/refusals.py).",
+        "(torch_patches/functions.py, tensor/refusals.py).",
         (
             "torch._C._nn._parse_to",
             "torch._VF._unpack_dual",
             "torch._functorch.eager_transforms",
             "torch._utils._handle_complex",
             "torch.autograd.forward_ad._current_level",
-            "torch.nn.parameter.UninitializedTensorMixin._allowed_methods",
             "torch.utils._device._device_constructors",
         ),
     ),
@@ -199,7 +197,7 @@ RELIANCES = (
     ),
     Reliance(
         "torch.save and torch.load in the format of CUDA checkpoints; sending to processes",
-        "Save a tensor under torch_api/serialization.py's test and look what its pickle names now; "
+        "Save a tensor under torch_patches/serialization.py's test and look what its pickle names now; "
         "old checkpoints must go on loading.",
         (
             "torch.Tensor._reduce_ex_internal",
@@ -216,7 +214,7 @@ RELIANCES = (
     ),
     Reliance(
         "the stream on which DataParallel copies to its replicas",
-        "Replace what nn.parallel.comm and Scatter ask for a stream (torch_api/data_parallel.py); "
+        "Replace what nn.parallel.comm and Scatter ask for a stream (torch_patches/data_parallel.py); "
         "without it copies are right and their time is on the wrong stream.",
         ("torch.nn.parallel._functions._get_stream",),
     ),
@@ -263,7 +261,7 @@ RELIANCES = (
     ),
     Reliance(
         "optimizers and clipping that handle all tensors at once by default, as on CUDA",
-        "See what decides it now (torch_api/functions.py); without it, steps are a loop with fewer "
+        "See what decides it now (torch_patches/functions.py); without it, steps are a loop with fewer "
         "temporary bytes and more kernels than CUDA's.",
         (
             "torch._C._group_tensors_by_device_and_dtype",

@@ -139,6 +139,23 @@ def test_bfloat16_uses_tensor_cores_from_the_a100_on(gpu, tflops):
     assert costs.kernel_time_s(Work(10**12, 0, "bfloat16")) == pytest.approx(1 / tflops)
 
 
+def test_float8_products_use_the_float8_peak():
+    product = torch.ones(2048, 2048, dtype=torch.float8_e4m3fn)
+    one = torch.ones(())
+    with vgpu.enable(1, gpu="H100"), vgpu.shapes_only():
+        a, b, scale = product.to("vgpu:0"), product.to("vgpu:0").t(), one.to("vgpu:0")
+        with vgpu.record(kernel_s=0.0, arithmetic_share=1e-3, memory_share=1.0) as timeline:
+            torch._scaled_mm(a, b, scale, scale, out_dtype=torch.bfloat16)
+    (event,) = timeline.events
+    assert event.duration_s == pytest.approx(2 * 2048**3 / (1e-3 * 1979e12), rel=0.1)
+
+
+@pytest.mark.parametrize("gpu", ["V100", "A100"])
+def test_a_gpu_without_float8_refuses_its_products(gpu):
+    with pytest.raises(ValueError, match="cannot multiply float8 tensors"):
+        vgpu.CostModel(vgpu.PRESETS[gpu]).kernel_time_s(Work(10**12, 0, "float8"))
+
+
 @pytest.fixture
 def settings():
     """torch's settings of TF32, put back after the test."""

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch.nn.modules import linear_cross_entropy, linear_cross_entropy_options
 
-from vgpu.changes import Changes
 from vgpu.memory import gpus
 from vgpu.tensor.operations import unwrap
 from vgpu.tensor.operators import Args, Handler, Kwargs, Operator, named_arguments
 from vgpu.tensor.same_device import check_for
 from vgpu.tensor.tensor import wrap
+from vgpu.torch_patches.undo import Changes
 
 _NEEDED = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}  # compute capability
 

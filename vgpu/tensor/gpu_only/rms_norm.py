@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from vgpu.changes import Changes
 from vgpu.tensor.operations import compute, dispatch
 from vgpu.tensor.operators import Handler
+from vgpu.torch_patches.undo import Changes
 
 _FORWARD = torch.ops.aten._fused_rms_norm.default
 

@@ -9,7 +9,7 @@ float16 and bfloat16 are float32, as there; outputs and gradients have their ten
 
 import torch
 
-from vgpu.changes import Changes
+from vgpu.torch_patches.undo import Changes
 
 Optional = torch.Tensor | None
 

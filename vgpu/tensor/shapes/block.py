@@ -18,13 +18,13 @@ from torch import nn
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vgpu.changes import Changes
 from vgpu.memory import gpus
 from vgpu.tensor import custom
 from vgpu.tensor.operators import Args, Kwargs, Operator
 from vgpu.tensor.shapes import operations
 from vgpu.tensor.shapes.operations import ShapeCall, dispatch
 from vgpu.tensor.shapes.shape import ShapeTensor, around_shapes, is_shape
+from vgpu.torch_patches.undo import Changes
 
 
 class _Mode(TorchDispatchMode):

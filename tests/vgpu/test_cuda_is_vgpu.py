@@ -4,13 +4,13 @@ import ast
 
 import pytest
 
-from vgpu import cuda_words
+from vgpu import cuda_is_vgpu
 
 
 def read(source):
     """The source as it is read, normalised."""
-    reading = cuda_words.Reading("x.py")
-    return ast.unparse(cuda_words._Reader(reading).visit(ast.parse(source))), reading
+    reading = cuda_is_vgpu.Replacements("x.py")
+    return ast.unparse(cuda_is_vgpu.Replacer(reading).visit(ast.parse(source))), reading
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def read(source):
         ("get_backend() == Backend.NCCL", "get_backend() == Backend.VCCL"),
     ],
 )
-def test_read_for_virtual_gpus(source, expected):
+def test_words_of_cuda_are_replaced(source, expected):
     found, reading = read(source)
     assert found == expected
     assert reading.lines and f"line {1 + source.count(chr(10))}" in str(reading)
@@ -65,7 +65,7 @@ def test_read_for_virtual_gpus(source, expected):
         "import jax as th\nth.cuda",
     ],
 )
-def test_left_alone(source):
+def test_other_words_are_left_alone(source):
     found, reading = read(source)
     assert found == source and not reading.lines
 
@@ -81,8 +81,8 @@ def test_left_alone(source):
         ("cuda=on", "cuda=on"),
     ],
 )
-def test_arguments_of_the_command(argument, expected):
-    assert cuda_words.argument(argument) == expected
+def test_words_in_arguments_of_the_command_are_replaced(argument, expected):
+    assert cuda_is_vgpu.replace_in_argument(argument) == expected
 
 
 def test_a_method_called_cuda_goes_by_both_names():
@@ -105,15 +105,15 @@ def make():
 found = make().cuda().moved, make().cuda.__name__
 """
     namespace = {}
-    exec(cuda_words.compiled(source, "x.py"), namespace)
-    reading = cuda_words.readings.pop()
+    exec(cuda_is_vgpu.compile_source(source, "x.py"), namespace)
+    reading = cuda_is_vgpu.replaced_in.pop()
     assert namespace["found"] == (["base", "local"], "cuda")
     assert sorted(reading.lines["cuda"]) == [6, 11, 12, 16]
 
 
-def test_only_the_programs_own_files_are_read():
-    everywhere = cuda_words.Finder("/")
-    assert everywhere._is_the_programs("/train.py")
-    for module in (ast, pytest, cuda_words):
-        assert not everywhere._is_the_programs(module.__file__), module
-    assert not cuda_words.Finder("/project")._is_the_programs("/project2/train.py")
+def test_only_the_programs_own_files_are_changed():
+    everywhere = cuda_is_vgpu.Finder("/")
+    assert everywhere.is_of_program("/train.py")
+    for module in (ast, pytest, cuda_is_vgpu):
+        assert not everywhere.is_of_program(module.__file__), module
+    assert not cuda_is_vgpu.Finder("/project").is_of_program("/project2/train.py")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vgpu import cuda_words
+from vgpu import cuda_is_vgpu
 from vgpu.backend import enable
 from vgpu.collectives.dispatch import tally
 from vgpu.memory import gpus
@@ -28,126 +28,126 @@ from vgpu.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What the program runs with; its processes get the same."""
+class ProgramSettings:
+    """What the program runs with; the processes that it starts get the same."""
 
     count: int
     gpu: str = "V100"
     memory_bytes: int | None = None
     seed: int | None = None
     cuda_folder: str | None = None
-    """Below it ``cuda`` is read as ``vgpu``; None where it is not."""
+    """In files below it, ``cuda`` means ``vgpu``; None without ``--cuda-is-vgpu``."""
     summary: bool = False
 
     def prepare(self) -> None:
-        """Enable the virtual GPUs, and read ``cuda`` as ``vgpu`` where that is wanted."""
+        """Enable the virtual GPUs, and let ``cuda`` mean ``vgpu`` where that is wanted."""
         enable(self.count, self.gpu, self.memory_bytes)
         if self.seed is not None:
             torch.manual_seed(self.seed)
         if self.cuda_folder is not None:
-            cuda_words.install(self.cuda_folder)
-            _scale_on_virtual_gpus()
+            cuda_is_vgpu.install(self.cuda_folder)
+            _let_grad_scaler_default_to_vgpu()
 
 
-def _scale_on_virtual_gpus() -> None:
-    """``torch.amp.GradScaler()`` is for "cuda" where nothing is said; so are its subclasses."""
+def _let_grad_scaler_default_to_vgpu() -> None:
+    """``torch.amp.GradScaler()`` and its subclasses are for "cuda" by default."""
     plain = torch.amp.GradScaler.__init__
 
     @functools.wraps(plain)
     def init(self: torch.amp.GradScaler, device: str = "cuda", *args: Any, **options: Any) -> None:
-        plain(self, cuda_words.word(device), *args, **options)
+        plain(self, cuda_is_vgpu.replace_name(device), *args, **options)
 
     torch.amp.GradScaler.__init__ = init  # type: ignore[method-assign]
 
 
-def run_script(path: Path, setting: Setting) -> None:
+def run_script(path: Path, settings: ProgramSettings) -> None:
     """Run a file as ``__main__``; it ends as the file ends, with its exception or SystemExit."""
-    sys.excepthook = _show_from_program
+    sys.excepthook = _show_own_frames
     source, filename = path.read_bytes(), os.path.abspath(path)
-    _look_first_in(str(path.resolve().parent))
-    _start(setting)
+    _put_first_in_path(str(path.resolve().parent))
+    _start(settings)
     main = ModuleType("__main__")
     main.__file__ = filename
     main.__loader__ = SourceFileLoader("__main__", filename)
     sys.modules["__main__"] = main
-    exec(_code(source, filename, setting), vars(main))
+    exec(_code(source, filename, settings), vars(main))
 
 
-def run_module(name: str, setting: Setting) -> None:
+def run_module(name: str, settings: ProgramSettings) -> None:
     """Run a module, or a package's ``__main__``, as ``python -m`` does.
 
     ModuleNotFoundError where there is none.
     """
-    sys.excepthook = _show_from_program
-    _look_first_in(os.getcwd())
-    _start(setting)
+    sys.excepthook = _show_own_frames
+    _put_first_in_path(os.getcwd())
+    _start(settings)
     if importlib.util.find_spec(name) is None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def _look_first_in(folder: str) -> None:
+def _put_first_in_path(folder: str) -> None:
     """Put a folder where Python puts the script's, unless ``python -P`` asked for none."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
 
-def _code(source: bytes, filename: str, setting: Setting) -> CodeType:
+def _code(source: bytes, filename: str, settings: ProgramSettings) -> CodeType:
     try:
-        if setting.cuda_folder is None:
+        if settings.cuda_folder is None:
             return compile(source, filename, "exec", dont_inherit=True)
-        return cuda_words.compiled(source, filename)
+        return cuda_is_vgpu.compile_source(source, filename)
     except SyntaxError as error:
         raise error.with_traceback(None) from None
 
 
-_OURS = (__file__, os.path.join(os.path.dirname(__file__), "__main__.py"), "<frozen runpy>")
+_OUR_FILES = (__file__, os.path.join(os.path.dirname(__file__), "__main__.py"), "<frozen runpy>")
 
 
-def _show_from_program(
+def _show_own_frames(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """The program's own frames, as ``python script.py`` shows them, without those that started it."""
-    while traceback is not None and traceback.tb_frame.f_code.co_filename in _OURS:
+    """Print a traceback as ``python script.py`` does, without the frames that started the script."""
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in _OUR_FILES:
         traceback = traceback.tb_next
     error.__traceback__ = traceback
     sys.__excepthook__(kind, error, traceback)
 
 
-def _start(setting: Setting) -> None:
-    setting.prepare()
+def _start(settings: ProgramSettings) -> None:
+    settings.prepare()
     plain = multiprocessing.spawn.get_preparation_data
 
     def with_virtual_gpus(name: str) -> dict[str, Any]:
-        return {**plain(name), "virtual_gpus": _ForChild(setting)}
+        return {**plain(name), "virtual_gpus": _ForChild(settings)}
 
     multiprocessing.spawn.get_preparation_data = with_virtual_gpus
-    if setting.summary:
+    if settings.summary:
         util.Finalize(None, show_summary, exitpriority=-1)
 
 
 class _ForChild:
-    """Travels in what multiprocessing tells a new process first; unpickling it prepares there."""
+    """A part of multiprocessing's preparation data; a new process starts up by unpickling it."""
 
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
+    def __init__(self, settings: ProgramSettings) -> None:
+        self._settings = settings
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (self._setting,)
+        return _start_in_child, (self._settings,)
 
 
-def _arrive(setting: Setting) -> None:
-    _start(setting)
-    if setting.cuda_folder is not None:
-        multiprocessing.spawn._fixup_main_from_path = _read_main  # type: ignore[attr-defined]
+def _start_in_child(settings: ProgramSettings) -> None:
+    _start(settings)
+    if settings.cuda_folder is not None:
+        multiprocessing.spawn._fixup_main_from_path = _run_main_again  # type: ignore[attr-defined]
 
 
-def _read_main(path: str) -> None:
-    """Run the parent's script once more, as multiprocessing does, but read for virtual GPUs."""
+def _run_main_again(path: str) -> None:
+    """Run the parent's script again, as multiprocessing does, but with ``cuda`` as ``vgpu``."""
     main = ModuleType("__mp_main__")
     main.__file__ = path
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
-    exec(cuda_words.compiled(Path(path).read_bytes(), path), vars(main))
+    exec(cuda_is_vgpu.compile_source(Path(path).read_bytes(), path), vars(main))
 
 
 def summary() -> str:

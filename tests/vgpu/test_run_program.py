@@ -25,12 +25,6 @@ def run(*arguments, cwd, typed=""):
     return done.returncode, done.stdout, done.stderr
 
 
-def run_afresh(*arguments, cwd):
-    command = [sys.executable, "-m", "vgpu", *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=ENVIRONMENT)
-    return done.returncode, done.stdout, done.stderr
-
-
 def test_a_script_runs_as_python_runs_it(tmp_path):
     (tmp_path / "beside.py").write_text("VALUE = 7\n")
     (tmp_path / "script.py").write_text(
@@ -42,8 +36,7 @@ def test_a_script_runs_as_python_runs_it(tmp_path):
         "    sys.exit(3)\n"
     )
     options = ("--count", 3, "--memory", "1.5GiB", "--seed", 5)
-    code, out, error = run_afresh(*options, "script.py", "--epochs", "2", cwd=tmp_path)
-    # Nor has Python anything to say as it ends; in a forked process that would not be seen.
+    code, out, error = run(*options, "script.py", "--epochs", "2", cwd=tmp_path)
     assert (code, error) == (3, "")
     first, second = out.splitlines()
     assert first == f"['script.py', '--epochs', '2'] 7 3 {tmp_path / 'script.py'}"
@@ -135,7 +128,7 @@ def test_ctrl_c_ends_a_script_as_under_python(tmp_path):
     assert ended == [(-signal.SIGINT, False)] * 2
 
 
-def test_a_script_for_cuda_runs_unchanged_and_is_told_what_was_read(tmp_path):
+def test_a_script_for_cuda_runs_unchanged_and_prints_what_was_replaced(tmp_path):
     (tmp_path / "beside.py").write_text("import torch\nDEVICE = torch.device('cuda', 1)\n")
     (tmp_path / "script.py").write_text(
         "import argparse, torch\n"
@@ -163,7 +156,7 @@ def test_a_script_for_cuda_runs_unchanged_and_is_told_what_was_read(tmp_path):
     assert "beside.py: reads cuda as vgpu in line 2" in error
 
 
-def test_a_traceback_shows_the_line_as_it_stands(tmp_path):
+def test_a_traceback_shows_the_unchanged_line(tmp_path):
     (tmp_path / "script.py").write_text("import torch\n\ntorch.ones(2, device='cuda:7')\n")
     code, _, error = run("--cuda-is-vgpu", "script.py", cwd=tmp_path)
     assert code == 1
@@ -288,7 +281,7 @@ def test_a_bad_vgpu_count_is_named(monkeypatch, capsys):
     assert parser().parse_args(["--count", "3", "x.py"]).count == 3
 
 
-def test_a_module_that_is_not_there_is_said_in_a_line(tmp_path):
+def test_a_missing_module_is_named_in_one_line(tmp_path):
     code, _, error = run("-m", "nosuch", cwd=tmp_path)
     assert (code, error) == (1, "ModuleNotFoundError: No module named 'nosuch'\n")
 
