@@ -19,11 +19,12 @@ stages that differ.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vgpu import CostModel
-from vgpu.plan.meshes.groups import groups, slowest
 from vgpu.plan.transformer import TransformerSizes, check_count
 
 DIMENSIONS = ("tensor", "context", "pipeline", "data")
@@ -46,10 +47,10 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Step:
+class MeshStep:
     """One training step on a mesh, as each of its GPUs sees it."""
 
-    traffic: tuple[Traffic, ...]  # the dimension whose ranks are neighbours first
+    traffic: tuple[Traffic, ...]  # the dimension whose ranks are neighbors first
     compute_s: float
     bubble_s: float
     held_bytes: float  # parameters, gradients and optimizer state; no activations
@@ -64,10 +65,10 @@ class Step:
 
 def step(
     sizes: Mapping[str, int], model: TransformerSizes, sequences: int, cost: CostModel
-) -> Step:
+) -> MeshStep:
     """One training step of ``sequences`` sequences, each of ``model.sequence`` tokens, on a mesh.
 
-    sizes: of each of ``DIMENSIONS``, the one whose ranks are neighbours first. cost: what the GPUs
+    sizes: of each of ``DIMENSIONS``, the one whose ranks are neighbors first. cost: what the GPUs
     and their links can do, and how many of them a host has. ValueError for sizes that do not divide.
     """
     _check(sizes, model, sequences)
@@ -81,7 +82,7 @@ def step(
     alone_s = found["tensor"].exposed_s + found["context"].exposed_s
     computed_s = work.micro_batches * (work.forward_s + work.backward_s)
     micro_batch_s = (computed_s + alone_s) / work.micro_batches
-    return Step(
+    return MeshStep(
         tuple(found[name] for name in sizes),
         computed_s,
         (sizes["pipeline"] - 1) * micro_batch_s,
@@ -171,7 +172,7 @@ class _Work:
         pairs: list[tuple[int, int]],
         hops: Sequence[tuple[int, float, float]],
     ) -> Traffic:
-        """Messages between neighbours, as slow as the slowest pair.
+        """Messages between neighbors, as slow as the slowest pair.
 
         hops: how many, of how many bytes, beside how many seconds of arithmetic.
         """
@@ -206,3 +207,48 @@ def _check(sizes: Mapping[str, int], model: TransformerSizes, sequences: int) ->
     for name, (count, what) in divided.items():
         if count % sizes[name]:
             raise ValueError(f"{count} {what} do not divide by {name} = {sizes[name]}")
+
+
+# Who is in a group with whom, and where it lies on hosts
+
+
+def groups(sizes: Mapping[str, int], *dimensions: str) -> list[list[int]]:
+    """The groups of one dimension, or of several together, each a list of ranks.
+
+    sizes: of each dimension, the one whose ranks are neighbors first; ``DeviceMesh`` names that one
+    last. ValueError for a dimension that the mesh does not have.
+    """
+    for dimension in dimensions:
+        if dimension not in sizes:
+            raise ValueError(f"no dimension {dimension!r} in a mesh of {', '.join(sizes)}")
+    names = list(sizes)
+    strides = [
+        (math.prod(sizes[name] for name in names[: names.index(dimension)]), sizes[dimension])
+        for dimension in dimensions
+    ]
+    found: dict[int, list[int]] = {}
+    for rank in range(math.prod(sizes.values())):
+        first = rank - sum(rank // stride % count * stride for stride, count in strides)
+        found.setdefault(first, []).append(rank)
+    return list(found.values())
+
+
+def placement(ranks: Iterable[int], gpus_per_host: int) -> tuple[int, ...]:
+    """How many of these ranks each of their hosts has, the fewest first; 0 per host means all."""
+    return tuple(
+        sorted(Counter(r // gpus_per_host if gpus_per_host else 0 for r in ranks).values())
+    )
+
+
+def slowness(placed: Sequence[int]) -> tuple[int, int, int]:
+    """Orders the placements of groups of one size, the slowest last.
+
+    The host with the fewest of its GPUs has the fewest adapters for the group, and holds up its ring;
+    a group inside one host comes before all others. Then more hosts take more steps.
+    """
+    return -placed[0], len(placed), placed[-1]
+
+
+def slowest(several: list[list[int]], gpus_per_host: int) -> list[int]:
+    """The group of one dimension for which others wait; where all are alike, the first."""
+    return max(several, key=lambda group: slowness(placement(group, gpus_per_host)))
