@@ -1,9 +1,9 @@
-"""Megatron-LM's training runs on A100s, predicted: one layer timed on a rank, and a schedule played.
+"""Megatron-LM's training runs on A100s, predicted: one layer timed on a rank, and a schedule simulated.
 
 Sources: Narayanan et al., 2021, Efficient large-scale language model training on GPU clusters
 (table 1: full recomputation, tensor and pipeline parallelism, interleaved where chunks are given);
 Korthikanti et al., 2022, Reducing activation recomputation in large transformer models (table 5).
-How a step's seconds come about stands at the head of ``vgpu/plan/megatron/training.py``.
+How a step's seconds come about stands at the head of ``vgpu/plan/megatron.py``.
 
 Two figures are fitted, to the first and the last row of the first paper: the shares of the A100's
 peaks that arithmetic and memory reach. Beside it stands what the first row alone gives, with memory's
@@ -24,12 +24,12 @@ from vgpu.plan.megatron import (
     SELECTIVE,
     Run,
     Shares,
-    Sizes,
     fitted,
     seconds_at,
     step_s,
     tera,
 )
+from vgpu.plan.megatron_layers import Sizes
 
 
 class Seconds(NamedTuple):

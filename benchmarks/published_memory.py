@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import vgpu
 from vgpu.plan import schedules
-from vgpu.plan.megatron import SEQUENCE, Layers, Recipe, Sizes
+from vgpu.plan.megatron_layers import SEQUENCE, Layers, Recipe, Sizes
 
 
 class Row(NamedTuple):

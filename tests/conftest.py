@@ -70,7 +70,7 @@ _MANY_FILES = (
     "helpers/train",
     "claims",
     "teaching",
-    "vgpu/plan/schedules",
+    "vgpu/plan",
     "vgpu/collectives",
 )
 

@@ -7,7 +7,7 @@ The same lines serve ranks that exist, under ``launch.run`` or torchrun, and a r
 import dataclasses
 import functools
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch.utils.checkpoint import (
 
 from vgpu.plan.layout import Layout, StageLayers
 from vgpu.plan.transformer import Transformer, TransformerSizes
+from vgpu.plan.workers import progress
 
 RECOMPUTE = ("none", "selective", "full")
 """What of a block backward computes again: nothing, all but attention and every second matrix
@@ -116,7 +117,7 @@ def loss_context(layout: Layout) -> AbstractContextManager[None]:
 
 def apply_fsdp(
     model: nn.Module,
-    blocks: Sequence[nn.Module],
+    blocks: Iterable[nn.Module],
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
@@ -147,7 +148,9 @@ class ParallelModel:
         self._forwards = [block.forward for block in self._blocks]
         dp = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        apply_fsdp(model, self._blocks, mesh[dp], policy)
+        # With thousands of shards this is what takes minutes.
+        blocks = progress("sharding blocks", "block", items=self._blocks)
+        apply_fsdp(model, blocks, mesh[dp], policy)
         self.module: Any = model.to("vgpu")
 
     def configure(self, recompute: str, reshard_after_forward: bool) -> None:

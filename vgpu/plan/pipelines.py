@@ -42,7 +42,7 @@ def predict_pipeline(plan: Plan, **costs: Any) -> "PipelineStep":
     short = shortened(plan)
     ranks: dict[int, RecordedRank] = {}
     actions: dict[tuple[_Kind, ActionContext], vgpu.Timeline] = {}
-    with progress("recording stages", plan.schedule.devices, "stage") as bar:
+    with progress("recording stages", "stage", plan.schedule.devices) as bar:
         # The rank in front is the one with most micro-batches in flight of those that are alike.
         for device in range(plan.schedule.devices):
             kind, contexts = _kind(plan, device), action_contexts(short, device)

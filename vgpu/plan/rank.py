@@ -34,7 +34,7 @@ def predict(plan: Plan, **costs: Any) -> Step:
     with (
         on_cluster(plan) as cluster,
         vgpu.record_memory() as memory,
-        progress("predicting: a step, one recorded, the allocator", 3, "part") as bar,
+        progress("predicting: a step, one recorded, the allocator", "part", 3) as bar,
     ):
         rank = Rank(plan)
         bar.update()
@@ -117,7 +117,7 @@ class ExtrapolatedStep:
     """A plan's step from those with ``LAYERS`` of its layers, in seconds where the whole takes many.
 
     All layers of a transformer are alike, so time and allocated bytes are those of the whole to a
-    few thousandths (``tests/vgpu/plan/test_few_layers.py``). What the allocator reserves beyond that
+    few thousandths (``tests/vgpu/plan/test_extrapolate.py``). What the allocator reserves beyond that
     is missing: it grows in leaps.
     """
 
@@ -166,13 +166,9 @@ def extrapolate(plan: Plan, **costs: Any) -> ExtrapolatedStep:
             f"records {LAYERS[0]} and {LAYERS[1]}"
         )
     plan, costs = plan.taking(costs)
-    with (
-        on_cluster(plan),
-        progress("recording a step with few layers", len(LAYERS), "step") as bar,
-    ):
-        steps = []
-        for layers in LAYERS:
-            small = with_layers(plan, layers)
-            steps.append(Rank(small, takes_a_step=False).recorded(small, **costs))
-            bar.update()
-    return ExtrapolatedStep(plan, (steps[0], steps[1]))
+    with on_cluster(plan):
+        few, more = (
+            Rank(small, takes_a_step=False).recorded(small, **costs)
+            for small in (with_layers(plan, layers) for layers in LAYERS)
+        )
+    return ExtrapolatedStep(plan, (few, more))

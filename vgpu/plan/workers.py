@@ -35,10 +35,14 @@ Tasks = Sequence[tuple[Any, ...]]
 Each = Callable[[Callable[..., Any], Tasks], Iterator[tuple[int, Any]]]
 
 
-def progress(what: str, total: int, unit: str) -> Any:
-    """A bar, shown if it takes long; of several processes that predict, their parent has one."""
+def progress(what: str, unit: str, total: int | None = None, items: Any = None) -> Any:
+    """A bar, shown if it takes long; of several processes that predict, their parent has one.
+
+    total: of its updates, or items to go through.
+    """
     child = multiprocessing.parent_process() is not None
-    return tqdm(desc=what, total=total, unit=unit, leave=False, delay=SHOW_AFTER_S, disable=child)
+    options = {"unit": unit, "leave": False, "delay": SHOW_AFTER_S, "disable": child}
+    return tqdm(items, what, total, **options)
 
 
 def at_once() -> int:

@@ -1,6 +1,5 @@
 """Where the bytes of each GPU are, by cause: at one moment, or after every operation of a step."""
 
-import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -69,47 +68,19 @@ def snapshot(
 def peaks_during(step: Callable[[], object], gpus: Sequence[torch.device]) -> list[int]:
     """The most bytes that ``step()`` had on each of ``gpus``, beyond what was there before it."""
     module = torch.get_device_module(gpus[0])
-    gc.collect()  # tensors in cycles would go whenever Python likes, during the step as well
     for gpu in gpus:
         module.reset_peak_memory_stats(gpu)
-    before = [module.memory_allocated(gpu) for gpu in gpus]
-    step()
-    peaks = [module.max_memory_allocated(gpu) for gpu in gpus]
-    return [peak - start for peak, start in zip(peaks, before, strict=True)]
-
-
-@functools.cache
-def has_frozen() -> bool:
-    """Whether the program had left what it began with out of collections, when this was first asked.
-
-    Asked once: Python counts what is frozen one by one, a tenth of a second if torch is among it.
-    """
-    return gc.get_freeze_count() > 10_000  # Python 3.12 freezes some hundreds of its own
-
-
-@contextmanager
-def frozen() -> Iterator[None]:
-    """Leave what lives now out of the collections inside.
-
-    A collection goes through every object: a tenth of a second once torch is imported. A program that
-    has frozen what it began with is left as it is: it has only new objects to go through.
-    """
-    ours = not has_frozen()
-    if ours:
-        gc.freeze()
+    # Tensors in cycles, from before the step too, would otherwise go whenever Python likes.
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        yield
+        before = [module.memory_allocated(gpu) for gpu in gpus]
+        step()
+        peaks = [module.max_memory_allocated(gpu) for gpu in gpus]
     finally:
-        if ours:
-            gc.unfreeze()
-
-
-@contextmanager
-def only_new_garbage() -> Iterator[None]:
-    """The same for what is no garbage now: none of it becomes garbage by what is measured inside."""
-    gc.collect()
-    with frozen():
-        yield
+        if was_enabled:
+            gc.enable()
+    return [peak - start for peak, start in zip(peaks, before, strict=True)]
 
 
 @contextmanager
@@ -213,7 +184,7 @@ class StepRecord(Watching):
         super().__exit__(*exc_info)
         for hook in self._hooks:
             hook.remove()
-        # The moments stay; what they tell of must not be kept from being freed.
+        # The moments stay, and keep nothing of the step from being freed.
         del self._model, self._optimizer, self._inputs, self._parameters, self._buffers
         self._made.clear()
         self._measured.clear()
