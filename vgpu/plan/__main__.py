@@ -200,23 +200,23 @@ def main(arguments: list[str] | None = None) -> None:
 
 def plan_of(options: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
     """The plan that the options name, and costs as ``predict`` takes them."""
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    unused = ("trace", *_SEARCHED) if given.pop("search") else _SEARCH
-    if names := [f"--{name.replace('_', '-')}" for name in unused if name in given]:
+    values = {name: value for name, value in vars(options).items() if value is not None}
+    unused = ("trace", *_SEARCHED) if values.pop("search") else _SEARCH
+    if names := [f"--{name.replace('_', '-')}" for name in unused if name in values]:
         raise ValueError(f"{', '.join(names)}: only of use with{'out' * options.search} --search")
     for name in ("trace", *_SEARCH):
-        given.pop(name, None)
-    sizes = dataclasses.replace(LLAMA[given.pop("model", "8B")], **_popped(given, _SIZES))
-    layout = Layout(**_popped(given, _LAYOUT))
-    costs = {cost: given.pop(name) for name, cost in _COSTS.items() if name in given}
+        values.pop(name, None)
+    sizes = dataclasses.replace(LLAMA[values.pop("model", "8B")], **_popped(values, _SIZES))
+    layout = Layout(**_popped(values, _LAYOUT))
+    costs = {cost: values.pop(name) for name, cost in _COSTS.items() if name in values}
     if costs.get("async_tp") and not costs.get("fuses"):
         raise ValueError("--async-tp is a pass of torch.compile: give --compile with it")
-    return Plan(sizes, layout, **given), costs
+    return Plan(sizes, layout, **values), costs
 
 
-def _popped(given: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
+def _popped(values: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
     names = [name.replace("-", "_") for name in texts]
-    return {name: given.pop(name) for name in names if name in given}
+    return {name: values.pop(name) for name in names if name in values}
 
 
 def _searched(options: argparse.Namespace) -> str:
@@ -288,9 +288,9 @@ def remedies(step: Step, costs: dict[str, Any]) -> str:
     If no single one does, each is tried together with full recomputation, then also with parameters
     that are gathered again.
     """
-    for given, plan in _keeping_less(step.plan):
+    for added, plan in _keeping_less(step.plan):
         tried = [
-            (f"{given} {text}".strip(), predict(other, **costs))
+            (f"{added} {text}".strip(), predict(other, **costs))
             for text, other in tqdm(list(_changes(plan)), desc="looking for what fits", leave=False)
         ]
         rows = [
@@ -309,14 +309,14 @@ def remedies(step: Step, costs: dict[str, Any]) -> str:
 def _keeping_less(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """The plan, then with what it lacks of all that keeps less: one option, then both."""
     yield "", plan
-    given = []
+    added = []
     if plan.recompute != RECOMPUTE[-1]:
         plan = dataclasses.replace(plan, recompute=RECOMPUTE[-1])
-        given.append(f"--recompute {plan.recompute}")
-        yield " ".join(given), plan
+        added.append(f"--recompute {plan.recompute}")
+        yield " ".join(added), plan
     if not plan.reshard_after_forward:
-        given.append("--reshard-after-forward")
-        yield " ".join(given), dataclasses.replace(plan, reshard_after_forward=True)
+        added.append("--reshard-after-forward")
+        yield " ".join(added), dataclasses.replace(plan, reshard_after_forward=True)
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:

@@ -27,10 +27,10 @@ from vgpu.plan.megatron_layers import (
     SEQUENCE,
     VOCABULARY,
     Embedding,
+    GPTSizes,
     Layers,
     Loss,
     Recipe,
-    Sizes,
 )
 
 GPU = dataclasses.replace(
@@ -47,7 +47,7 @@ FULL, SELECTIVE = ("full", False), ("selective", True)
 class Run(NamedTuple):
     """A training: how it is laid out, and what of a layer is computed again."""
 
-    sizes: Sizes
+    sizes: GPTSizes
     tp: int
     pp: int
     chunks: int
@@ -101,16 +101,16 @@ class Published(NamedTuple):
 
 
 ROWS = (
-    Published("1.7", Run(Sizes(24, 2304, 24), 1, 1, 1, 32, 512, 16), 137),
-    Published("3.6", Run(Sizes(30, 3072, 32), 2, 1, 1, 64, 512, 16), 138),
-    Published("7.5", Run(Sizes(36, 4096, 32), 4, 1, 1, 128, 512, 16), 142),
-    Published("18.4", Run(Sizes(40, 6144, 48), 8, 1, 1, 256, 1024, 8), 135),
-    Published("39.1", Run(Sizes(48, 8192, 64), 8, 2, 1, 512, 1536, 4), 138),
-    Published("76.1", Run(Sizes(60, 10240, 80), 8, 4, 3, 1024, 1792, 2), 140),
-    Published("145.6", Run(Sizes(80, 12288, 96), 8, 8, 2, 1536, 2304, 2), 148),
-    Published("310.1", Run(Sizes(96, 16384, 128), 8, 16, 2, 1920, 2160, 1), 155),
-    Published("529.6", Run(Sizes(105, 20480, 128), 8, 35, 3, 2520, 2520, 1), 163),
-    Published("1008", Run(Sizes(128, 25600, 160), 8, 64, 1, 3072, 3072, 1), 163),
+    Published("1.7", Run(GPTSizes(24, 2304, 24), 1, 1, 1, 32, 512, 16), 137),
+    Published("3.6", Run(GPTSizes(30, 3072, 32), 2, 1, 1, 64, 512, 16), 138),
+    Published("7.5", Run(GPTSizes(36, 4096, 32), 4, 1, 1, 128, 512, 16), 142),
+    Published("18.4", Run(GPTSizes(40, 6144, 48), 8, 1, 1, 256, 1024, 8), 135),
+    Published("39.1", Run(GPTSizes(48, 8192, 64), 8, 2, 1, 512, 1536, 4), 138),
+    Published("76.1", Run(GPTSizes(60, 10240, 80), 8, 4, 3, 1024, 1792, 2), 140),
+    Published("145.6", Run(GPTSizes(80, 12288, 96), 8, 8, 2, 1536, 2304, 2), 148),
+    Published("310.1", Run(GPTSizes(96, 16384, 128), 8, 16, 2, 1920, 2160, 1), 155),
+    Published("529.6", Run(GPTSizes(105, 20480, 128), 8, 35, 3, 2520, 2520, 1), 163),
+    Published("1008", Run(GPTSizes(128, 25600, 160), 8, 64, 1, 3072, 3072, 1), 163),
 )
 FITTED = ROWS[0]
 
@@ -130,9 +130,9 @@ def recorded(run: Run) -> RecordedParts:
     """A rank of the first stage, which also has the loss where there is one stage."""
     sizes, rows = run.sizes, SEQUENCE // (run.tp if run.kept[1] else 1)
     with vgpu.cluster(1, run.tp, gpu=GPU, network=NETWORK), vgpu.shapes_only():
-        everyone = dist.group.WORLD
-        assert everyone is not None  # the cluster has made it
-        recipe = Recipe(everyone, *run.kept, run.beside)
+        world = dist.group.WORLD
+        assert world is not None
+        recipe = Recipe(world, *run.kept, run.beside)
 
         def hidden() -> torch.Tensor:
             size = (rows, run.micro_batch, sizes.width)
@@ -157,17 +157,17 @@ def recorded(run: Run) -> RecordedParts:
         return RecordedParts(*both, _update(parameters), 2 * sum(p.numel() for p in parameters))
 
 
-def _both_ways(module: nn.Module, *given: torch.Tensor) -> tuple[vgpu.Timeline, vgpu.Timeline]:
+def _both_ways(module: nn.Module, *inputs: torch.Tensor) -> tuple[vgpu.Timeline, vgpu.Timeline]:
     """The second micro-batch, which adds to the gradients of the first."""
 
-    def backward(made: torch.Tensor) -> None:
-        made.backward(torch.empty_like(made) if made.dim() else None)
+    def backward(output: torch.Tensor) -> None:
+        output.backward(torch.empty_like(output) if output.dim() else None)
 
-    backward(module(*given))
+    backward(module(*inputs))
     with vgpu.record(fuses=True) as forwards:
-        made = module(*given)
+        output = module(*inputs)
     with vgpu.record(fuses=True) as backwards:
-        backward(made)
+        backward(output)
     assert not forwards.races and not backwards.races
     return forwards, backwards
 
@@ -204,7 +204,7 @@ class Shares(NamedTuple):
 
 def step_s(run: Run, shares: Shares) -> float:
     """Seconds of one step of the whole training."""
-    found = recorded(run)
+    parts = recorded(run)
 
     def again(timeline: vgpu.Timeline) -> float:
         again = vgpu.replay(
@@ -218,7 +218,7 @@ def step_s(run: Run, shares: Shares) -> float:
 
     layer, embedding, loss = (
         [again(timeline) for timeline in both]
-        for both in (found.layer, found.embedding, found.loss)
+        for both in (parts.layer, parts.embedding, parts.loss)
     )
     costs = vgpu.CostModel(GPU, network=vgpu.NETWORKS[NETWORK], gpus_per_host=8)
     per_stage, stages = run.sizes.layers // run.pp, run.pp * run.chunks
@@ -235,8 +235,8 @@ def step_s(run: Run, shares: Shares) -> float:
     else:
         schedule = schedules.one_forward_one_backward(run.pp, run.micro_batches)
     ranks = range(0, run.dp * run.tp, run.tp)
-    summed_s = costs.group_time_s("all_reduce", found.gradient_bytes, ranks)
-    return schedules.simulate(schedule, times).makespan + summed_s + again(found.optimizer)
+    summed_s = costs.group_time_s("all_reduce", parts.gradient_bytes, ranks)
+    return schedules.simulate(schedule, times).makespan + summed_s + again(parts.optimizer)
 
 
 def _transfer_s(run: Run, costs: vgpu.CostModel) -> float:

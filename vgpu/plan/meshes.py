@@ -7,7 +7,7 @@ Arithmetic from sizes, for a transformer in the form of Llama that is cut four w
 - ``context``: keys and values go round a ring, beside attention; in backward their gradients go with
   them (Liu et al., 2023, Ring attention);
 - ``pipeline``: hidden states to the next stage and their gradients back, for each micro-batch of
-  one sequence; with 1F1B only those that fill and drain the pipeline stand alone;
+  one sequence; with 1F1B only those that fill and drain the pipeline are exposed;
 - ``data``: parameters, in bfloat16, are gathered once a step, beside the first forward, and
   gradients, in float32, reduced once, beside the last backward. Ranks of ``context`` hold the same
   parameters, so they belong to these groups too.
@@ -73,17 +73,17 @@ def step(
     """
     _check(sizes, model, sequences)
     work = _Work(sizes, model, sequences, cost)
-    found = {
+    traffic = {
         "tensor": work.tensor(),
         "context": work.context(),
         "pipeline": work.pipeline(),
         "data": work.data(),
     }
-    alone_s = found["tensor"].exposed_s + found["context"].exposed_s
+    exposed_s = traffic["tensor"].exposed_s + traffic["context"].exposed_s
     computed_s = work.micro_batches * (work.forward_s + work.backward_s)
-    micro_batch_s = (computed_s + alone_s) / work.micro_batches
+    micro_batch_s = (computed_s + exposed_s) / work.micro_batches
     return MeshStep(
-        tuple(found[name] for name in sizes),
+        tuple(traffic[name] for name in sizes),
         computed_s,
         (sizes["pipeline"] - 1) * micro_batch_s,
         work.held_bytes,
@@ -146,14 +146,14 @@ class _Work:
 
     def pipeline(self) -> Traffic:
         ranks = self.group["pipeline"]
-        alone = 2 * (len(ranks) - 1)  # they fill and drain the pipeline
-        times = 2 * self.micro_batches if alone else 0  # sent by each GPU but those at the ends
+        exposed = 2 * (len(ranks) - 1)  # they fill and drain the pipeline
+        times = 2 * self.micro_batches if exposed else 0  # sent by each GPU but those at the ends
         hops = [
-            (alone, self.hidden_bytes, 0.0),
-            (max(times - alone, 0), self.hidden_bytes, self.forward_s),
+            (exposed, self.hidden_bytes, 0.0),
+            (max(times - exposed, 0), self.hidden_bytes, self.forward_s),
         ]
-        found = self._hops("pipeline", ranks, list(itertools.pairwise(ranks)), hops)
-        return replace(found, sent_bytes=times * self.hidden_bytes)
+        traffic = self._hops("pipeline", ranks, list(itertools.pairwise(ranks)), hops)
+        return replace(traffic, sent_bytes=times * self.hidden_bytes)
 
     def data(self) -> Traffic:
         ranks = self.holders
@@ -226,11 +226,11 @@ def groups(sizes: Mapping[str, int], *dimensions: str) -> list[list[int]]:
         (math.prod(sizes[name] for name in names[: names.index(dimension)]), sizes[dimension])
         for dimension in dimensions
     ]
-    found: dict[int, list[int]] = {}
+    members: dict[int, list[int]] = {}
     for rank in range(math.prod(sizes.values())):
         first = rank - sum(rank // stride % count * stride for stride, count in strides)
-        found.setdefault(first, []).append(rank)
-    return list(found.values())
+        members.setdefault(first, []).append(rank)
+    return list(members.values())
 
 
 def placement(ranks: Iterable[int], gpus_per_host: int) -> tuple[int, ...]:

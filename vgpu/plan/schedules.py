@@ -1,7 +1,7 @@
 """Pipeline schedules as plain data: for each device a row of actions, in the order it takes them.
 
 A network is cut into stages, the batch into micro-batches. The rows say which device has which
-stage. In the schedules made here device d has stage d, and with v chunks also d + devices, and so
+stage. In the schedules of this file device d has stage d, and with v chunks also d + devices, and so
 on round; a row written by hand may place them in another way, such as in a V.
 
 Sources: GPipe (Huang et al., 2019), PipeDream-Flush (Narayanan et al., 2021a, "Memory-efficient
@@ -138,7 +138,7 @@ def from_text(rows: Sequence[str | Sequence[str]], name: str = "by hand") -> Sch
     A row may also be a list of single actions. A number in front, as in "4F0", is the stage;
     without it, device d means stage d. Raises ValueError if a text is not an action.
     """
-    made = []
+    schedule_rows = []
     for device, row in enumerate(rows):
         actions = []
         for text in row.split() if isinstance(row, str) else row:
@@ -147,9 +147,9 @@ def from_text(rows: Sequence[str | Sequence[str]], name: str = "by hand") -> Sch
                 raise ValueError(f"device {device}: {text!r} is not an action such as F0 or B3")
             stage, kind, micro_batch = parts.groups()
             actions.append(Action(kind, int(micro_batch), int(stage) if stage else device))
-        made.append(tuple(actions))
-    last = max((action.stage for row in made for action in row), default=0)
-    return Schedule(name, tuple(made), last // max(len(made), 1) + 1)
+        schedule_rows.append(tuple(actions))
+    last = max((action.stage for row in schedule_rows for action in row), default=0)
+    return Schedule(name, tuple(schedule_rows), last // max(len(schedule_rows), 1) + 1)
 
 
 def all_forward_all_backward(devices: int, micro_batches: int) -> Schedule:
@@ -163,7 +163,7 @@ def all_forward_all_backward(devices: int, micro_batches: int) -> Schedule:
         [Action(kind, m, device) for kind in (FORWARD, BACKWARD) for m in range(micro_batches)]
         for device in range(devices)
     ]
-    return _made("all forward, all backward", rows)
+    return _schedule("all forward, all backward", rows)
 
 
 def _in_turn(warm: int, forwards: list[Action], backwards: list[list[Action]]) -> list[Action]:
@@ -188,7 +188,7 @@ def one_forward_one_backward(devices: int, micro_batches: int) -> Schedule:
         forwards = [Action(FORWARD, m, device) for m in range(micro_batches)]
         backwards = [[Action(BACKWARD, m, device)] for m in range(micro_batches)]
         rows.append(_in_turn(devices - device - 1, forwards, backwards))
-    return _made("1F1B", rows)
+    return _schedule("1F1B", rows)
 
 
 def interleaved(devices: int, micro_batches: int, chunks: int = 2) -> Schedule:
@@ -223,13 +223,13 @@ def interleaved(devices: int, micro_batches: int, chunks: int = 2) -> Schedule:
         forwards = [nth(FORWARD, n, device) for n in range(total)]
         backwards = [[nth(BACKWARD, n, device)] for n in range(total)]
         rows.append(_in_turn(warm, forwards, backwards))
-    return _made(f"interleaved 1F1B, {chunks} chunks", rows, chunks)
+    return _schedule(f"interleaved 1F1B, {chunks} chunks", rows, chunks)
 
 
 def zero_bubble(devices: int, micro_batches: int) -> Schedule:
     """ZB-H1: 1F1B with backward in two halves; the gradients of weights wait, and fill the bubble.
 
-    Nothing waits for the gradients of weights, so device d puts off those of d micro-batches. If
+    Nothing waits for the gradients of weights, so device d defers those of d micro-batches. If
     the three parts take equally long, the bubble is (p - 1) / (3 m + p - 1), a third of 1F1B's idle
     time (Qi et al., 2.3 and table 2). It asks for m >= p. Every device keeps the activations of at
     most min(p, m) micro-batches.
@@ -245,9 +245,9 @@ def zero_bubble(devices: int, micro_batches: int) -> Schedule:
             if m >= device:
                 gradients.append(weights[m - device])
             backwards.append(gradients)
-        put_off = weights[max(micro_batches - device, 0) :]
-        rows.append(_in_turn(devices - device - 1, forwards, backwards) + put_off)
-    return _made("zero bubble (ZB-H1)", rows)
+        deferred = weights[max(micro_batches - device, 0) :]
+        rows.append(_in_turn(devices - device - 1, forwards, backwards) + deferred)
+    return _schedule("zero bubble (ZB-H1)", rows)
 
 
 KINDS: dict[str, Callable[[int, int], Schedule]] = {
@@ -259,7 +259,7 @@ KINDS: dict[str, Callable[[int, int], Schedule]] = {
 """The schedules of this file by name, each a function of devices and micro-batches."""
 
 
-def _made(name: str, rows: Sequence[Sequence[Action]], chunks: int = 1) -> Schedule:
+def _schedule(name: str, rows: Sequence[Sequence[Action]], chunks: int = 1) -> Schedule:
     return Schedule(name, tuple(tuple(row) for row in rows), chunks)
 
 

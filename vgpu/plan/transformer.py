@@ -58,7 +58,7 @@ class TransformerSizes:
 
     @property
     def block_products(self) -> int:
-        """Parameters of a block that stand in a matrix product."""
+        """Parameters of a block's matrix products."""
         attention = 2 * self.width * (self.width + self.key_value_width)
         return attention + 3 * self.width * self.feed_forward
 

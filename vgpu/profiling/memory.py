@@ -45,7 +45,7 @@ def snapshot(
     ``known`` maps a cause to its tensors, wherever they are. A tensor counts once, for the first
     cause that names it. What is allocated beyond the known tensors is ``OTHER``: mostly what
     autograd saved for the backward pass, and the allocator's rounding to 512 bytes. The device's
-    count of its peak starts anew.
+    count of its peak is reset.
     """
     module = torch.get_device_module(gpus[0])
     peak_bytes = {gpu: module.max_memory_allocated(gpu) for gpu in gpus}
@@ -151,7 +151,7 @@ class StepRecord(Watching):
         self._phase = "forward"
         self._running: list[str] = []
         # Storages that forward operations made: place → (whether it lives, bytes, module).
-        self._made: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        self._activations: dict[int, tuple[StorageWeakRef, int, str]] = {}
         # Looked up after every operation, so remembered: id → (the tensor, place, bytes).
         self._measured: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._hooks: list[Any] = []
@@ -186,13 +186,13 @@ class StepRecord(Watching):
             hook.remove()
         # The moments stay, and keep nothing of the step from being freed.
         del self._model, self._optimizer, self._inputs, self._parameters, self._buffers
-        self._made.clear()
+        self._activations.clear()
         self._measured.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self._phase == "forward" or self._running:
-            self._note_made(result, (args, kwargs))
+            self._note_new(result, (args, kwargs))
         if func.namespace == "aten":  # not the profiler's own marks
             self.moments.append(self._moment(func.overloadpacket.__name__))
         return result
@@ -206,14 +206,14 @@ class StepRecord(Watching):
     def _allocated(self) -> int:
         return torch.get_device_module(self._gpu).memory_allocated(self._gpu)
 
-    def _note_made(self, result: Any, given: Any) -> None:
-        """Remember the storages that an operation has made: not those that it was given."""
-        old = {_place(tensor) for tensor in self._own(given)}
+    def _note_new(self, result: Any, inputs: Any) -> None:
+        """Remember the storages that an operation has made: not those of its inputs."""
+        old = {_place(tensor) for tensor in self._own(inputs)}
         for tensor in self._own(result):
             if _place(tensor) not in old:
                 module = self._running[-1] if self._running else ""
                 ref = StorageWeakRef(tensor.untyped_storage())
-                self._made[_place(tensor)] = (ref, _size_bytes(tensor), module)
+                self._activations[_place(tensor)] = (ref, _size_bytes(tensor), module)
 
     def _own(self, values: Any) -> list[torch.Tensor]:
         return [
@@ -257,9 +257,11 @@ class StepRecord(Watching):
 
     def _moment(self, operation: str) -> Moment:
         by_cause, places = self._known()
-        self._made = {place: made for place, made in self._made.items() if not made[0].expired()}
+        self._activations = {
+            place: entry for place, entry in self._activations.items() if not entry[0].expired()
+        }
         by_module: dict[str, int] = {}
-        for place, (_, size_bytes, module) in self._made.items():
+        for place, (_, size_bytes, module) in self._activations.items():
             if place not in places:
                 by_module[module] = by_module.get(module, 0) + size_bytes
         by_cause[ACTIVATIONS] = sum(by_module.values())
