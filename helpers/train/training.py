@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from helpers.train import checkpoints
 from helpers.train.checkpoints import Checkpoint, CheckpointError
 from helpers.train.tasks import TASKS, Settings
-from vgpu.launch import machine
+from vgpu.launch import launcher
 from vgpu.plan.layout import Layout
 from vgpu.plan.parallelize import apply_fsdp, apply_tp, loss_context
 from vgpu.plan.transformer import Transformer
@@ -250,7 +250,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 def _device(cpu: bool) -> torch.device:
     """This rank's own GPU if each rank of this machine has one, else the CPU."""
-    kind = "cpu" if cpu else machine.device_type()
+    kind = "cpu" if cpu else launcher.device_type()
     if kind == "cpu":
         return torch.device("cpu")
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
