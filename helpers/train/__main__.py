@@ -27,7 +27,7 @@ from helpers.train.checkpoints import CheckpointError
 from helpers.train.tasks import DEFAULTS, DTYPES, TASKS, Settings
 from helpers.train.training import Training
 from vgpu.launch import launcher
-from vgpu.plan.parallel import KINDS, named_layout
+from vgpu.plan.layout import KINDS, named_layout
 
 JOIN_LIMIT = timedelta(minutes=5)
 """For all ranks to join; importing torch takes a while on a busy machine."""

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from helpers import devices
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 from helpers.checks.watchers import Leaving
-from vgpu.profiling.memory import only_new_garbage, peaks_during
+from vgpu.profiling.memory import peaks_during
 from vgpu.units import format_bytes
 
 
@@ -232,7 +232,6 @@ def _expect_gradients(loss: torch.Tensor, outputs: Sequence[torch.Tensor], given
 
 
 @exercise("8.3", "Cut where the memory balances")
-@only_new_garbage()
 def balanced_cut(answer: Callable[..., int]) -> dict[str, str]:
     gpus = devices.lab(2)
     # An untouched stub says so here, before anything is measured.

@@ -124,8 +124,7 @@ FROZEN = """
 import functools, gc
 import torch.distributed.tensor.parallel
 from vgpu.plan.transformer import TransformerSizes
-from vgpu.plan.parallel import Layout
-from vgpu.plan import Plan, predict
+from vgpu.plan import Layout, Plan, predict
 gc.freeze()
 sizes = TransformerSizes(2, 64, 4, 4, 128, 256, sequence=32)
 predict(Plan(sizes, Layout(2, 2, 2), sequence=32))

@@ -9,10 +9,8 @@ from levels import sample
 from torch.nn.parallel import DistributedDataParallel
 
 import vgpu
-from vgpu.plan import Plan, predict
-from vgpu.plan.few_layers import in_few_layers
-from vgpu.plan.model import on_cluster
-from vgpu.plan.parallel import Layout
+from vgpu.plan import Layout, Plan, extrapolate, predict
+from vgpu.plan.plan import on_cluster
 from vgpu.plan.rank import Rank
 from vgpu.plan.transformer import TransformerSizes
 
@@ -20,11 +18,11 @@ SIZES = TransformerSizes(8, 1024, 8, 8, 2752, 2048, sequence=1024)
 
 
 @pytest.mark.parametrize(
-    "layout", sample([Layout(shards=4, tensors=4), Layout(shards=16)], 1), ids=str
+    "layout", sample([Layout(dp_shard=4, tp=4), Layout(dp_shard=16)], 1), ids=str
 )
 def test_time_and_bytes_are_those_of_all_layers(layout):
     plan = Plan(SIZES, layout, 4, 1024, "full")
-    few = in_few_layers(dataclasses.replace(plan, gpu="A100"), gpu=plan.gpu)  # a cost is the plan's
+    few = extrapolate(dataclasses.replace(plan, gpu="A100"), gpu=plan.gpu)  # a cost is the plan's
     whole = predict(plan)
     assert few.plan == plan
     assert few.seconds() == pytest.approx(whole.seconds, rel=0.01)
@@ -38,12 +36,12 @@ def test_time_and_bytes_are_those_of_all_layers(layout):
     assert sum(few.time_by_cause.values()) == pytest.approx(few.seconds())
 
 
-def test_a_pipeline_is_not_continued():
-    with pytest.raises(ValueError, match="a plan of 2 stages cannot be continued"):
-        in_few_layers(Plan(SIZES, Layout(shards=8, stages=2), 4, 1024))
+def test_a_pipeline_is_not_extrapolated():
+    with pytest.raises(ValueError, match="a plan of 2 stages cannot be extrapolated"):
+        extrapolate(Plan(SIZES, Layout(dp_shard=8, pp=2), 4, 1024))
 
 
-@pytest.mark.parametrize("layout", sample([Layout(2, 4, 2), Layout(replicas=16)], 1), ids=str)
+@pytest.mark.parametrize("layout", sample([Layout(2, 4, 2), Layout(dp_replicate=16)], 1), ids=str)
 def test_a_rank_need_not_have_trained(layout):
     plan = Plan(dataclasses.replace(SIZES, layers=4), layout, 2, 1024, "selective")
     with on_cluster(plan):
@@ -68,20 +66,20 @@ def test_a_ddp_in_the_same_process_before_changes_no_bytes(tmp_path):
         model = DistributedDataParallel(torch.nn.Linear(4, 4).to("vgpu:0"))
         model(torch.ones(2, 4, device="vgpu:0")).sum().backward()
     dist.destroy_process_group()
-    plan = Plan(dataclasses.replace(SIZES, layers=3), Layout(shards=16), 4, 1024, "full")
+    plan = Plan(dataclasses.replace(SIZES, layers=3), Layout(dp_shard=16), 4, 1024, "full")
     first, second = predict(plan), predict(plan)
     assert first.bytes_by_cause == second.bytes_by_cause
 
 
 def test_other_costs_need_no_other_recording():
-    plan = Plan(SIZES, Layout(shards=16), 1, 1024)
-    few = in_few_layers(plan)
+    plan = Plan(SIZES, Layout(dp_shard=16), 1, 1024)
+    few = extrapolate(plan)
     again = predict(plan, arithmetic_share=0.3)
     assert few.seconds(arithmetic_share=0.3) == pytest.approx(again.seconds, rel=0.01)
     assert few.seconds() < few.seconds(arithmetic_share=0.3)
 
 
 def test_a_small_model_has_no_fewer_layers():
-    plan = Plan(dataclasses.replace(SIZES, layers=4), Layout(shards=16), 1, 1024)
+    plan = Plan(dataclasses.replace(SIZES, layers=4), Layout(dp_shard=16), 1, 1024)
     with pytest.raises(ValueError, match="a model of 4 layers is small enough"):
-        in_few_layers(plan)
+        extrapolate(plan)

@@ -9,7 +9,7 @@ from torch.distributed import pipelining
 
 from vgpu import launch
 from vgpu.plan import schedules
-from vgpu.plan.schedules import from_text, peaks_in_flight, play
+from vgpu.plan.schedules import from_text, peaks_in_flight, simulate
 
 RANKS, MICRO_BATCHES, WIDTH = 2, 4, 8
 
@@ -87,7 +87,7 @@ def test_gradients_are_those_of_one_process_and_the_order_is_ours(name, ours):
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 32)])
-def test_the_zero_bubble_v_of_torch_can_be_played(p, m):
+def test_the_zero_bubble_v_of_torch_can_be_simulated(p, m):
     torchs = SimpleNamespace(pp_group_size=p, num_stages=2 * p, _n_microbatches=m)
     order_of = pipelining.ScheduleZBVZeroBubble._calculate_single_rank_operations
     rows = [" ".join(str(action) for action in order_of(torchs, r) if action) for r in range(p)]
@@ -95,5 +95,5 @@ def test_the_zero_bubble_v_of_torch_can_be_played(p, m):
     assert [v.device_of(stage) for stage in range(2 * p)] == [*range(p), *reversed(range(p))]
     # The first micro-batch reaches the last device after p - 1 half forwards; from then on no
     # device waits (Qi et al., 2023, section 6).
-    assert play(v).makespan == 3 * m + (p - 1) / 2
+    assert simulate(v).makespan == 3 * m + (p - 1) / 2
     assert max(peaks_in_flight(v)) == 2 * p  # each of half a device's layers, as in 1F1B

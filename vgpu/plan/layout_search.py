@@ -1,8 +1,8 @@
 """Every layout of a model on a cluster, and which of those that fit is fastest.
 
-Each plan is tried with few layers, and continued (few_layers.py). For Llama 70B that was the whole
-model's time and allocated bytes to within 0.01 % wherever it was tried. What the allocator reserves
-grows by steps and is no such line: the best plans are therefore predicted whole.
+Each plan is tried with few layers, and extrapolated. For Llama 70B that was the whole model's time
+and allocated bytes to within 0.01 % wherever it was tried. What the allocator reserves grows by steps
+and cannot be extrapolated: the best plans are therefore predicted whole.
 
 Layouts know nothing of each other, so several processes try them at once.
 """
@@ -17,12 +17,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vgpu.plan import estimate as napkin
-from vgpu.plan.few_layers import LAYERS, continued, with_layers
-from vgpu.plan.model import on_cluster
-from vgpu.plan.parallel import Layout
-from vgpu.plan.rank import Rank, predict
-from vgpu.plan.step import CHECKPOINTS, Plan, Step
+from vgpu.plan import estimate
+from vgpu.plan.layout import Layout
+from vgpu.plan.parallelize import RECOMPUTE
+from vgpu.plan.plan import Plan, Step, on_cluster
+from vgpu.plan.rank import LAYERS, Rank, extrapolated, predict, with_layers
 from vgpu.plan.transformer import check_count
 from vgpu.plan.workers import Each, at_once, workers
 from vgpu.tables import Table
@@ -30,8 +29,8 @@ from vgpu.units import format_bytes
 
 _MOST_SEQUENCES = 64
 
-_STATE = "parameters and optimizer state alone are too large"
-_NAPKIN = "activations are too large, on paper"
+_STATE_TOO_LARGE = "parameters and optimizer state alone are too large"
+_ACTIVATIONS_TOO_LARGE = "activations are too large, on paper"
 _ALLOCATED = "more is allocated than a GPU has"
 _RESERVED = "more is reserved than a GPU has"
 _MORE_WORK = "computes or gathers again, though it fits without"
@@ -39,7 +38,7 @@ _MORE_WORK = "computes or gathers again, though it fits without"
 
 @dataclasses.dataclass
 class Candidate:
-    """A plan that was looked at, and what became of it."""
+    """A plan that was looked at, and what is known of it."""
 
     plan: Plan
     reason: str = ""
@@ -62,8 +61,8 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """What became of all plans. It prints as the best ten, and why the others fell out."""
+class SearchResult:
+    """All plans. It prints as the best ten, and why the others fell out."""
 
     candidates: list[Candidate]
 
@@ -86,14 +85,14 @@ class Found:
                 (
                     str(one.plan.layout),
                     one.plan.batch,
-                    one.plan.checkpoint,
+                    one.plan.recompute,
                     "twice" if one.plan.reshard_after_forward else "once",
                     f"{one.tokens_per_s:,.0f}",
                     format_bytes(one.allocated_bytes),
                     format_bytes(one.reserved_bytes) if one.reserved_bytes else "not tried",
                 )
             )
-        header = "layout, batch, checkpoint, gathered, tokens/s a GPU, allocated, reserved"
+        header = "layout, batch, recompute, gathered, tokens/s a GPU, allocated, reserved"
         table = Table(header.split(", "), rows)
         others = Table(("why the others fell out", "plans"), list(self.reasons.items()))
         head = f"{len(best)} of {len(self.candidates)} plans fit."
@@ -106,14 +105,14 @@ def search(
     whole: int = 1,
     processes: int | None = None,
     **costs: Any,
-) -> Found:
+) -> SearchResult:
     """Plans for the model, the GPUs and the network of ``plan``: all that divide, and their speed.
 
-    Layout, batch, checkpoint and ``reshard_after_forward`` are searched. Batches are powers of two;
+    Layout, batch, recomputation and ``reshard_after_forward`` are searched. Batches are powers of two;
     sequences: the most in a step, on all GPUs together. From the fastest on, plans are predicted
     whole until ``whole`` of them fit. processes: how many predict at once, by default as many as
     cores and memory allow; the result is the same. costs: as for ``predict``. Nothing is
-    accumulated over micro-batches, and ranks that share tensors are neighbours in one host.
+    accumulated over micro-batches, and the ranks of ``tp`` are neighbors in one host.
     Pipelines are not tried: ValueError for a plan with stages, for less than one process, and for
     fewer sequences than any layout takes.
     """
@@ -122,15 +121,15 @@ def search(
             check_count(name, count)
     if whole < 0:
         raise ValueError(f"whole must be at least 0, got {whole}")
-    if plan.layout.stages > 1:
+    if plan.layout.pp > 1:
         raise ValueError(
-            f"a search tries no pipelines, and this layout has {plan.layout.stages} stages: leave "
+            f"a search tries no pipelines, and this layout has {plan.layout.pp} stages: leave "
             "them out, or predict plans with stages one by one"
         )
     plan, costs = plan.taking(costs)
     candidates = [Candidate(other) for other in _plans(plan, sequences)]
     if not candidates:
-        least = min(other.layout.batches for other in _plans(plan, None))
+        least = min(other.layout.dp for other in _plans(plan, None))
         raise ValueError(
             f"no layout of {plan.layout.ranks} GPUs has as few as {sequences} sequences a step: at "
             f"least {least}, one on each rank that has samples of its own"
@@ -141,60 +140,60 @@ def search(
     groups = [list(group) for _, group in itertools.groupby(left, key=lambda one: one.plan.layout)]
     if processes is None:
         processes = min(at_once(), max(1, len(groups)))
-    found = Found(candidates)
+    result = SearchResult(candidates)
     with (
         tqdm(desc="trying layouts", total=len(left) + whole, leave=False, unit="plan") as bar,
         workers(processes) as each,
     ):
         _try(groups, costs, each, bar)
-        _confirm(found, whole, processes, costs, each, bar)
-    return found
+        _confirm(result, whole, processes, costs, each, bar)
+    return result
 
 
 def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
     ranks = plan.layout.ranks
-    for tensors, replicas in itertools.product(range(1, plan.gpus_per_host + 1), _parts(ranks)):
-        if ranks % (replicas * tensors) or _spans_hosts(plan, tensors):
+    for tp, dp_replicate in itertools.product(range(1, plan.gpus_per_host + 1), _divisors(ranks)):
+        if ranks % (dp_replicate * tp) or _spans_hosts(plan, tp):
             continue
-        layout = Layout(replicas, ranks // (replicas * tensors), tensors)
-        gathers = (False, True) if layout.shards > 1 else (True,)
+        layout = Layout(dp_replicate, ranks // (dp_replicate * tp), tp)
+        gathers = (False, True) if layout.dp_shard > 1 else (True,)
         at_most = math.inf if sequences is None else sequences
-        most = min(_MOST_SEQUENCES, at_most / layout.batches)
+        most = min(_MOST_SEQUENCES, at_most / layout.dp)
         for power in range(_MOST_SEQUENCES.bit_length()):
             if 2**power > most:
                 break
-            for checkpoint, again in itertools.product(CHECKPOINTS, gathers):
+            for recompute, again in itertools.product(RECOMPUTE, gathers):
                 try:
                     yield dataclasses.replace(
                         plan,
                         layout=layout,
                         batch=2**power,
-                        checkpoint=checkpoint,
+                        recompute=recompute,
                         reshard_after_forward=again,
                     )
                 except ValueError:  # the model's heads do not divide so
                     continue
 
 
-def _spans_hosts(plan: Plan, tensors: int) -> bool:
-    """Whether so many neighbours are in some places not in one host."""
-    return plan.hosts > 1 and plan.gpus_per_host % tensors > 0
+def _spans_hosts(plan: Plan, tp: int) -> bool:
+    """Whether some groups of so many neighbors span two hosts."""
+    return plan.hosts > 1 and plan.gpus_per_host % tp > 0
 
 
-def _parts(ranks: int) -> list[int]:
+def _divisors(ranks: int) -> list[int]:
     return [parts for parts in range(1, ranks + 1) if ranks % parts == 0]
 
 
 def _too_large_on_paper(plan: Plan) -> str:
-    layout, capacity = plan.layout, plan.spec.memory_bytes
+    capacity = plan.spec.memory_bytes
     least = functools.partial(
-        napkin.least_bytes, plan.sizes, shards=layout.shards, tensors=layout.tensors
+        estimate.least_bytes, plan.sizes, dp_shard=plan.layout.dp_shard, tp=plan.layout.tp
     )
     if least(0) > capacity:
-        return _STATE
+        return _STATE_TOO_LARGE
     tokens, once = plan.batch * plan.sequence, not plan.reshard_after_forward
-    if least(tokens, checkpoint=plan.checkpoint, gathered_once=once) > capacity:
-        return _NAPKIN
+    if least(tokens, recompute=plan.recompute, gathered_once=once) > capacity:
+        return _ACTIVATIONS_TOO_LARGE
     return ""
 
 
@@ -238,15 +237,15 @@ def _known(plan: Plan, earlier: list[Candidate]) -> str:
 def _works_no_more(plan: Plan, other: Plan) -> bool:
     """Whether a plan computes and gathers no more than another again."""
     again, other_again = (
-        (CHECKPOINTS.index(p.checkpoint), p.reshard_after_forward) for p in (plan, other)
+        (RECOMPUTE.index(p.recompute), p.reshard_after_forward) for p in (plan, other)
     )
     return again[0] <= other_again[0] and again[1] <= other_again[1]
 
 
 def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, Any]) -> None:
     plan, seconds, sizes_bytes = one.plan, [], []
-    kept_bytes = napkin.kept_bytes(plan.sizes, plan.batch * plan.sequence, plan.checkpoint)
-    least_added_bytes = kept_bytes // plan.layout.tensors
+    kept_bytes = estimate.kept_bytes(plan.sizes, plan.batch * plan.sequence, plan.recompute)
+    least_added_bytes = kept_bytes // plan.layout.tp
     for layers, rank in ranks.items():
         timeline, by_cause = rank.timed(with_layers(plan, layers), **costs)
         allocated_bytes = sum(by_cause.values())
@@ -259,18 +258,18 @@ def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, A
     if len(ranks) == 1:  # all layers of a small model
         (one.seconds,), (one.allocated_bytes,) = seconds, sizes_bytes
     else:
-        one.seconds = continued(plan.sizes.layers, *seconds)
-        one.allocated_bytes = continued(plan.sizes.layers, *sizes_bytes)
+        one.seconds = extrapolated(plan.sizes.layers, *seconds)
+        one.allocated_bytes = int(extrapolated(plan.sizes.layers, *sizes_bytes))
     if one.allocated_bytes > plan.spec.memory_bytes:
         one.reason = _ALLOCATED
 
 
 def _confirm(
-    found: Found, whole: int, processes: int, costs: dict[str, Any], each: Each, bar: Any
+    result: SearchResult, whole: int, processes: int, costs: dict[str, Any], each: Each, bar: Any
 ) -> None:
     """Predict plans whole, the fastest first, until so many fit."""
     done, steps = 0, dict[Plan, Step]()
-    while done < whole and (rest := [one for one in found.best if one.step is None]):
+    while done < whole and (rest := [one for one in result.best if one.step is None]):
         one = rest[0]
         if one.plan not in steps:
             # While one process predicts it, others predict those that come next if it does not fit.
@@ -286,7 +285,7 @@ def _confirm(
         one.reason = _RESERVED
         bar.total += 1
         # What would have computed or gathered more, and was left out for that, has its chance now.
-        group = [c for c in found.candidates if _alike(c.plan, one.plan)]
+        group = [c for c in result.candidates if _alike(c.plan, one.plan)]
         for other in group:
             if other.reason == _MORE_WORK:
                 other.reason = ""

@@ -1,13 +1,13 @@
-"""Megatron-LM's training runs as one layer timed on a rank, and a schedule played.
+"""Megatron-LM's training runs of 2021: one layer timed on a rank, and a schedule simulated.
 
 Narayanan et al., 2021, Efficient large-scale language model training on GPU clusters: hosts of 8 A100
 with 80 GB, NVLink 3, and eight 200 Gb/s InfiniBand adapters; float16, sequence 2048.
 
 A layer, the embedding, the loss and the optimizer's step are recorded as one rank of the tensor
-parallel group, elementwise chains fused as Megatron-LM's kernels are. The stages play the course's
-schedules. A stage that sends waits until it has arrived, as Megatron-LM of 2021 does, over all
-adapters of the host at once (4.1 there). Behind it come the all-reduce of gradients, which nothing
-hides, and the optimizer.
+parallel group, elementwise chains fused as Megatron-LM's kernels are. The stages run the schedules of
+``vgpu.plan.schedules``. A stage that sends waits until it has arrived, as Megatron-LM of 2021 does,
+over all adapters of the host at once (4.1 there). Behind it come the all-reduce of gradients, which
+nothing hides, and the optimizer.
 
 Not modelled: the all-reduce of the embedding's gradients between first and last stage, the time to
 make a batch, and products that are slower than others because of their sizes.
@@ -23,14 +23,14 @@ from torch import nn
 
 import vgpu
 from vgpu.plan import schedules
-from vgpu.plan.megatron.layers import (
+from vgpu.plan.megatron_layers import (
     SEQUENCE,
     VOCABULARY,
     Embedding,
+    GPTSizes,
     Layers,
     Loss,
     Recipe,
-    Sizes,
 )
 
 GPU = dataclasses.replace(
@@ -47,9 +47,9 @@ FULL, SELECTIVE = ("full", False), ("selective", True)
 class Run(NamedTuple):
     """A training: how it is laid out, and what of a layer is computed again."""
 
-    sizes: Sizes
-    tensor: int
-    pipeline: int
+    sizes: GPTSizes
+    tp: int
+    pp: int
     chunks: int
     gpus: int
     batch: int
@@ -58,17 +58,17 @@ class Run(NamedTuple):
     beside: bool = False  # whether gradients are summed beside the next product
 
     @property
-    def replicas(self) -> int:
-        return self.gpus // (self.tensor * self.pipeline)
+    def dp(self) -> int:
+        return self.gpus // (self.tp * self.pp)
 
     @property
     def micro_batches(self) -> int:
-        return self.batch // (self.replicas * self.micro_batch)
+        return self.batch // (self.dp * self.micro_batch)
 
     @property
     def layout(self) -> str:
         chunks = f" ({self.chunks})" if self.chunks > 1 else ""
-        return f"{self.tensor} × {self.pipeline}{chunks}, {self.batch}/{self.micro_batch}"
+        return f"{self.tp} × {self.pp}{chunks}, {self.batch}/{self.micro_batch}"
 
     @property
     def flop(self) -> float:
@@ -101,21 +101,21 @@ class Published(NamedTuple):
 
 
 ROWS = (
-    Published("1.7", Run(Sizes(24, 2304, 24), 1, 1, 1, 32, 512, 16), 137),
-    Published("3.6", Run(Sizes(30, 3072, 32), 2, 1, 1, 64, 512, 16), 138),
-    Published("7.5", Run(Sizes(36, 4096, 32), 4, 1, 1, 128, 512, 16), 142),
-    Published("18.4", Run(Sizes(40, 6144, 48), 8, 1, 1, 256, 1024, 8), 135),
-    Published("39.1", Run(Sizes(48, 8192, 64), 8, 2, 1, 512, 1536, 4), 138),
-    Published("76.1", Run(Sizes(60, 10240, 80), 8, 4, 3, 1024, 1792, 2), 140),
-    Published("145.6", Run(Sizes(80, 12288, 96), 8, 8, 2, 1536, 2304, 2), 148),
-    Published("310.1", Run(Sizes(96, 16384, 128), 8, 16, 2, 1920, 2160, 1), 155),
-    Published("529.6", Run(Sizes(105, 20480, 128), 8, 35, 3, 2520, 2520, 1), 163),
-    Published("1008", Run(Sizes(128, 25600, 160), 8, 64, 1, 3072, 3072, 1), 163),
+    Published("1.7", Run(GPTSizes(24, 2304, 24), 1, 1, 1, 32, 512, 16), 137),
+    Published("3.6", Run(GPTSizes(30, 3072, 32), 2, 1, 1, 64, 512, 16), 138),
+    Published("7.5", Run(GPTSizes(36, 4096, 32), 4, 1, 1, 128, 512, 16), 142),
+    Published("18.4", Run(GPTSizes(40, 6144, 48), 8, 1, 1, 256, 1024, 8), 135),
+    Published("39.1", Run(GPTSizes(48, 8192, 64), 8, 2, 1, 512, 1536, 4), 138),
+    Published("76.1", Run(GPTSizes(60, 10240, 80), 8, 4, 3, 1024, 1792, 2), 140),
+    Published("145.6", Run(GPTSizes(80, 12288, 96), 8, 8, 2, 1536, 2304, 2), 148),
+    Published("310.1", Run(GPTSizes(96, 16384, 128), 8, 16, 2, 1920, 2160, 1), 155),
+    Published("529.6", Run(GPTSizes(105, 20480, 128), 8, 35, 3, 2520, 2520, 1), 163),
+    Published("1008", Run(GPTSizes(128, 25600, 160), 8, 64, 1, 3072, 3072, 1), 163),
 )
 FITTED = ROWS[0]
 
 
-class Recorded(NamedTuple):
+class RecordedParts(NamedTuple):
     """What one rank does: forward and backward of a micro-batch, and once a step."""
 
     layer: tuple[vgpu.Timeline, vgpu.Timeline]
@@ -126,13 +126,13 @@ class Recorded(NamedTuple):
 
 
 @functools.cache
-def recorded(run: Run) -> Recorded:
+def recorded(run: Run) -> RecordedParts:
     """A rank of the first stage, which also has the loss where there is one stage."""
-    sizes, rows = run.sizes, SEQUENCE // (run.tensor if run.kept[1] else 1)
-    with vgpu.cluster(1, run.tensor, gpu=GPU, network=NETWORK), vgpu.shapes_only():
-        everyone = dist.group.WORLD
-        assert everyone is not None  # the cluster has made it
-        recipe = Recipe(everyone, *run.kept, run.beside)
+    sizes, rows = run.sizes, SEQUENCE // (run.tp if run.kept[1] else 1)
+    with vgpu.cluster(1, run.tp, gpu=GPU, network=NETWORK), vgpu.shapes_only():
+        world = dist.group.WORLD
+        assert world is not None
+        recipe = Recipe(world, *run.kept, run.beside)
 
         def hidden() -> torch.Tensor:
             size = (rows, run.micro_batch, sizes.width)
@@ -143,7 +143,7 @@ def recorded(run: Run) -> Recorded:
 
         tokens = torch.zeros(SEQUENCE, run.micro_batch, dtype=torch.int64).to("vgpu")
         embedding, loss = on_gpu(Embedding(sizes, recipe)), on_gpu(Loss(sizes, recipe))
-        per_stage = sizes.layers // run.pipeline
+        per_stage = sizes.layers // run.pp
         stage = Layers(sizes, per_stage, recipe)
         on_gpu(stage)  # in place
         layer = Layers(sizes, 0, recipe)
@@ -154,20 +154,20 @@ def recorded(run: Run) -> Recorded:
             _both_ways(loss, hidden(), tokens),
         )
         parameters = [*stage.parameters(), *embedding.parameters()]
-        return Recorded(*both, _update(parameters), 2 * sum(p.numel() for p in parameters))
+        return RecordedParts(*both, _update(parameters), 2 * sum(p.numel() for p in parameters))
 
 
-def _both_ways(module: nn.Module, *given: torch.Tensor) -> tuple[vgpu.Timeline, vgpu.Timeline]:
+def _both_ways(module: nn.Module, *inputs: torch.Tensor) -> tuple[vgpu.Timeline, vgpu.Timeline]:
     """The second micro-batch, which adds to the gradients of the first."""
 
-    def backward(made: torch.Tensor) -> None:
-        made.backward(torch.empty_like(made) if made.dim() else None)
+    def backward(output: torch.Tensor) -> None:
+        output.backward(torch.empty_like(output) if output.dim() else None)
 
-    backward(module(*given))
+    backward(module(*inputs))
     with vgpu.record(fuses=True) as forwards:
-        made = module(*given)
+        output = module(*inputs)
     with vgpu.record(fuses=True) as backwards:
-        backward(made)
+        backward(output)
     assert not forwards.races and not backwards.races
     return forwards, backwards
 
@@ -204,7 +204,7 @@ class Shares(NamedTuple):
 
 def step_s(run: Run, shares: Shares) -> float:
     """Seconds of one step of the whole training."""
-    found = recorded(run)
+    parts = recorded(run)
 
     def again(timeline: vgpu.Timeline) -> float:
         again = vgpu.replay(
@@ -218,11 +218,11 @@ def step_s(run: Run, shares: Shares) -> float:
 
     layer, embedding, loss = (
         [again(timeline) for timeline in both]
-        for both in (found.layer, found.embedding, found.loss)
+        for both in (parts.layer, parts.embedding, parts.loss)
     )
     costs = vgpu.CostModel(GPU, network=vgpu.NETWORKS[NETWORK], gpus_per_host=8)
-    per_stage, stages = run.sizes.layers // run.pipeline, run.pipeline * run.chunks
-    sent_s = _transfer_s(run, costs) if run.pipeline > 1 else 0.0
+    per_stage, stages = run.sizes.layers // run.pp, run.pp * run.chunks
+    sent_s = _transfer_s(run, costs) if run.pp > 1 else 0.0
     forward_s = per_stage * layer[0] + run.chunks * sent_s
     backward_s = per_stage * layer[1] + run.chunks * sent_s
     chunk_s = (forward_s + backward_s) / run.chunks
@@ -231,21 +231,21 @@ def step_s(run: Run, shares: Shares) -> float:
     longer[-1] += sum(loss) / chunk_s
     times = schedules.Times(forward_s, backward_s, 0.0, by_stage=longer)
     if run.chunks > 1:
-        schedule = schedules.interleaved(run.pipeline, run.micro_batches, run.chunks)
+        schedule = schedules.interleaved(run.pp, run.micro_batches, run.chunks)
     else:
-        schedule = schedules.one_forward_one_backward(run.pipeline, run.micro_batches)
-    ranks = range(0, run.replicas * run.tensor, run.tensor)
-    summed_s = costs.group_time_s("all_reduce", found.gradient_bytes, ranks)
-    return schedules.play(schedule, times).makespan + summed_s + again(found.optimizer)
+        schedule = schedules.one_forward_one_backward(run.pp, run.micro_batches)
+    ranks = range(0, run.dp * run.tp, run.tp)
+    summed_s = costs.group_time_s("all_reduce", parts.gradient_bytes, ranks)
+    return schedules.simulate(schedule, times).makespan + summed_s + again(parts.optimizer)
 
 
 def _transfer_s(run: Run, costs: vgpu.CostModel) -> float:
     """Each rank sends its part to the next stage's host, where they are gathered."""
     whole_bytes = 2 * SEQUENCE * run.micro_batch * run.sizes.width
-    part_s = costs.group_time_s("send", whole_bytes // run.tensor, [0, 8])
+    part_s = costs.group_time_s("send", whole_bytes // run.tp, [0, 8])
     if run.kept[1]:
         return part_s  # activations are split along the sequence anyway
-    return part_s + costs.group_time_s("all_gather", whole_bytes, range(run.tensor))
+    return part_s + costs.group_time_s("all_gather", whole_bytes, range(run.tp))
 
 
 def tera(run: Run, shares: Shares) -> float:

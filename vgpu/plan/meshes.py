@@ -7,7 +7,7 @@ Arithmetic from sizes, for a transformer in the form of Llama that is cut four w
 - ``context``: keys and values go round a ring, beside attention; in backward their gradients go with
   them (Liu et al., 2023, Ring attention);
 - ``pipeline``: hidden states to the next stage and their gradients back, for each micro-batch of
-  one sequence; with 1F1B only those that fill and drain the pipeline stand alone;
+  one sequence; with 1F1B only those that fill and drain the pipeline are exposed;
 - ``data``: parameters, in bfloat16, are gathered once a step, beside the first forward, and
   gradients, in float32, reduced once, beside the last backward. Ranks of ``context`` hold the same
   parameters, so they belong to these groups too.
@@ -19,12 +19,13 @@ stages that differ.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vgpu import CostModel
 from vgpu.collectives import table
-from vgpu.plan.meshes.groups import groups, slowest
 from vgpu.plan.transformer import TransformerSizes, check_count
 
 DIMENSIONS = ("tensor", "context", "pipeline", "data")
@@ -47,10 +48,10 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Step:
+class MeshStep:
     """One training step on a mesh, as each of its GPUs sees it."""
 
-    traffic: tuple[Traffic, ...]  # the dimension whose ranks are neighbours first
+    traffic: tuple[Traffic, ...]  # the dimension whose ranks are neighbors first
     compute_s: float
     bubble_s: float
     held_bytes: float  # parameters, gradients and optimizer state; no activations
@@ -65,25 +66,25 @@ class Step:
 
 def step(
     sizes: Mapping[str, int], model: TransformerSizes, sequences: int, cost: CostModel
-) -> Step:
+) -> MeshStep:
     """One training step of ``sequences`` sequences, each of ``model.sequence`` tokens, on a mesh.
 
-    sizes: of each of ``DIMENSIONS``, the one whose ranks are neighbours first. cost: what the GPUs
+    sizes: of each of ``DIMENSIONS``, the one whose ranks are neighbors first. cost: what the GPUs
     and their links can do, and how many of them a host has. ValueError for sizes that do not divide.
     """
     _check(sizes, model, sequences)
     work = _Work(sizes, model, sequences, cost)
-    found = {
+    traffic = {
         "tensor": work.tensor(),
         "context": work.context(),
         "pipeline": work.pipeline(),
         "data": work.data(),
     }
-    alone_s = found["tensor"].exposed_s + found["context"].exposed_s
+    exposed_s = traffic["tensor"].exposed_s + traffic["context"].exposed_s
     computed_s = work.micro_batches * (work.forward_s + work.backward_s)
-    micro_batch_s = (computed_s + alone_s) / work.micro_batches
-    return Step(
-        tuple(found[name] for name in sizes),
+    micro_batch_s = (computed_s + exposed_s) / work.micro_batches
+    return MeshStep(
+        tuple(traffic[name] for name in sizes),
         computed_s,
         (sizes["pipeline"] - 1) * micro_batch_s,
         work.held_bytes,
@@ -146,14 +147,14 @@ class _Work:
 
     def pipeline(self) -> Traffic:
         ranks = self.group["pipeline"]
-        alone = 2 * (len(ranks) - 1)  # they fill and drain the pipeline
-        times = 2 * self.micro_batches if alone else 0  # sent by each GPU but those at the ends
+        exposed = 2 * (len(ranks) - 1)  # they fill and drain the pipeline
+        times = 2 * self.micro_batches if exposed else 0  # sent by each GPU but those at the ends
         hops = [
-            (alone, self.hidden_bytes, 0.0),
-            (max(times - alone, 0), self.hidden_bytes, self.forward_s),
+            (exposed, self.hidden_bytes, 0.0),
+            (max(times - exposed, 0), self.hidden_bytes, self.forward_s),
         ]
-        found = self._hops("pipeline", ranks, list(itertools.pairwise(ranks)), hops)
-        return replace(found, sent_bytes=times * self.hidden_bytes)
+        traffic = self._hops("pipeline", ranks, list(itertools.pairwise(ranks)), hops)
+        return replace(traffic, sent_bytes=times * self.hidden_bytes)
 
     def data(self) -> Traffic:
         ranks = self.holders
@@ -173,7 +174,7 @@ class _Work:
         pairs: list[tuple[int, int]],
         hops: Sequence[tuple[int, float, float]],
     ) -> Traffic:
-        """Messages between neighbours, as slow as the slowest pair.
+        """Messages between neighbors, as slow as the slowest pair.
 
         hops: how many, of how many bytes, beside how many seconds of arithmetic.
         """
@@ -208,3 +209,48 @@ def _check(sizes: Mapping[str, int], model: TransformerSizes, sequences: int) ->
     for name, (count, what) in divided.items():
         if count % sizes[name]:
             raise ValueError(f"{count} {what} do not divide by {name} = {sizes[name]}")
+
+
+# Who is in a group with whom, and where it lies on hosts
+
+
+def groups(sizes: Mapping[str, int], *dimensions: str) -> list[list[int]]:
+    """The groups of one dimension, or of several together, each a list of ranks.
+
+    sizes: of each dimension, the one whose ranks are neighbors first; ``DeviceMesh`` names that one
+    last. ValueError for a dimension that the mesh does not have.
+    """
+    for dimension in dimensions:
+        if dimension not in sizes:
+            raise ValueError(f"no dimension {dimension!r} in a mesh of {', '.join(sizes)}")
+    names = list(sizes)
+    strides = [
+        (math.prod(sizes[name] for name in names[: names.index(dimension)]), sizes[dimension])
+        for dimension in dimensions
+    ]
+    members: dict[int, list[int]] = {}
+    for rank in range(math.prod(sizes.values())):
+        first = rank - sum(rank // stride % count * stride for stride, count in strides)
+        members.setdefault(first, []).append(rank)
+    return list(members.values())
+
+
+def placement(ranks: Iterable[int], gpus_per_host: int) -> tuple[int, ...]:
+    """How many of these ranks each of their hosts has, the fewest first; 0 per host means all."""
+    return tuple(
+        sorted(Counter(r // gpus_per_host if gpus_per_host else 0 for r in ranks).values())
+    )
+
+
+def slowness(placed: Sequence[int]) -> tuple[int, int, int]:
+    """Orders the placements of groups of one size, the slowest last.
+
+    The host with the fewest of its GPUs has the fewest adapters for the group, and holds up its ring;
+    a group inside one host comes before all others. Then more hosts take more steps.
+    """
+    return -placed[0], len(placed), placed[-1]
+
+
+def slowest(several: list[list[int]], gpus_per_host: int) -> list[int]:
+    """The group of one dimension for which others wait; where all are alike, the first."""
+    return max(several, key=lambda group: slowness(placement(group, gpus_per_host)))

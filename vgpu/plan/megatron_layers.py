@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 VOCABULARY, SEQUENCE, DROPOUT = 51_200, 2048, 0.1
 
 
-class Sizes(NamedTuple):
+class GPTSizes(NamedTuple):
     layers: int
     width: int
     heads: int
@@ -140,7 +140,7 @@ class Rows(nn.Module):
 class Attention(nn.Module):
     """(S, B, width) in and out; a rank has its part of the heads."""
 
-    def __init__(self, sizes: Sizes, recipe: Recipe) -> None:
+    def __init__(self, sizes: GPTSizes, recipe: Recipe) -> None:
         super().__init__()
         self.head_width = sizes.width // sizes.heads
         self.recompute = recipe.recompute
@@ -166,7 +166,7 @@ def _seen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
 class Layer(nn.Module):
     """(S, B, width) in and out; with sequence parallelism, a rank's part of S."""
 
-    def __init__(self, sizes: Sizes, recipe: Recipe) -> None:
+    def __init__(self, sizes: GPTSizes, recipe: Recipe) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(sizes.width)
         self.attention = Attention(sizes, recipe)
@@ -184,7 +184,7 @@ class Layer(nn.Module):
 class Layers(nn.Module):
     """(S, B, width) in and out, or a rank's part of S."""
 
-    def __init__(self, sizes: Sizes, count: int, recipe: Recipe) -> None:
+    def __init__(self, sizes: GPTSizes, count: int, recipe: Recipe) -> None:
         super().__init__()
         self.recompute = recipe.recompute
         self.layers = nn.ModuleList(Layer(sizes, recipe) for _ in range(count))
@@ -199,7 +199,7 @@ class Layers(nn.Module):
 class Embedding(nn.Module):
     """(S, B) tokens in, (S, B, width) out, or a rank's part of S."""
 
-    def __init__(self, sizes: Sizes, recipe: Recipe) -> None:
+    def __init__(self, sizes: GPTSizes, recipe: Recipe) -> None:
         super().__init__()
         self.recipe = recipe
         self.tokens = nn.Embedding(VOCABULARY // recipe.parts, sizes.width)
@@ -214,7 +214,7 @@ class Embedding(nn.Module):
 class Loss(nn.Module):
     """The last norm, the product with the vocabulary, and the loss of a rank's part of it."""
 
-    def __init__(self, sizes: Sizes, recipe: Recipe) -> None:
+    def __init__(self, sizes: GPTSizes, recipe: Recipe) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(sizes.width)
         self.output = Columns(sizes.width, VOCABULARY, recipe)

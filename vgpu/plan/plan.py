@@ -1,19 +1,23 @@
 """A plan of a training run on a cluster, and what one step of it takes: time, bytes, tokens."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import vgpu
-from vgpu.plan import schedules
-from vgpu.plan.estimate import flop_per_token
-from vgpu.plan.hosts import Slowest, slowest_rank
-from vgpu.plan.parallel import Layout, check_tensors, parts
+from vgpu.plan import estimate, schedules
+from vgpu.plan.layout import Layout, SlowestRank, check_tp, slowest_rank, split_layers
+from vgpu.plan.parallelize import RECOMPUTE
 from vgpu.plan.transformer import TransformerSizes, check_count
 from vgpu.time.trace import covered_s
+from vgpu.units import format_bytes
 
-CHECKPOINTS = ("none", "selective", "full")
-"""What of a block is computed again in backward: nothing, all but attention and every second matrix
-product (torchtitan's "selective op"), or everything."""
+MOST_RANKS = 32_768
+"""Of a plan. FSDP2 splits each parameter into as many parts as ``dp_shard``, so time grows with it."""
+
+_NO_LIMIT_BYTES = 2**50  # a plan that does not fit is still counted
+_MOST_BYTES = 2**45  # by the estimate, which leaves a lot out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +27,11 @@ class Plan:
     sizes: TransformerSizes
     layout: Layout
     batch: int = 1
-    """Sequences a step on each rank; ranks that share tensors compute on the same ones."""
+    """Sequences a step on each rank; ranks of ``tp`` compute on the same ones."""
     sequence: int = dataclasses.field(default=None)  # type: ignore[assignment]
     """Tokens of a sequence; the model's own unless given. For longer ones the model is made longer."""
-    checkpoint: str = "none"
+    recompute: str = "none"
+    """What of a block backward computes again: one of ``RECOMPUTE``."""
     reshard_after_forward: bool = True
     gpu: str | vgpu.GPUSpec = "H100"
     gpus_per_host: int = 8
@@ -44,30 +49,35 @@ class Plan:
             if value is not None or name != "micro_batches":
                 check_count(name, value)
         self.sizes.check()
-        if self.checkpoint not in CHECKPOINTS:
+        if self.recompute not in RECOMPUTE:
             raise ValueError(
-                f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {self.checkpoint!r}"
+                f"recompute must be one of {', '.join(RECOMPUTE)}, got {self.recompute!r}"
             )
         ranks, each = self.layout.ranks, self.gpus_per_host
+        if ranks > MOST_RANKS:
+            raise ValueError(
+                f"{ranks:,} ranks ({self.layout}) are too many: a plan takes at most {MOST_RANKS:,}"
+            )
         if ranks > each and ranks % each:
             raise ValueError(
                 f"{ranks} ranks ({self.layout}) do not fill hosts of {each} GPUs; make it a "
                 f"multiple of {each}"
             )
-        check_tensors(self.sizes, self.layout.tensors, self.sequence)
+        check_tp(self.sizes, self.layout.tp, self.sequence)
         self._check_pipeline()
-        for stage in range(self.layout.stages):
+        self._check_bytes()
+        for stage in range(self.layout.pp):
             self.slowest(stage)
 
     def _check_pipeline(self) -> None:
-        if self.layout.stages == 1:
+        if self.layout.pp == 1:
             if self.chunks > 1 or (self.micro_batches or 1) > 1:
                 raise ValueError(
                     f"chunks ({self.chunks}) and micro_batches ({self.micro_batches}) belong to a "
-                    "pipeline: give the layout at least 2 stages"
+                    "pipeline: give the layout a pp of at least 2"
                 )
             return
-        parts(self.sizes.layers, self.layout.stages * self.chunks)
+        split_layers(self.sizes.layers, self.layout.pp * self.chunks)
         count = self.schedule.micro_batches
         if self.batch % count:
             raise ValueError(
@@ -75,23 +85,39 @@ class Plan:
                 f"multiple, or give another number of micro_batches"
             )
 
+    def _check_bytes(self) -> None:
+        """ValueError for what no counter of bytes could hold."""
+        least_bytes = estimate.least_bytes(
+            self.sizes,
+            self.micro_batch * self.sequence,
+            self.layout.dp_shard,
+            self.layout.tp * self.layout.pp,
+            self.recompute,
+        )
+        if least_bytes > _MOST_BYTES:
+            raise ValueError(
+                f"{self.micro_batch:,} sequences of {self.sequence:,} tokens at once take at least "
+                f"{format_bytes(least_bytes)} of each GPU, which has "
+                f"{format_bytes(self.spec.memory_bytes)}: give a smaller batch, or shorter sequences"
+            )
+
     @property
     def schedule(self) -> schedules.Schedule:
         """The order in which the ranks of a pipeline take micro-batches."""
-        return self.schedule_of(self.micro_batches or self.layout.stages)
+        return self.schedule_of(self.micro_batches or self.layout.pp)
 
     def schedule_of(self, micro_batches: int) -> schedules.Schedule:
         """The same for another number of micro-batches."""
         if self.chunks == 1:
-            return schedules.one_forward_one_backward(self.layout.stages, micro_batches)
-        return schedules.interleaved(self.layout.stages, micro_batches, self.chunks)
+            return schedules.one_forward_one_backward(self.layout.pp, micro_batches)
+        return schedules.interleaved(self.layout.pp, micro_batches, self.chunks)
 
     @property
     def micro_batch(self) -> int:
         """Sequences that a rank takes at once."""
-        if self.layout.stages == 1:
+        if self.layout.pp == 1:
             return self.batch
-        return self.batch // (self.micro_batches or self.layout.stages)
+        return self.batch // (self.micro_batches or self.layout.pp)
 
     @property
     def spec(self) -> vgpu.GPUSpec:
@@ -101,7 +127,7 @@ class Plan:
     def hosts(self) -> int:
         return max(1, self.layout.ranks // self.gpus_per_host)
 
-    def slowest(self, stage: int = 0) -> Slowest:
+    def slowest(self, stage: int = 0) -> SlowestRank:
         """The rank of a stage that is recorded: the first of those whose groups are the slowest."""
         return slowest_rank(self.layout, self.gpus_per_host, stage)
 
@@ -114,11 +140,29 @@ class Plan:
     @property
     def tokens(self) -> int:
         """Tokens a step, on all ranks together."""
-        return self.batch * self.sequence * self.layout.batches
+        return self.batch * self.sequence * self.layout.dp
+
+
+@contextmanager
+def on_cluster(plan: Plan, rank: int | None = None) -> Iterator[vgpu.Cluster]:
+    """In the block this process is a rank of the plan's cluster, and tensors are shapes.
+
+    rank: by default the first of those whose groups are the slowest.
+    """
+    cluster = vgpu.cluster(
+        plan.hosts,
+        min(plan.gpus_per_host, plan.layout.ranks),
+        gpu=plan.spec,
+        network=plan.network,
+        rank=plan.slowest().rank if rank is None else rank,
+        memory_bytes=_NO_LIMIT_BYTES,
+    )
+    with cluster as entered, vgpu.shapes_only():
+        yield entered
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded:
+class RecordedStep:
     """What a recorded step of one rank takes: virtual time and counted bytes.
 
     Of a pipeline: the time of all its stages, each a device of the timeline, and the bytes of a
@@ -150,9 +194,9 @@ class Recorded:
         return self.plan.tokens / self.plan.layout.ranks / self.seconds
 
     @property
-    def utilisation(self) -> float:
+    def utilization(self) -> float:
         """The model's FLOPs, and nothing computed again, over what the datasheet's GPU could do."""
-        flop = flop_per_token(self.plan.sizes, self.plan.sequence) * self.tokens_per_s
+        flop = estimate.flop_per_token(self.plan.sizes, self.plan.sequence) * self.tokens_per_s
         return flop / self.plan.spec.tensor_flop_per_s
 
     @property
@@ -168,7 +212,7 @@ class Recorded:
         """Seconds of the step: computing, each collective that nothing hides, and the rest."""
         # A pipeline has a device for each stage, any other step those of the recorded rank's host.
         own = self.plan.slowest().rank % self.plan.gpus_per_host
-        device = self.timeline.devices[self.stage if self.plan.layout.stages > 1 else own]
+        device = self.timeline.devices[self.stage if self.plan.layout.pp > 1 else own]
         events = self.timeline.of(device)
         kernels = [event for event in events if event.kind == "kernel"]
         sent = [event for event in events if event.kind == "collective"]
@@ -179,14 +223,14 @@ class Recorded:
             now_s = covered_s(seen)
             causes[f"waiting for {name}"] = now_s - known_s
             known_s = now_s
-        if self.plan.layout.stages > 1:
+        if self.plan.layout.pp > 1:
             causes["waiting for other stages"] = self.idle_s
         causes["waiting for the host"] = self.seconds - known_s - self.idle_s
         return causes
 
 
 @dataclasses.dataclass(frozen=True)
-class Step(Recorded):
+class Step(RecordedStep):
     """What a step of one rank takes, its allocator included."""
 
     reserved_bytes: int = dataclasses.field(kw_only=True)
