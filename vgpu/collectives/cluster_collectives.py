@@ -17,7 +17,7 @@ from vgpu.memory.gpus import VirtualGPU
 from vgpu.tensor.shapes import operations
 from vgpu.tensor.shapes.operations import ShapeCall
 from vgpu.time import recording
-from vgpu.time.lanes import Done
+from vgpu.time.happens_before import Enqueued
 from vgpu.time.traits import tensors_in
 
 
@@ -41,7 +41,7 @@ def _functional(call: ShapeCall) -> Any:
     return results
 
 
-def _send(call: Call, gpu: VirtualGPU) -> Done | None:
+def _send(call: Call, gpu: VirtualGPU) -> Enqueued | None:
     checks.check(call)
     groups.tally.add(call.name, call.given_bytes)
     return recorded.record(call, gpu)

@@ -25,13 +25,13 @@ from vgpu.tensor import operations
 from vgpu.tensor.operators import Args, Kwargs, Operator
 from vgpu.tensor.tensor import VirtualTensor
 from vgpu.time import recording
-from vgpu.time.lanes import Done
+from vgpu.time.happens_before import Enqueued
 from vgpu.time.recording import Recording, gpu_of
 from vgpu.time.streams import Stream
 from vgpu.time.traits import tensors_in
 
 
-def record(call: Call, gpu: VirtualGPU) -> Done | None:
+def record(call: Call, gpu: VirtualGPU) -> Enqueued | None:
     """Take part in the recording that is under way, if any; returns the end there."""
     now = recording.under_way
     if now is None:
@@ -42,7 +42,7 @@ def record(call: Call, gpu: VirtualGPU) -> Done | None:
 class Waiting:
     """What waiting for a collective does: the current stream waits, or the host for a barrier."""
 
-    def __init__(self, done: Done | None, gpu: VirtualGPU, by_host: bool = False) -> None:
+    def __init__(self, done: Enqueued | None, gpu: VirtualGPU, by_host: bool = False) -> None:
         self._done = done
         self._gpu = gpu
         self._by_host = by_host

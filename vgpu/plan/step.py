@@ -9,7 +9,7 @@ from vgpu.plan.estimate import flop_per_token
 from vgpu.plan.hosts import Slowest, slowest_rank
 from vgpu.plan.parallel import Layout, check_tensors, parts
 from vgpu.plan.transformer import TransformerSizes, check_count
-from vgpu.time.trace import covered_s
+from vgpu.time.timeline import covered_s
 
 CHECKPOINTS = ("none", "selective", "full")
 """What of a block is computed again in backward: nothing, all but attention and every second matrix

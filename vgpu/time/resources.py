@@ -4,11 +4,11 @@ import bisect
 from collections.abc import Sequence
 
 
-class Unit:
+class Resource:
     """Something that does one thing at a time.
 
-    Streams take turns. One whose turn comes late leaves a gap, and work that is handed over later
-    but can start earlier may fill it.
+    Streams take turns. One whose turn comes late leaves a gap, and work that is launched later but
+    can start earlier may fill it.
     """
 
     __slots__ = ("ends", "starts")
@@ -28,7 +28,7 @@ class Unit:
         return start_s
 
     def free_at(self, ready_s: float) -> float:
-        """The first moment from ``ready_s`` on that is free."""
+        """The first time from ``ready_s`` on that is free."""
         index = bisect.bisect_right(self.ends, ready_s)
         taken = index < len(self.starts) and self.starts[index] <= ready_s
         return self.ends[index] if taken else ready_s
@@ -49,7 +49,7 @@ class Unit:
             index += 1
         return end_s
 
-    def hold_up(self, start_s: float, end_s: float) -> None:
+    def delay(self, start_s: float, end_s: float) -> None:
         """From ``start_s`` on nothing is done until ``end_s``: what was to be done then is late.
 
         It takes up gaps behind it. What comes after a gap is late where the gap was too short.
@@ -91,7 +91,7 @@ class Unit:
 class Processors:
     """The multiprocessors of a GPU.
 
-    Kernels take turns, and one on a stream with priority passes: it starts when it is ready, and
+    Kernels take turns, and one on a stream with priority overtakes: it starts when it is ready, and
     whatever is running ends later by the time that it takes. (CUDA lets its blocks go first wherever
     a running one ends, which lasts far less than a kernel; CUDA C++ programming guide, Stream
     priorities.) Priorities among such streams are taken to be equal.
@@ -100,13 +100,13 @@ class Processors:
     before the collective keeps its times.
     """
 
-    __slots__ = ("_beside", "_first", "_lost", "_others")
+    __slots__ = ("_collectives", "_lost", "_others", "_prior")
 
     def __init__(self, lost: float = 0.0) -> None:
         """lost: the share of the multiprocessors that a collective takes for itself."""
-        self._first = Unit()  # kernels with priority
-        self._others = Unit()  # the rest, each with what passed it
-        self._beside = Unit(), Unit()  # collectives inside the host, and out of it
+        self._prior = Resource()  # kernels with priority
+        self._others = Resource()  # the rest, each with what overtook it
+        self._collectives = Resource(), Resource()  # inside the host, and out of it
         self._lost = lost
 
     @property
@@ -117,17 +117,17 @@ class Processors:
 
     def place(self, ready_s: float, duration_s: float) -> tuple[float, float]:
         """A kernel takes the first time that is free from ``ready_s`` on; returns start and end."""
-        passing = self._first
-        if not self._lost and (not passing.ends or passing.ends[-1] <= ready_s):
+        prior = self._prior
+        if not self._lost and (not prior.ends or prior.ends[-1] <= ready_s):
             start_s = self._others.place(ready_s, duration_s)
             return start_s, start_s + duration_s
         start_s = ready_s
         while True:
-            start_s = passing.free_at(start_s)
+            start_s = prior.free_at(start_s)
             takes_s = duration_s
-            for collectives in self._beside:
+            for collectives in self._collectives:
                 takes_s = collectives.worked_until(start_s, takes_s, self._lost) - start_s
-            takes_s = passing.worked_until(start_s, takes_s) - start_s
+            takes_s = prior.worked_until(start_s, takes_s) - start_s
             later_s = self._others.free_from(start_s, takes_s)
             if later_s == start_s:
                 break
@@ -135,29 +135,29 @@ class Processors:
         self._others.place(start_s, takes_s)
         return start_s, start_s + takes_s
 
-    def begin_collective(self, start_s: float, end_s: float, between_hosts: bool) -> None:
-        """A collective of the GPU has its times; those over the same links take turns."""
+    def note_collective(self, start_s: float, end_s: float, between_hosts: bool) -> None:
+        """A collective takes multiprocessors; those over the same links take turns."""
         if self._lost:
-            self._beside[between_hosts].place(start_s, end_s - start_s)
+            self._collectives[between_hosts].place(start_s, end_s - start_s)
 
-    def place_first(self, ready_s: float, duration_s: float) -> float:
+    def place_prior(self, ready_s: float, duration_s: float) -> float:
         """A kernel with priority takes its time; returns its start.
 
         What has been placed and is not over by then ends later.
         """
-        start_s = self._first.place(ready_s, duration_s)
-        self._others.hold_up(start_s, start_s + duration_s)
+        start_s = self._prior.place(ready_s, duration_s)
+        self._others.delay(start_s, start_s + duration_s)
         return start_s
 
 
-def place_together(units: Sequence[Unit], ready_s: float, duration_s: float) -> float:
-    """Take the first ``duration_s`` that are free in all ``units``; returns their start."""
+def place_together(resources: Sequence[Resource], ready_s: float, duration_s: float) -> float:
+    """Take the first ``duration_s`` that are free in all ``resources``; returns their start."""
     start_s = ready_s
     while True:
-        later_s = max(unit.free_from(start_s, duration_s) for unit in units)
+        later_s = max(resource.free_from(start_s, duration_s) for resource in resources)
         if later_s == start_s:
             break
         start_s = later_s
-    for unit in units:
-        unit.place(start_s, duration_s)
+    for resource in resources:
+        resource.place(start_s, duration_s)
     return start_s

@@ -9,7 +9,7 @@ from torch.nn.parallel import comm as torch_comm
 
 from vgpu.changes import Changes
 from vgpu.tensor.tensor import VirtualTensor
-from vgpu.time import recorder
+from vgpu.time import record
 from vgpu.torch_patches import comm, device_module
 
 
@@ -18,7 +18,7 @@ def install(changes: Changes) -> None:
         changes.set(torch_comm, name, getattr(comm, name))
     changes.wrap(torch.cuda.nccl, "is_available", nccl_is_available)
     changes.set(torch.nn.parallel._functions, "_get_stream", copy_stream)
-    parallel_apply = recorder.sharing_the_interpreter(torch.nn.parallel.parallel_apply)
+    parallel_apply = record.sharing_the_interpreter(torch.nn.parallel.parallel_apply)
     changes.set(torch.nn.parallel, "parallel_apply", parallel_apply)
     # Alone of torch.nn.parallel it asks torch.cuda for an index, which takes no other devices.
     module = sys.modules["torch.nn.parallel.parallel_apply"]

@@ -20,7 +20,7 @@ from vgpu.plan.pipelines.states import Moment, moments, shortened
 from vgpu.plan.pipelines.times import Times
 from vgpu.plan.schedules import Action, Box
 from vgpu.plan.step import Plan, Step
-from vgpu.time.trace import TraceEvent, in_order, union_s
+from vgpu.time.timeline import TraceEvent, in_order, union_s
 
 _Kind = tuple[Any, ...]  # what the stages of a rank have, and where its groups lie
 
@@ -79,7 +79,7 @@ def _played(found: _Parts) -> PipelineStep:
         for action, moment in moments(schedule, device).items()
     }
     updates = [alike[_kind(plan, device)].update for device in range(schedule.devices)]
-    transfer_s = _transfer_s(plan, updates[0].programs[0].model)
+    transfer_s = _transfer_s(plan, updates[0].programs[0].costs)
     times = Times(played, schedule.devices, transfer_s)
     play = schedules.play(schedule, times)
     timeline = _timeline(plan, play, times.played, updates)

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import vgpu
 from vgpu.plan import schedules
 from vgpu.plan.schedules import Action
-from vgpu.time.joint import replay_beside
-from vgpu.time.trace import TraceEvent
+from vgpu.time.simulate import replay_beside
+from vgpu.time.timeline import TraceEvent
 
 
 class Times(schedules.Times):
