@@ -43,14 +43,14 @@ from vgpu.time.steps import (
     HostWait,
     Kernel,
     Program,
+    ProgramStep,
     QueryEvent,
     RecordEvent,
-    Step,
     WaitEvent,
 )
 
 
-def in_pieces(program: Program) -> Sequence[Step]:
+def in_pieces(program: Program) -> Sequence[ProgramStep]:
     """The program's steps, with pieces in place of such collectives and products."""
     if not program.costs.async_tp:
         return program.steps
@@ -171,11 +171,11 @@ class _Rewriting:
 
     def __init__(self, pairs: _Pairs) -> None:
         self._pairs = pairs
-        self._rewritten: list[Step] = []
+        self._rewritten: list[ProgramStep] = []
         self._events = 0
         self._number: list[int] = []  # the new one, by the old one
 
-    def steps(self, steps: Sequence[Step]) -> list[Step]:
+    def steps(self, steps: Sequence[ProgramStep]) -> list[ProgramStep]:
         for step in steps:
             if isinstance(step, BEGIN_EVENTS):
                 self._number.append(self._with_pieces(len(self._number), step))
@@ -185,7 +185,7 @@ class _Rewriting:
                 self._rewritten.append(step)
         return self._rewritten
 
-    def _with_pieces(self, event: int, step: Step) -> int:
+    def _with_pieces(self, event: int, step: ProgramStep) -> int:
         if event in self._pairs.gone:
             assert isinstance(step, Kernel)
             return self._begin(RecordEvent(step.stream))
@@ -226,7 +226,7 @@ class _Rewriting:
         self._rewritten.append(WaitEvent(stream, last))
         return self._begin(_kernel("sum", scatter, stream, scatter.size_bytes + piece_bytes))
 
-    def _begin(self, step: Step) -> int:
+    def _begin(self, step: ProgramStep) -> int:
         self._rewritten.append(step)
         self._events += 1
         return self._events - 1

@@ -2,7 +2,7 @@
 
 An operation lasts as the roofline says (Williams, Waterman and Patterson, 2009): the longer of
 FLOPs over FLOP/s and bytes over bytes/s, plus a fixed time to start. A matrix product takes longer
-where its tiles do not fill the GPU, and to write its result (device/products.py). FLOPs are counted by
+where its tiles do not fill the GPU, and to write its result (hardware/efficiency.py). FLOPs are counted by
 torch's own ``torch.utils.flop_counter``, bytes are those of the tensors. No program reaches a
 datasheet's peak, so arithmetic, memory and links each have a share of theirs: see ``CostModel``.
 
@@ -79,7 +79,7 @@ class Workload(NamedTuple):
 
     @property
     def allows_tf32(self) -> bool:
-        """Whether torch's settings of this moment let TF32 do it, on a GPU that has it.
+        """Whether torch's present settings let TF32 do it, on a GPU that has it.
 
         By default they do for convolutions (``torch.backends.cudnn.allow_tf32``) and not for matrix
         products (``torch.backends.cuda.matmul.allow_tf32``, ``set_float32_matmul_precision``).
@@ -119,7 +119,7 @@ class CostModel:
     Four shares say how much of a datasheet's peak is reached. None is measured here. If a lesson
     fits one to a published time, it says which; the others stay assumed:
 
-    - ``arithmetic_share``: of what products.py leaves of it. The best matrix products reach 0.87
+    - ``arithmetic_share``: of what hardware/efficiency.py leaves of it. The best matrix products reach 0.87
       (A100) and 0.80 (H100) of the peak in bfloat16 (stas00/ml-engineering), convolutions of a real
       network less; 0.5 is assumed.
     - ``memory_share``: kernels that only read and write reach 0.7 to 0.9, depending on the GPU
@@ -164,7 +164,7 @@ class CostModel:
     speed_spread: float = 0.0
     slowest_of: int = 1
     fuses: bool = False  # whether elementwise chains go once through memory, as in torch.compile
-    # whether products run beside their own collectives (compiled/async_tp.py)
+    # whether products run beside their own collectives (async_tp.py)
     async_tp: bool = False
 
     def __post_init__(self) -> None:

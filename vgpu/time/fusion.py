@@ -26,11 +26,11 @@ from vgpu.time.steps import (
     Kernel,
     NeedResults,
     Operands,
+    ProgramStep,
     QueryEvent,
     Read,
     RecordEvent,
     Release,
-    Step,
     WaitEvent,
 )
 
@@ -60,12 +60,12 @@ class Fusion:
     def __init__(self) -> None:
         self.number_of: list[int] = []
         """By the number of an event before the pass: the number after it."""
-        self._fused: list[Step] = []
+        self._fused: list[ProgramStep] = []
         self._events = 0
         self._chains: dict[int, _Chain] = {}  # not launched, and not released
         self._moved: dict[int, int] = {}  # of results that live: by their event, the kernel's
 
-    def steps(self, steps: Iterable[Step]) -> list[Step]:
+    def steps(self, steps: Iterable[ProgramStep]) -> list[ProgramStep]:
         """The next steps of the program, with fused kernels in place of deferred operations."""
         self._fused = []
         for step in steps:
@@ -94,11 +94,12 @@ class Fusion:
         return frozenset(self._moved.values())
 
     def _defer(self, step: Deferred) -> None:
-        writers = [read.writer for read in step.reads if read.writer in self._chains]
-        moves = step.name in _MOVES and all(self._chains[writer].moves for writer in writers)
+        moves = step.name in _MOVES and all(
+            self._chains[read.writer].moves for read in step.reads if read.writer in self._chains
+        )
         reads = self._beginnings(step.reads)
         if len(reads) > _MOST_READS:
-            self._launch_each(writers, step)
+            self._launch_each([read.writer for read in step.reads], step)
             reads = self._beginnings(step.reads)
         self._chains[len(self.number_of)] = _Chain(step.stream, reads, step.written_bytes, moves)
         self.number_of.append(self._begin(RecordEvent(step.stream)))
@@ -167,7 +168,7 @@ class Fusion:
         writers = tuple(self.number_of[writer] for writer in operands.writers)
         return operands._replace(writers=writers, factors=factors)
 
-    def _begin(self, step: Step) -> int:
+    def _begin(self, step: ProgramStep) -> int:
         self._fused.append(step)
         self._events += 1
         return self._events - 1

@@ -10,12 +10,12 @@ import torch
 
 from vgpu.memory.gpus import VirtualGPU
 from vgpu.tensor.tensor import VirtualTensor, block_of
+from vgpu.time.call_sites import HostThread
 from vgpu.time.costs import Workload, touched_bytes
 from vgpu.time.happens_before import DeferredResult, Enqueued, RecordedStream
 from vgpu.time.races import Accesses, is_whole
 from vgpu.time.recorder import Recorder
 from vgpu.time.steps import UNKNOWN_OPERANDS, Factors, Operands, Read
-from vgpu.time.threads import HostThread
 
 
 class Launching:
@@ -43,8 +43,8 @@ class Launching:
                 if (write := self._accesses.last_write(tensor)) and write.stream is not stream
             ]
             self._need(of_others, host)
-        # What was deferred for the rest of their blocks is not lost.
-        self._need([part for part in written if not is_whole(part)], host)
+        if written:  # what was deferred for the rest of their blocks is not lost
+            self._need([part for part in written if not is_whole(part)], host)
 
     def operands(self, name: str, read: Sequence[VirtualTensor], host: HostThread) -> Operands:
         """What an operation reads, which is in memory from now on; ``name`` tells a product."""
@@ -73,13 +73,16 @@ class Launching:
         if not (fuses and self._fuses):
             operands = self.operands(name, read, host)
             return self._recorder.kernel(name, stream, host, work, operands)
-        reads = tuple(self._read(tensor) for tensor in _on_gpus(read))
-        written_bytes = work.size_bytes - sum(touched_bytes(tensor) for tensor in read)
-        return self._recorder.defer(name, stream, host, reads, written_bytes)
-
-    def _read(self, tensor: VirtualTensor) -> Read:
-        offset = int(tensor._inner.storage_offset())
-        return Read(self._writer(tensor), id(block_of(tensor)), offset, touched_bytes(tensor))
+        reads: list[Read] = []
+        written_bytes = work.size_bytes
+        for tensor in read:
+            size_bytes = touched_bytes(tensor)
+            written_bytes -= size_bytes
+            if isinstance(tensor._gpu, VirtualGPU):
+                offset = int(tensor._inner.storage_offset())
+                block = id(block_of(tensor))
+                reads.append(Read(self._writer(tensor), block, offset, size_bytes))
+        return self._recorder.defer(name, stream, host, tuple(reads), written_bytes)
 
     def _writer(self, tensor: VirtualTensor) -> int | None:
         """The event that wrote the tensor in this recording."""

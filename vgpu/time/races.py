@@ -5,7 +5,7 @@ reported, whatever the times are: vector clocks say what happens before what (ha
 the times say that a value is not written yet when it is read, the reader gets NaN (or the smallest
 number of a type that has no NaN).
 
-No block is used twice here, but on CUDA the caching allocator hands a freed one out again, on the
+No block is used twice here, but on CUDA the caching allocator reuses a freed one, on the
 stream on which it was allocated. So two more races are reported, with right values: a block that is
 freed while another stream may still use it, without ``record_stream``; and a stream that uses new
 memory without waiting for the one on which it was allocated.
@@ -25,11 +25,10 @@ from vgpu.memory.gpus import in_backward
 from vgpu.tensor import tensor
 from vgpu.tensor.operators import Args, Kwargs
 from vgpu.tensor.tensor import VirtualTensor
-from vgpu.time.call_sites import current_module
+from vgpu.time.call_sites import HostThread, current_module
 from vgpu.time.costs import touched_bytes
 from vgpu.time.happens_before import Enqueued, RecordedStream
 from vgpu.time.recorder import Recorder
-from vgpu.time.threads import HostThread
 from vgpu.time.timeline import FreedInUse, Race, Timeline
 
 
@@ -185,7 +184,7 @@ class Accesses:
         """Whether the stream has waited for those that used its freed blocks.
 
         It is asked when the stream gets its next work, which may get one of these blocks: a stream
-        that waits before then hands the memory out in good time, as those of a backward pass and
+        that waits before then reuses the memory in good time, as those of a backward pass and
         of FSDP do.
         """
         freed, self.freed_in_use = self.freed_in_use, []

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from vgpu.memory import gpus
 from vgpu.memory.gpus import VirtualGPU
+from vgpu.time.call_sites import HostThread, HostThreads
 from vgpu.time.costs import CostModel, Workload, check_seconds
 from vgpu.time.fusion import Fusion
 from vgpu.time.happens_before import (
@@ -38,13 +39,12 @@ from vgpu.time.steps import (
     NeedResults,
     Operands,
     Program,
+    ProgramStep,
     QueryEvent,
     Read,
     RecordEvent,
-    Step,
     WaitEvent,
 )
-from vgpu.time.threads import HostThread, HostThreads
 
 
 class Recorder:
@@ -54,7 +54,7 @@ class Recorder:
         self.costs = costs
         self.rank = rank
         self.recording = object()  # what tells its streams from those of other recordings
-        self.steps: list[Step] = []
+        self.steps: list[ProgramStep] = []
         self.several_streams = False  # whether a GPU has had more than its default stream
         self._lock = threading.RLock()  # events are numbered, and DataParallel has several threads
         self._events = 0
@@ -68,10 +68,10 @@ class Recorder:
         # Where elementwise operations are fused: the pass, how many steps it has had, and what it made.
         self._fusion = Fusion() if costs.fuses else None
         self._fused_from = 0
-        self._fused: list[Step] = []
+        self._fused: list[ProgramStep] = []
         self.threads = HostThreads(self)
 
-    def _begin_event(self, step: Step) -> int:
+    def _begin_event(self, step: ProgramStep) -> int:
         with self._lock:
             self.steps.append(step)
             self._events += 1
@@ -98,7 +98,7 @@ class Recorder:
             self._simulated = len(steps)
         return self._simulator
 
-    def _steps_after_fusion(self) -> list[Step]:
+    def _steps_after_fusion(self) -> list[ProgramStep]:
         if self._fusion is None:
             return self.steps
         new = self.steps[self._fused_from :]
@@ -356,7 +356,7 @@ class Recorder:
                     merge(stream.clock, other, other.count, other.clock)
 
     def allocation(self, name: str, stream: RecordedStream, backward: bool) -> Enqueued:
-        """Memory handed out on the stream: what came before there may still use it."""
+        """Memory is allocated on the stream: what came before there may still use it."""
         event = self._begin_event(RecordEvent(stream.index))
         return self._enqueued(stream, event, name, backward)
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from vgpu.memory import gpus
 from vgpu.time.async_tp import in_pieces
-from vgpu.time.queues import PendingCollective, Rendezvous
+from vgpu.time.resources import PendingCollective, Rendezvous
 from vgpu.time.simulator import Simulator
 from vgpu.time.steps import BeginStream, GroupCollective, Program
 from vgpu.time.timeline import Timeline, TraceEvent, in_order

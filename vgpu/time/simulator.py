@@ -19,8 +19,14 @@ import torch
 
 from vgpu.memory import gpus
 from vgpu.time.costs import CostModel, Workload
-from vgpu.time.queues import PendingCollective, QueuedWork, Queues, Rendezvous, SimulatedStream
-from vgpu.time.resources import Processors, Resource
+from vgpu.time.resources import (
+    PendingCollective,
+    Processors,
+    Queues,
+    Rendezvous,
+    Resource,
+    SimulatedStream,
+)
 from vgpu.time.steps import (
     BeginStream,
     BeginThread,
@@ -31,9 +37,9 @@ from vgpu.time.steps import (
     JoinThreads,
     Kernel,
     LocalCollective,
+    ProgramStep,
     QueryEvent,
     RecordEvent,
-    Step,
     WaitEvent,
 )
 from vgpu.time.timeline import HOST, TraceEvent
@@ -94,13 +100,13 @@ class Simulator(Queues):
             WaitEvent: self._wait_event,
         }
 
-    def run(self, steps: Iterable[Step]) -> None:
+    def run(self, steps: Iterable[ProgramStep]) -> None:
         """Simulate steps of a rank that is alone: it never has to wait for others."""
         handlers = self._handlers
         for step in steps:
             handlers[type(step)](step)
 
-    def run_beside_others(self, steps: Iterable[Step]) -> Iterator[None]:
+    def run_beside_others(self, steps: Iterable[ProgramStep]) -> Iterator[None]:
         """Simulate all steps; yields where a collective or the host has to wait for other ranks."""
         handlers = self._handlers
         for step in steps:
@@ -183,15 +189,15 @@ class Simulator(Queues):
     def _record_event(self, step: RecordEvent) -> None:
         stream, event = self.streams[step.stream], self.begin_event()
         host_s = 0.0 if step.thread is None else self.threads[step.thread].now_s
+        if not stream.queue:
+            self.end_event(event, max(stream.free_s, host_s))
+            return
 
         def run() -> bool:
             self.end_event(event, max(stream.free_s, host_s))
             return True
 
-        if stream.queue:
-            stream.queue.append(QueuedWork((stream,), run))
-        else:
-            run()
+        self.enqueue((stream,), run)
 
     def _wait_event(self, step: WaitEvent) -> None:
         stream = self.streams[step.stream]
@@ -216,9 +222,7 @@ class Simulator(Queues):
         event = self.begin_event()
         stream = self.streams[step.stream]
         if stream.queue:
-            stream.queue.append(
-                QueuedWork((stream,), lambda: self._run_kernel(step, stream, launch_s, event))
-            )
+            self.enqueue((stream,), lambda: self._run_kernel(step, stream, launch_s, event))
         else:
             self._run_kernel(step, stream, launch_s, event)
 

@@ -190,7 +190,7 @@ class Release(NamedTuple):
     event: int
 
 
-Step = (
+ProgramStep = (
     BeginThread
     | JoinThreads
     | HostWork
@@ -221,7 +221,7 @@ class Program:
     rank: int
     gpu: int  # the index of the one that was current when it began
     gpus: int  # how many the process had
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ProgramStep] = field(default_factory=list)
     # Each race with the index of its GPU in place of the device: devices don't leave a process.
     races: list[tuple[int, Any]] = field(default_factory=list)
     # Events of operations that only reorder what they read, and whose results outlive the recording.

@@ -76,7 +76,7 @@ class Race:
 class FreedInUse(Race):
     """Memory of ``operation`` is freed while another stream may still use it.
 
-    The caching allocator hands it out again on ``stream``, where it was allocated, and knows
+    The caching allocator reuses it on ``stream``, where it was allocated, and knows
     nothing of other streams unless ``record_stream`` tells it.
     """
 
