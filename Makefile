@@ -1,38 +1,19 @@
 # make lab: open the course; make test: everything that must pass. Both set up .venv when needed.
-ARGS ?=
-BIN := .venv/bin
+# make test TORCH=2.14.1 does the same with that release of PyTorch, in .venv-torch2.14.1.
+VENV := .venv$(if $(TORCH),-torch$(TORCH))
+BIN := $(VENV)/bin
 CELL_SECONDS := 600
+# They would send Python to modules outside of the environment, or switch assertions off.
+unexport PYTHONHOME PYTHONPATH PYTHONSAFEPATH PYTHONOPTIMIZE
 
-OUT ?=
-CLASS ?=
-# A folder that "make wheels" has made: install from there, without a network.
-WHEELS ?=
-
-# They would send Python to modules outside .venv, or switch assertions off.
-ASIDE := PYTHONHOME PYTHONPATH PYTHONSAFEPATH PYTHONOPTIMIZE
-unexport $(ASIDE)
-# In the C locale, Python 3.12 and older cannot start from a path such as Größe/.venv.
-ifneq ($(filter C POSIX,$(LC_ALL)),)
-export LC_ALL := C.UTF-8
-endif
-# Jupyter and the lessons keep their files in the home folder; one here serves if it takes none.
-ifneq ($(shell test -d "$$HOME" && x=$$(mktemp "$$HOME/.XXXXXX" 2>&1) && rm "$$x" && echo yes),yes)
-NEW_HOME := $(shell mkdir -p .home 2>/dev/null && test -w .home && cd .home && pwd || mktemp -d)
-export HOME := $(NEW_HOME)
-endif
-# Some shells leave the ~ of OUT=~/folder to the command, where quotes would keep it.
-at_home = $(if $(filter ~/%,$(firstword $(1))),$(patsubst ~/%,$(HOME)/%,$(1)),$(1))
-override OUT := $(call at_home,$(OUT))
-override CLASS := $(call at_home,$(CLASS))
-override WHEELS := $(call at_home,$(WHEELS))
-
-.PHONY: help venv lab wheels test test-browser test-gpu check format bench student solved exam class \
+.PHONY: help venv lab wheels test test-all test-browser test-gpu check format bench student solved exam class \
   slides book lesson clean
 help:
 	@echo "make lab      set up and open JupyterLab at lesson 00 (ARGS=\"--no-browser --port 9999\")"
 	@echo "make test     set up, then run the tests and every lesson (ARGS=\"tests/vgpu/launch -k hang\")"
 # An edition has the lessons alone.
 ifneq ($(wildcard teaching),)
+	@echo "make test-all   the same, with every sample of every suite"
 	@echo "make test-browser   open and run every lesson in JupyterLab, in Chromium"
 	@echo "make test-gpu       compare virtual with real GPUs, and run ranks and lessons on real ones"
 	@echo "make check    the quick checks: style, types, structure"
@@ -46,18 +27,16 @@ ifneq ($(wildcard teaching),)
 	@echo "make lesson TITLE=\"...\"   the skeleton of the next lesson"
 	@echo "make book     the course as a site to read, in build/book"
 endif
-	@echo "make clean    remove .venv, caches and what was built"
-	@echo "PYTHON=python3.13   with any of them: the Python to make .venv with"
-	@echo "CPU=1 or CUDA=1   with any of them, on Linux: PyTorch without or with CUDA, by hand"
 	@echo "make wheels   all packages into build/wheels (OUT=folder), for machines without a network:"
 	@echo "make lab WHEELS=folder   sets up from there"
+	@echo "make clean    remove the environments, caches and what was built"
+	@echo "With any of them: PYTHON=python3.13, the Python to set up with; TORCH=2.14.1, another"
+	@echo "release of PyTorch; on Linux CPU=1 or CUDA=1, PyTorch without or with CUDA"
 
 venv:
-	@$(foreach name,$(ASIDE),$(if $($(name)),echo "setup: $(name) is set; it is left aside here";))
-	@$(if $(NEW_HOME),echo "setup: the home folder takes no files; $(NEW_HOME) stands in for it")
-	@python=$$(sh find_python.sh "$(PYTHON)") && \
-	  "$$python" setup_venv.py $(if $(CPU),--cpu) $(if $(CUDA),--cuda) \
-	  $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(PYTHON),--this-python) $(EXTRA)
+	@python=$(if $(PYTHON),"$(PYTHON)",$$(sh find_python.sh $(BIN)/python)) && "$$python" setup_venv.py \
+	  $(if $(CPU),--cpu) $(if $(CUDA),--cuda) $(if $(TORCH),--torch "$(TORCH)") \
+	  $(if $(WHEELS),--wheels "$(WHEELS)") $(EXTRA)
 
 lab: venv
 	@"$(BIN)/python" open_lab.py $(ARGS)
@@ -65,14 +44,16 @@ lab: venv
 wheels: EXTRA := --save-wheels "$(or $(OUT),build/wheels)"
 wheels: venv
 
-# Two at a time, a file in one process, in the order of tests/conftest.py: the longest first. One
-# thread a process keeps two cores for two tests.
+# Two at a time; one thread a process keeps two cores for two tests.
 test: export OMP_NUM_THREADS := 1
 # Hundreds of processes import the course: one compiles it, where images for containers say never.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: venv
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --nbmake \
+	$(BIN)/pytest -n 2 --dist worksteal --durations=20 --nbmake \
 	  --nbmake-timeout=$(CELL_SECONDS) $(or $(ARGS),$(wildcard tests) notebooks)
+
+test-all: export TESTS := all
+test-all: test
 
 test-browser: EXTRA := --extra browser
 test-browser: venv
@@ -124,5 +105,5 @@ lesson: venv
 	$(BIN)/python -m teaching.new_lesson "$(TITLE)"
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf .venv .venv-torch* .pytest_cache .mypy_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

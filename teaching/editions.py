@@ -22,8 +22,8 @@ from teaching import lessons
 PARTS = (
     *("notebooks", "vgpu", "helpers", "docs", "README.md", "LICENSE"),
     *("CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"),  # the README leads there
-    *("Makefile", "find_python.sh", "setup_venv.py", "pytorch_builds.py", "open_lab.py"),
-    *("pyproject.toml", "hatch_build.py", "environment.yml"),
+    *("Makefile", "find_python.sh", "setup_venv.py", "open_lab.py", ".jupyter"),
+    *("pyproject.toml", "environment.yml"),
     *("Dockerfile", ".dockerignore", ".devcontainer", "binder"),
 )
 # For whoever teaches: timetables, and the answers to what a class is to discuss.

@@ -5,9 +5,12 @@ by FSDP2 and tensor parallelism. It needs no download and no GPU.
 """
 
 import argparse
+import json
 import os
 import signal
 import sys
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -20,8 +23,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
-from helpers.train.folders import CheckpointError
-from helpers.train.meeting import fresh_store
+from helpers.train.checkpoints import CheckpointError
 from helpers.train.tasks import DEFAULTS, DTYPES, TASKS, Settings
 from helpers.train.training import Training
 from vgpu.launch import machine
@@ -183,8 +185,6 @@ def _run(training: Training, options: argparse.Namespace) -> None:
         training.device.type
     ]
     _say(training, f"{_ranks(training)} on {where}; {training.steps} steps")
-    for damaged in training.passed_over:
-        _say(training, f"{damaged}. The one before it is used")
     if training.resumed_from:
         _say(training, f"resumed from {training.resumed_from}")
     with tqdm(
@@ -247,6 +247,43 @@ def _group(cpu: bool) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The store of MASTER_ADDR and MASTER_PORT, seen through a prefix of this round alone.
+
+    Since PyTorch 2.5 torchrun's agent keeps one store for the whole job, restarts included. A
+    restarted rank can then find the address of a peer that is dead, and both wait for half an hour
+    (https://github.com/pytorch/pytorch/issues/135712). Counting restarts does not help: a host that
+    has just come back counts from zero.
+
+    So every rank says hello with a fresh token. Rank 0 announces the prefix together
+    with the tokens that it has heard, again and again until all have answered: an announcement
+    with one's own token cannot be an old one. Raises TimeoutError if a rank does not come.
+    """
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    token = uuid.uuid4().hex
+    until_s = time.monotonic() + timeout.total_seconds()
+    store.set(f"hello/{rank}", token)
+    while time.monotonic() < until_s:
+        if rank == 0:
+            tokens = [store.get(f"hello/{other}").decode() for other in range(world_size)]
+            store.set("announced", json.dumps(tokens))
+        else:
+            tokens = json.loads(store.get("announced"))
+        if token in tokens:
+            # The token of rank 0 names the round.
+            prefix = tokens[0]
+            store.set(f"{prefix}/{rank}", token)
+            if rank != 0 or _all_there(store, prefix, tokens):
+                return dist.PrefixStore(prefix, store)
+        time.sleep(0.01)
+    raise TimeoutError(f"rank {rank} of {world_size}: not all ranks came within {timeout}")
+
+
+def _all_there(store: dist.Store, prefix: str, tokens: list[str]) -> bool:
+    keys = [f"{prefix}/{rank}" for rank in range(len(tokens))]
+    return store.check(keys) and [store.get(key).decode() for key in keys] == tokens
 
 
 def _refuse(message: str) -> NoReturn:

@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from helpers.train import checkpoints, folders
-from helpers.train.checkpoints import Found
-from helpers.train.folders import CheckpointError
+from helpers.train import checkpoints
+from helpers.train.checkpoints import Checkpoint, CheckpointError
 from helpers.train.tasks import TASKS, Settings
 from vgpu.launch import machine
 from vgpu.plan.parallel import Layout, loss_context, shard, share_tensors
@@ -72,7 +71,8 @@ class Training:
         self.task = TASKS[settings.model](settings)
         self.task.check(self.layout)
         _check_batch(settings.batch_size, self.layout.batches)
-        self._hold = folders.claim(folder) if folder else None
+        if folder:
+            checkpoints.prepare(folder)
         data = TensorDataset(*self.task.samples(train=True))
         self.sampler, self.loader = self._parts_of(data)
         self.steps_per_epoch = len(data) // settings.batch_size
@@ -89,11 +89,9 @@ class Training:
         self.history: list[float] = []
         """What ``score`` was after each epoch."""
         self.resumed_from: Path | None = None
-        self.passed_over: tuple[str, ...] = ()
-        """Newer checkpoints that are damaged: which, and what is wrong with each."""
-        if found := checkpoints.newest(folder) if folder else None:
-            self.resumed_from, self.passed_over = found.path, found.passed_over
-            self._resume(found)
+        if last := checkpoints.newest(folder) if folder else None:
+            self.resumed_from = last.path
+            self._resume(last)
 
     @property
     def steps(self) -> int:
@@ -191,7 +189,7 @@ class Training:
             f"random numbers of rank {self.rank}": random,
         }
 
-    def _resume(self, checkpoint: Found) -> None:
+    def _resume(self, checkpoint: Checkpoint) -> None:
         found = checkpoint.made_with
         for field in fields(self.settings):
             wanted = getattr(self.settings, field.name)

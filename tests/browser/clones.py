@@ -9,7 +9,7 @@ from pathlib import Path
 import setup_venv
 from teaching.lessons import ROOT
 
-LEFT_OUT = (".venv", ".git", ".home", "build", "dist", "__pycache__", ".*_cache", "*.egg-info")
+LEFT_OUT = (".venv*", ".git", "build", "dist", "__pycache__", ".*_cache", "*.egg-info")
 
 
 def clone(folder: Path) -> Path:
@@ -38,4 +38,4 @@ def lend_environment(folder: Path) -> None:
             (theirs / path.name).write_text(str(folder), encoding="utf-8")
         else:
             (theirs / path.name).symlink_to(path)
-    (venv / "ready.txt").write_text(setup_venv.wanted_stamp())
+    (venv / "ready.txt").write_text(setup_venv.stamp(folder), "utf-8")

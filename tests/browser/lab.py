@@ -9,6 +9,8 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
+from teaching.lessons import ROOT
+
 TOKEN = "browser-tests"
 # A lesson takes a minute at most; a busy machine takes a multiple of it.
 LESSON_S = 400
@@ -26,6 +28,7 @@ def served(folder: Path, scratch: Path, settings: dict[str, dict] | None = None)
     environment = dict(
         os.environ,
         COURSE_DEVICES="vgpu",
+        JUPYTER_CONFIG_PATH=str(ROOT / ".jupyter"),
         COURSE_PROGRESS_DIR=str(scratch / "progress"),
         JUPYTER_RUNTIME_DIR=str(scratch / "runtime"),
         JUPYTERLAB_SETTINGS_DIR=str(scratch / "settings"),

@@ -1,20 +1,17 @@
 """The suites that ship inside torch, and how much of them a run takes.
 
-``TESTS=whole`` in the environment takes every sample of every entry (minutes), as the public CI
-does. ``make test`` takes a third of each operator's, module's and optimizer's entries, the same ones
-each time, and of each its first few samples.
+``make test`` takes every third entry and of each its first few samples, ``make test-all`` every
+sample of every entry (minutes).
 """
 
 import itertools
 import warnings
-import zlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from sampling import WHOLE
+from levels import ALL
 
 with warnings.catch_warnings():
     # hypothesis is missed there, and needed only for tests that are not used here.
@@ -45,36 +42,18 @@ __all__ = [
     "op_db",
     "optim_db",
     "optimizer_inputs",
-    "third",
+    "sampled",
 ]
 
 
 def first(count: int, samples: Iterable) -> Iterable:
     """The first ``count`` samples, or all in a full run."""
-    return samples if WHOLE else itertools.islice(samples, count)
+    return samples if ALL else itertools.islice(samples, count)
 
 
-def third(entries: dict[str, Any], kind: Callable[[Any], str]) -> dict[str, Any]:
-    """A third of the entries of each kind, rounded up; all in a full run.
-
-    A checksum of the name decides, so that it is the same third everywhere. What names end in, a
-    dtype, layout or mode, is in it at least once.
-    """
-    if WHOLE:
-        return entries
-    kinds: dict[str, list[str]] = defaultdict(list)
-    for name, entry in entries.items():
-        kinds[kind(entry)].append(name)
-    taken = set()
-    for names in kinds.values():
-        names.sort(key=lambda name: zlib.crc32(name.encode()))
-        taken.update(names[: -(-len(names) // 3)])
-    endings = {name.rpartition("-")[2] for name in taken}
-    for name in entries:
-        if (ending := name.rpartition("-")[2]) not in endings:
-            taken.add(name)
-            endings.add(ending)
-    return {name: entry for name, entry in entries.items() if name in taken}
+def sampled(entries: dict[str, Any]) -> dict[str, Any]:
+    """Every third entry; all under ``make test-all``."""
+    return entries if ALL else dict(itertools.islice(entries.items(), 0, None, 3))
 
 
 def marked(entries: dict[str, Any], exceptions: dict[str, str]) -> list:

@@ -20,7 +20,7 @@ from conformance.suites import (
     first,
     marked,
     module_db,
-    third,
+    sampled,
 )
 
 # torch warns of what its samples use on purpose: deprecated, experimental and beta features.
@@ -36,11 +36,7 @@ ENTRIES = {
 }
 
 
-def name_of(entry: tuple[ModuleInfo, bool]) -> str:
-    return entry[0].formatted_name
-
-
-@pytest.mark.parametrize("entry", marked(third(ENTRIES, name_of), exceptions.MODULES))
+@pytest.mark.parametrize("entry", marked(sampled(ENTRIES), exceptions.MODULES))
 def test_module(entry):
     info, training = entry
     samples = info.module_inputs_func(

@@ -16,7 +16,7 @@ from conformance.comparison import (
     to_gpu,
     without_bases,
 )
-from conformance.suites import OpInfo, SampleInput, check_share, first, marked, op_db, third
+from conformance.suites import OpInfo, SampleInput, check_share, first, marked, op_db, sampled
 
 # Of float32, of one integer type (bool where there is none) and of complex64: what the CPU has.
 INTEGERS = (torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -92,10 +92,6 @@ def _variants() -> dict[str, OpInfo]:
 ENTRIES, SPARSE_ENTRIES, VARIANTS = _entries(), _sparse_entries(), _variants()
 
 
-def name_of(entry: tuple[OpInfo, object]) -> str:
-    return entry[0].formatted_name
-
-
 def _differentiable(op: OpInfo, dtype: torch.dtype) -> bool:
     return op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
 
@@ -145,15 +141,13 @@ def _compare_first(op: OpInfo, samples: Iterable[SampleInput]) -> None:
     assert any([_compare(op, sample) for sample in first(SAMPLES, samples)]), "nothing compared"
 
 
-@pytest.mark.parametrize("entry", marked(third(ENTRIES, name_of), exceptions.OPERATORS))
+@pytest.mark.parametrize("entry", marked(sampled(ENTRIES), exceptions.OPERATORS))
 def test_operator(entry):
     op, dtype = entry
     _compare_first(op, op.sample_inputs_func(op, "cpu", dtype, _differentiable(op, dtype)))
 
 
-@pytest.mark.parametrize(
-    "entry", marked(third(SPARSE_ENTRIES, name_of), exceptions.SPARSE_OPERATORS)
-)
+@pytest.mark.parametrize("entry", marked(sampled(SPARSE_ENTRIES), exceptions.SPARSE_OPERATORS))
 def test_operator_of_sparse_tensors(entry):
     op, layout = entry
     samples = _sparse_samples(op, layout)

@@ -13,7 +13,7 @@ from conformance.suites import (
     marked,
     optim_db,
     optimizer_inputs,
-    third,
+    sampled,
 )
 
 STEPS = 3
@@ -83,11 +83,7 @@ class Problem:
         return [tensor.cpu() for tensor in tensors_of([dict(state) for state in remembered])]
 
 
-def kind_of(entry: tuple[OptimizerInfo, OptimizerInput, torch.dtype]) -> str:
-    return f"{entry[0].optim_cls.__name__}-{entry[2]}"
-
-
-@pytest.mark.parametrize("entry", marked(third(ENTRIES, kind_of), exceptions.OPTIMIZERS))
+@pytest.mark.parametrize("entry", marked(sampled(ENTRIES), exceptions.OPTIMIZERS))
 def test_optimizer(entry):
     info, options, dtype = entry
     cpu = Problem(info, options.kwargs, dtype, "cpu")

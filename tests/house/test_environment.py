@@ -1,6 +1,5 @@
-"""The project's files say the same as each other: environments, CI, pre-commit, version, README."""
+"""The project's files say the same as each other: packages, releases of PyTorch, commands, version."""
 
-import importlib.resources
 import re
 import tomllib
 
@@ -8,7 +7,8 @@ import yaml
 
 from teaching.lessons import ROOT
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT, TRIED = PYPROJECT["project"], PYPROJECT["tool"]["course"]["tried-torch"]
 CONDA = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
 
 
@@ -22,13 +22,24 @@ def recipe(target):
     return [line.strip().replace("$(BIN)", ".venv/bin") for line in found.splitlines()]
 
 
+def test_every_file_names_the_releases_of_pytorch_that_are_tried():
+    numbers = [[int(part) for part in release.split(".")] for release in TRIED]
+    assert numbers == sorted(numbers)
+    *older, newest = (release.rpartition(".")[0] for release in TRIED)
+    oldest = f"torch>={older[0]}"
+    assert oldest in PROJECT["dependencies"]  # environment.yml: the next test
+    assert f"PyTorch {', '.join(older)} and {newest}" in text("README.md")
+    assert f"`{oldest}`" in text("docs/new_torch.md")
+    jobs = yaml.safe_load(text(".github/workflows/test.yml"))["jobs"]
+    matrix = jobs["linux"]["strategy"]["matrix"]["include"]
+    assert [row["torch"] for row in matrix] == TRIED
+    assert matrix[0]["python"] == PROJECT["requires-python"].removeprefix(">=")
+
+
 def test_conda_and_pip_install_the_same_packages():
     (pip,) = (item["pip"] for item in CONDA["dependencies"] if isinstance(item, dict))
     course = PROJECT["optional-dependencies"]["course"]
     assert pip == [*PROJECT["dependencies"], *course, "--editable ."]
-
-
-def test_conda_takes_a_python_that_the_package_allows():
     assert f"python{PROJECT['requires-python']}" in CONDA["dependencies"]
 
 
@@ -42,16 +53,8 @@ def test_a_commit_is_checked_as_make_check_does():
     assert [hook["entry"] for hook in local["hooks"]] == recipe("check")
 
 
-def test_the_newest_change_is_that_of_the_version():
+def test_the_changelog_and_the_citation_are_of_this_version():
     newest = re.search(r"^## (\S+)", text("CHANGELOG.md"), re.MULTILINE)
-    assert newest[1] == PROJECT["version"]
-
-
-def test_a_citation_is_of_this_version():
     citation = yaml.safe_load(text("CITATION.cff"))
-    assert citation["version"] == PROJECT["version"] and citation["license"] == PROJECT["license"]
-    assert citation["title"] in text("README.md")
-
-
-def test_users_of_the_package_get_its_types():
-    assert importlib.resources.files("helpers").joinpath("py.typed").is_file()
+    assert newest[1] == citation["version"] == PROJECT["version"]
+    assert citation["license"] == PROJECT["license"] and citation["title"] in text("README.md")

@@ -7,8 +7,8 @@ import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+import programs
 import pytest
-import warm
 
 TIME_S = 800  # for what takes seconds; a busy machine is slow to import torch
 
@@ -29,24 +29,19 @@ class Host:
 
     def start(self, arguments, said, **environment):
         """An agent of torchrun on this host; what it and its ranks say is added to a file."""
-        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.interface, **environment}
+        environment = {"GLOO_SOCKET_IFNAME": self.interface, **environment}
         environment["CUDA_VISIBLE_DEVICES"] = ""  # both hosts would take GPU 0
-        # The agent is forked, for what it does at its start is import torch; so do its ranks.
-        environment |= warm.hurried(said.parent / "start")
-        return warm.start_forked(
-            "torch.distributed.run",
-            *arguments,
-            output=said,
-            errors=said,
-            network=self.network,
-            **environment,
+        return programs.start(
+            "torch.distributed.run", *arguments, output=said, network=self.network, **environment
         )
 
 
 def status_of(agent):
     """Its exit status, once it has ended; None if it takes too long."""
-    agent.join(TIME_S)
-    return agent.exitcode
+    try:
+        return agent.wait(TIME_S)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 @contextmanager
@@ -105,8 +100,10 @@ def ip(*arguments):
 
 def stop(agent):
     """End an agent, which ends its ranks; nothing happens to one that has ended."""
-    if agent.exitcode is None:
+    if agent.poll() is None:
         agent.terminate()
-        agent.join(60)
-        agent.kill()
-        agent.join()
+        try:
+            agent.wait(60)
+        except subprocess.TimeoutExpired:
+            agent.kill()
+            agent.wait()

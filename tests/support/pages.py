@@ -8,6 +8,7 @@ import io
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from typing import Any
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
 
-def run(path: Path, python: str = sys.executable, **where: Any) -> str:
+def run(path: Path, python: Sequence[str] = (sys.executable,), **where: Any) -> str:
     """Run a page in a process of its own; returns what is wrong with it, or an empty string.
 
-    ``where`` goes to ``subprocess.run``: its folder, its environment.
+    ``python`` is the command, ``where`` goes to ``subprocess.run``: its folder, its environment.
     """
-    command = [python, __file__, path]
+    command = [*python, __file__, path]
     done = subprocess.run(command, text=True, capture_output=True, **where)
     return done.stdout + done.stderr if done.returncode else ""
 

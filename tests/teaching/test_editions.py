@@ -47,7 +47,7 @@ def test_an_edition_is_a_whole_course_and_overwrites_nothing(tmp_path, target):
         "START.md",
         "Makefile",
         "setup_venv.py",
-        "hatch_build.py",
+        "open_lab.py",
         f"notebooks/{LESSON.name}",
     ):
         assert wanted in names

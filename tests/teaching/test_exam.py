@@ -4,7 +4,7 @@ import ast
 import json
 
 import pytest
-from sampling import WHOLE
+from levels import ALL
 from wrong_answers.exam import WRONG
 
 import vgpu
@@ -58,7 +58,7 @@ def test_the_solution_passes_and_shows_what_it_did(task):
     solution = lessons.solution(lessons.EXAM, task)
     others = [solution.replace(*pair) for pair in OTHERS.get(task, ())]
     assert solution not in others
-    for source in [solution] * (3 if WHOLE else 1) + others:  # the input is drawn anew
+    for source in [solution] * (3 if ALL else 1) + others:  # the input is drawn anew
         outcome = outcome_of(lessons.EXAM, task, source)
         assert outcome.status == "right" and outcome.achieved, f"{source}\n{outcome}"
 

@@ -5,7 +5,7 @@ from itertools import product
 
 import nbformat
 import pytest
-from sampling import WHOLE
+from levels import ALL
 
 from helpers.widgets.live import ANSWERS
 from teaching import lessons, rendered
@@ -14,7 +14,7 @@ from teaching.pages import explorers
 SETUP = "%matplotlib inline\nfrom helpers.widgets.ring import ring_explorer, show_ring"
 # Of a sample, the first and the last of each, and a step past the end.
 SAMPLE = [(2, 0), (2, 3), (3, 1), (4, 0), (4, 6)]
-COMPARED = list(product((2, 3, 4), range(7))) if WHOLE else SAMPLE
+COMPARED = list(product((2, 3, 4), range(7))) if ALL else SAMPLE
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import re
 
-import warm
+import programs
 
 from teaching import lessons
 
@@ -14,7 +14,7 @@ def test_a_script_for_two_cuda_gpus_trains_on_virtual_ones(tmp_path):
     assert "vgpu" not in source
     script = tmp_path / "script.py"
     script.write_text(f"import vgpu.enabled\n{source.replace('cuda', 'vgpu')}")
-    result = warm.run_forked(script, "--epochs=2", cwd=tmp_path)
+    result = programs.run(script, "--epochs=2", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     said = result.stdout
     first, last = map(float, re.search(r"data parallel: loss (\S+) -> (\S+)", said).groups())

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pages
+import programs
 import pytest
-import warm
 
 from teaching.lessons import ROOT
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/vgpu.md"])
 def test_the_examples_run_and_print_what_the_page_says(name):
-    done = warm.run_forked(Path(pages.__file__), ROOT / name)
+    done = programs.run(Path(pages.__file__), ROOT / name)
     assert done.returncode == 0, done.stdout + done.stderr

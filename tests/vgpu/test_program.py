@@ -8,8 +8,7 @@ import subprocess
 import sys
 
 import pytest
-import warm
-from sampling import WHOLE
+from levels import ALL
 
 from teaching.lessons import ROOT
 from vgpu.__main__ import parser
@@ -19,10 +18,9 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREAD
 
 def run(*arguments, cwd, typed=""):
     """The command; its return code, output and errors."""
-    # torch imports the last one at the first operation of a tensor that Python computes.
-    imports = "vgpu.launch.gc_off vgpu.program torch.distributed.tensor"
-    done = warm.run(
-        "vgpu", arguments, imports=imports, cwd=cwd, environment=ENVIRONMENT, typed=typed
+    command = [sys.executable, "-m", "vgpu", *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=cwd, env=ENVIRONMENT, input=typed, text=True, capture_output=True
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -215,7 +213,7 @@ METHODS = multiprocessing.get_all_start_methods()
 
 # What is spawned is in the next test, too.
 @pytest.mark.parametrize(
-    "method", METHODS if WHOLE else [m for m in METHODS if m != "spawn"] or METHODS
+    "method", METHODS if ALL else [m for m in METHODS if m != "spawn"] or METHODS
 )
 def test_every_way_to_start_processes_keeps_the_virtual_gpus(method, tmp_path):
     (tmp_path / "script.py").write_text(POOLING)

@@ -1,6 +1,6 @@
 """Some hundred random programs compute the same on virtual GPUs as on the CPU.
 
-``TESTS=whole`` tries three hundred; ``cd tests; python -m random_programs --seconds 3600`` looks
+``TESTS=all`` tries three hundred; ``cd tests; python -m random_programs --seconds 3600`` looks
 for longer.
 """
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from sampling import WHOLE
+from levels import ALL
 
 from teaching.lessons import ROOT
 
@@ -30,7 +30,7 @@ print("all agree")
 """
 
 
-@pytest.mark.parametrize("first", range(0, 300 if WHOLE else 150, 150))
+@pytest.mark.parametrize("first", range(0, 300 if ALL else 150, 150))
 def test_programs_agree_with_the_cpu(first):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, str(first)],

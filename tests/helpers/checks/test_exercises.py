@@ -1,15 +1,14 @@
 """Every exercise: the stub is not attempted, typical wrong answers fail, the solution passes.
 
 Where trying an answer takes long, the first wrong one stands for the others and for those that are
-right in another way, which ``TESTS=whole`` in the environment tries as well.
+right in another way, which ``TESTS=all`` in the environment tries as well.
 """
 
 import re
 
-import forked_runs
 import pytest
-from checks.right_answers import RIGHT
-from sampling import WHOLE
+from levels import ALL
+from right_answers import RIGHT
 from wrong_answers import wrong_answers
 
 import vgpu
@@ -28,12 +27,6 @@ LONG = (
 each_exercise = pytest.mark.parametrize(
     ("path", "exercise_id"), EXERCISES, ids=[exercise_id for _, exercise_id in EXERCISES]
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imported():
-    """The checks measure bytes, after a collection each: it goes through no module then."""
-    forked_runs.import_what_lessons_do()
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +49,7 @@ def test_the_folded_solution_passes(path, exercise_id):
     assert outcome.achieved, "a right answer is shown what it did, beside the budget"
 
 
-@pytest.mark.parametrize("exercise_id", [each for each in RIGHT if WHOLE or each not in LONG])
+@pytest.mark.parametrize("exercise_id", [each for each in RIGHT if ALL or each not in LONG])
 def test_answers_that_are_right_in_another_way_pass(exercise_id):
     (path,) = (path for path, each in EXERCISES if each == exercise_id)
     for source in RIGHT[exercise_id]:
@@ -68,7 +61,7 @@ def test_answers_that_are_right_in_another_way_pass(exercise_id):
 def test_typical_wrong_answers_fail_with_their_hint(path, exercise_id):
     wrong = wrong_answers(exercise_id)
     assert wrong
-    for source, phrase in wrong if WHOLE or exercise_id not in LONG else wrong[:1]:
+    for source, phrase in wrong if ALL or exercise_id not in LONG else wrong[:1]:
         outcome = outcome_of(path, exercise_id, source)
         assert outcome.status == "wrong", f"passed as {outcome.status}:\n{source}"
         pattern = re.compile(re.escape(phrase)) if isinstance(phrase, str) else phrase

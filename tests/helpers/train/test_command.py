@@ -9,14 +9,13 @@ import subprocess
 import sys
 import uuid
 from dataclasses import fields
-from multiprocessing.connection import wait
 
+import programs
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-import warm
-from sampling import sample
+from levels import sample
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from helpers.models import DigitsCNN
@@ -149,7 +148,7 @@ def parameters(folder, to):
 @pytest.mark.skipif(os.name != "posix", reason="a signal is an exit status on POSIX systems")
 def test_the_rank_that_is_to_be_lost_is_killed():
     options = ["--cpu", "--threads=1", "--epochs=1", "--width=4", "--batch-size=96", "--lose=0:3"]
-    assert warm.run_forked("helpers.train", *options).returncode == -signal.SIGKILL
+    assert programs.run("helpers.train", *options).returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("started", STARTED)
@@ -185,21 +184,16 @@ def test_one_process_draws_a_progress_bar_where_somebody_looks(tmp_path):
     termios.tcsetwinsize(theirs, (24, 100))
     name, options = os.ttyname(theirs), ["--cpu", "--threads=1", "--epochs=1", "--batch-size=240"]
     with open(ours, "rb", buffering=0) as terminal:
-        process = warm.start_forked(
-            "helpers.train", *options, output=name, errors=name, cwd=tmp_path
-        )
-        shown = b""
-        while wait([terminal, process.sentinel]) != [process.sentinel]:
-            shown += terminal.read(4096)
+        process = programs.start("helpers.train", *options, output=name, cwd=tmp_path)
         os.close(theirs)
+        shown = b""
         try:
             while part := terminal.read(4096):
                 shown += part
         except OSError as closed:
             # Linux says so where the last process that had the terminal has closed it.
             assert closed.errno == errno.EIO
-    process.join()
-    assert process.exitcode == 0, shown
+    assert process.wait() == 0, shown
     text = shown.decode()
     assert re.search(r"1 rank: 100%\|.*5/5 .*loss=\d", text)
     assert re.search(r"epoch 1 of 1: \d+\.\d\d% of the held-out digits right", text)

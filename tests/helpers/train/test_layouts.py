@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sampling import WHOLE
+from levels import ALL
 from torch.distributed.tensor import DTensor
 
 from helpers.train import Settings, Training, tasks
@@ -59,7 +59,7 @@ def shards(folder_of_shards):
     return launch.run(trained, 3, SHORT, "fsdp", folder_of_shards, SAVED, gpu="V100")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if WHOLE or kind not in ("hsdp", "tp")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if ALL or kind not in ("hsdp", "tp")])
 def test_every_step_equals_one_process_on_the_whole_batch(one_process, shards, kind):
     expected, expected_score = one_process
     ranks = 4 if kind in ("hsdp", "fsdp+tp") else 2  # groups of two
@@ -81,7 +81,7 @@ def test_a_checkpoint_goes_on_in_another_layout(one_process, shards, folder_of_s
     assert_goes_on(folder_of_shards, "tp", 2, one_process)
 
 
-@pytest.mark.skipif(not WHOLE, reason="from shards to tensors always; others with TESTS=whole")
+@pytest.mark.skipif(not ALL, reason="from shards to tensors always; others with TESTS=all")
 @pytest.mark.parametrize(
     ("first", "first_ranks", "then", "ranks"), [("fsdp+tp", 4, "hsdp", 4), ("tp", 4, "ddp", 1)]
 )

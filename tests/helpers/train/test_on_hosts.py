@@ -7,12 +7,12 @@ import sys
 import time
 from pathlib import Path
 
+import programs
 import psutil
 import pytest
 import torch
-import warm
 from hosts import TIME_S, status_of, stop, two_agents, two_namespaces
-from sampling import WHOLE, sample
+from levels import ALL, sample
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from helpers.train import Settings, Training
@@ -28,7 +28,7 @@ COMMANDS = sample(["slurm", "two-real-hosts"], 1)
 PATIENCE = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=4"
 
 
-@pytest.mark.skipif(not WHOLE, reason="one host lost: test_two_hosts.py; for good: TESTS=whole")
+@pytest.mark.skipif(not ALL, reason="one host lost: test_two_hosts.py; for good: TESTS=all")
 @pytest.mark.parametrize("make_hosts", [two_agents, two_namespaces])
 def test_the_host_that_is_left_goes_on_by_itself(tmp_path, make_hosts):
     run = tmp_path / "run"
@@ -48,7 +48,7 @@ def test_the_host_that_is_left_goes_on_by_itself(tmp_path, make_hosts):
                 said = tmp_path / f"said-{number}.txt"
                 agents.append(host.start([*arguments, f"--checkpoints={run}"], said))
             lost, left = agents
-            wait_until(lambda: any(run.glob("step-*")) or left.exitcode is not None)
+            wait_until(lambda: any(run.glob("step-*")) or left.poll() is not None)
             for process in [*psutil.Process(lost.pid).children(recursive=True), lost]:
                 process.kill()
             status = status_of(left)
@@ -107,10 +107,9 @@ def test_the_commands_for_your_own_hosts_run(tmp_path, cell_id):
         (tmp_path / name).chmod(0o755)
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
     slurm = {"SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
-    start = warm.hurried(tmp_path / "start")
     done = subprocess.run(
         ["bash", "-eu", "-c", text],
-        env={**os.environ, **slurm, **start, "SLURM_CPUS_PER_TASK": "1", "PATH": path},
+        env={**programs.environment(), **slurm, "SLURM_CPUS_PER_TASK": "1", "PATH": path},
         capture_output=True,
         text=True,
         timeout=TIME_S,

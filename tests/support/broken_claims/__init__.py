@@ -1,7 +1,7 @@
 """Claims with their mechanism broken, one file a lesson: the cell that proves them must fail.
 
 A cell that passes while what it claims is false is no proof. Each entry of a file's ``BROKEN`` says
-what is broken and how; ``tests/claims/test_broken_claims.py`` tries them.
+what is broken and how; ``tests/lessons/test_broken_claims.py`` tries them.
 """
 
 import importlib
@@ -40,7 +40,7 @@ class Broken:
     cell: str = ""
     # Ids of cells that it needs although it uses no name of theirs: they change an object.
     needs: Sequence[str] = ()
-    # Takes a second or more, and other breaks in the lesson do not: TESTS=whole tries this one.
+    # Takes a second or more, and other breaks in the lesson do not: make test-all tries this one.
     expensive: bool = False
     # Stands in "<kind>: <message>" of the error that the proving cell must raise.
     error: str = "AssertionError"

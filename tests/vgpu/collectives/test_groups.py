@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import cell
-from sampling import WHOLE
+from levels import ALL
 
 import vgpu
 from vgpu import launch
@@ -125,7 +125,7 @@ DTYPES = (
 )  # fmt: skip
 
 # Of all ranks or of a pair, at once or waited for: every kind of collective meets every type and every
-# way, and with TESTS=whole every type in every way.
+# way, and with TESTS=all every type in every way.
 WAYS = [(False, False), (False, True), (True, True), (True, False)]
 
 
@@ -135,7 +135,7 @@ def cases(bodies, asynchronous):
         (name, dtype, *way)
         for i, name in enumerate(bodies)
         for j, dtype in enumerate(DTYPES)
-        for way in (ways if WHOLE else ways[(i + j) % 2 :: 2])
+        for way in (ways if ALL else ways[(i + j) % 2 :: 2])
     ]
 
 

@@ -6,14 +6,14 @@ import cloudpickle
 import pytest
 import strategies
 import torch
-from sampling import WHOLE
+from levels import ALL
 
 from vgpu import launch
 
 cloudpickle.register_pickle_by_value(strategies)
 
 # Every third way of each group.
-WAYS = {group: ways if WHOLE else ways[::3] for group, ways in strategies.WAYS.items()}
+WAYS = {group: ways if ALL else ways[::3] for group, ways in strategies.WAYS.items()}
 BY_BATCH = ("ddp", "fsdp", "hybrid_sharding", "fsdp_without_resharding")
 
 

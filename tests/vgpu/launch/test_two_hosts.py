@@ -1,7 +1,7 @@
 """The script of lesson 07 under torchrun on two hosts: one is lost, comes back, training resumes.
 
 Two hosts are two network namespaces joined by a cable (a veth pair) where this machine lets us
-make them; elsewhere, and besides with ``TESTS=whole``, two agents on this machine play them. At the
+make them; elsewhere, and besides with ``TESTS=all``, two agents on this machine play them. At the
 end the parameters must be those of one process that nobody disturbed.
 """
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hosts import status_of, stop, two_agents, two_namespaces, two_namespaces_if_possible
-from sampling import WHOLE
+from levels import ALL
 
 import vgpu
 from helpers.data import Digits
@@ -26,7 +26,7 @@ from vgpu.launch.machine import free_port
 
 LESSON = next(path for path in lessons.NOTEBOOKS if lessons.number(path) == "07")
 LOST_IN_EPOCH = 2
-HOSTS = [two_agents, two_namespaces] if WHOLE else [two_namespaces_if_possible]
+HOSTS = [two_agents, two_namespaces] if ALL else [two_namespaces_if_possible]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from sampling import sample
+from levels import sample
 from torch.nn.parallel import DistributedDataParallel
 
 import vgpu

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from sampling import sample
+from levels import sample
 
 from vgpu.plan import Plan, layouts, predict, search
 from vgpu.plan import __main__ as command

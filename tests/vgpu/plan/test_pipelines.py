@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from sampling import sample
+from levels import sample
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel

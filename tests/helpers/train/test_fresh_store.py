@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from helpers.train.meeting import fresh_store
+from helpers.train.__main__ import fresh_store
 
 LIMIT = timedelta(seconds=60)
 

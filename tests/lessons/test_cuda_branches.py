@@ -7,8 +7,8 @@ needs, on virtual GPUs as it would on real ones, and fails if it takes the branc
 import ast
 
 import pytest
+import runs
 import torch
-from forked_runs import run_of
 from needed_cells import needed
 
 import vgpu
@@ -144,16 +144,14 @@ def test_the_lessons_ask_in_ways_that_are_known_here():
 @pytest.mark.parametrize(
     "path", [path for path in ASKING if ASKING[path]], ids=lambda path: path.stem[:2]
 )
-def test_the_branches_of_real_gpus_run(player, path):
-    cells, runs = lessons.cells(path), {}
+def test_the_branches_of_real_gpus_run(path):
+    cells = lessons.cells(path)
     for name in ASKING[path]:
         position = [cell.id for cell in cells].index(name)
         asking = lessons.Cell(name, "code", on_real_gpus(cells[position].source), ())
         before = BEFORE + COUNTING_CLOCK * ("perf_counter" in asking.source)
-        runs[name] = run_of(needed([*cells[:position], asking]), before)
-    player.begin(runs.values())
-    for name, run in runs.items():
-        assert player.outcome(run) == ("", ""), name
+        run = runs.run_of(needed([*cells[:position], asking]), before)
+        assert runs.outcome(run) == ("", ""), name
 
 
 def test_the_branch_without_gpus_is_gone():

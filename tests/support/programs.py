@@ -1,0 +1,40 @@
+"""Programs as a user starts them: a script or a module, in a new Python."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from teaching.lessons import ROOT
+
+
+def command(program, *arguments, network=None):
+    """The command for a module's name or a script's path, as a list of texts.
+
+    network: the name of the network namespace that it is to run in.
+    """
+    inside = ["ip", "netns", "exec", network] if network else []
+    program = ["-m", program] if isinstance(program, str) else [program]
+    return [*inside, sys.executable, *program, *map(str, arguments)]
+
+
+def environment(**names):
+    """This process's environment, with the repository's packages and these variables."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **names}
+
+
+def run(program, *arguments, cwd=None, **names):
+    """Run it to its end; ``names`` are environment variables. The output and errors are text."""
+    return subprocess.run(
+        command(program, *arguments), cwd=cwd, env=environment(**names), text=True,
+        capture_output=True,
+    )  # fmt: skip
+
+
+def start(program, *arguments, output: Path, cwd=None, network=None, **names):
+    """Start it; what it prints is appended to a file."""
+    with open(output, "ab") as file:
+        return subprocess.Popen(
+            command(program, *arguments, network=network), cwd=cwd, env=environment(**names),
+            stdout=file, stderr=file,
+        )  # fmt: skip
