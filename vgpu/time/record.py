@@ -40,15 +40,16 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
         with recording.begun(under_way), modules_tracked(), rarely_collected():
             yield timeline
     finally:
-        recorder = under_way.recorder
-        program = recorder.end()
+        gpus.streams_of_nodes.clear()
+        with rarely_collected():
+            recorder = under_way.recorder
+            program = recorder.end()
+            # With async_tp, what a product waits for is known only now: simulate all steps again.
+            simulator = run(program) if costs.async_tp else recorder.simulated()
         program.races = [(r.device.index, replace(r, device=HOST)) for r in timeline.races]
         timeline.programs = (program,)
-        # With async_tp, what a product waits for is known only now: all steps are simulated again.
-        simulator = run(program) if costs.async_tp else recorder.simulated()
         timeline.host_s, timeline.makespan_s = simulator.end()
         timeline.events = in_order(simulator.trace)
-        gpus.streams_of_nodes.clear()
 
 
 def spend(duration_s: float) -> None:

@@ -11,6 +11,7 @@ from toy_gpu import COSTS, LAUNCH_S, SPEC, near
 
 import vgpu
 from vgpu.time import recording
+from vgpu.time.fusion import Fusion
 
 FUSED = dataclasses.replace(COSTS, fuses=True)
 SIDE = 25
@@ -264,6 +265,19 @@ def test_a_replay_keeps_what_was_fused():
     assert again.events[0].duration_s == near(2 * timeline.events[0].duration_s)
     with pytest.raises(ValueError, match=r"record\(fuses="):
         vgpu.replay(timeline, fuses=False)
+
+
+def test_a_program_can_be_fused_in_parts():
+    x, w = matrix(), matrix()
+    with vgpu.record(FUSED) as timeline:
+        recorder = recording.under_way.recorder
+        y = (x * 2 + 1).relu() @ w
+        y.neg()
+        torch.vgpu.current_stream().record_event().synchronize()
+    at_once, in_parts = Fusion().steps(recorder.steps), Fusion()
+    assert at_once == [new for step in recorder.steps for new in in_parts.steps([step])]
+    assert at_once == timeline.programs[0].steps
+    assert len(at_once) < len(recorder.steps)
 
 
 @pytest.mark.parametrize("shapes", [True, False])

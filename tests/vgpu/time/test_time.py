@@ -11,6 +11,7 @@ from toy_gpu import COSTS, KB, LAUNCH_S, SPEC, near
 import vgpu
 from vgpu.time import recording
 from vgpu.time.resources import Resource
+from vgpu.time.simulator import Simulator
 from vgpu.time.timeline import covered_s
 
 pytestmark = pytest.mark.virtual_gpus(2, gpu=SPEC)
@@ -292,6 +293,26 @@ def test_spend_and_costs_by_name():
         pass
     with pytest.raises(ValueError, match="no link preset 'PCI'"), vgpu.record(link="PCI"):
         pass
+
+
+def test_a_recording_simulates_nothing_until_somebody_asks(monkeypatch):
+    simulated = []
+    run = Simulator.run
+
+    def counting(simulator, steps):
+        simulated.append(len(steps))
+        run(simulator, steps)
+
+    monkeypatch.setattr(Simulator, "run", counting)
+    x, event = torch.ones(8, device="vgpu:0"), torch.vgpu.Event()
+    with vgpu.record() as timeline:
+        x.neg()
+        event.record()
+        torch.vgpu.synchronize("vgpu:0")
+        assert simulated == []
+        assert event.query()
+        x.neg()
+    assert len(simulated) == 2 and sum(simulated) == len(timeline.programs[0].steps)
 
 
 def test_a_recording_inside_another_is_refused():
