@@ -37,22 +37,20 @@ class Launching:
         if not self._fuses:
             return
         if self._recorder.several_streams:  # nothing fuses across streams
-            of_others = [
-                tensor
-                for tensor in _on_gpus((*read, *written))
-                if (write := self._accesses.last_write(tensor)) and write.stream is not stream
-            ]
-            self._need(of_others, host)
+            writes = self._writes(_on_gpus((*read, *written)))
+            self._need([write for write in writes if write and write.stream is not stream], host)
         if written:  # what was deferred for the rest of their blocks is not lost
-            self._need([part for part in written if not is_whole(part)], host)
+            parts = [part for part in _on_gpus(written) if not is_whole(part)]
+            self._need(self._writes(parts), host)
 
     def operands(self, name: str, read: Sequence[VirtualTensor], host: HostThread) -> Operands:
         """What an operation reads, which is in memory from now on; ``name`` tells a product."""
         if not self._fuses:
             return UNKNOWN_OPERANDS
-        self._need(read, host)
         on_gpus = _on_gpus(read)
-        writers = [self._writer(tensor) for tensor in on_gpus]
+        writes = self._writes(on_gpus)
+        self._need(writes, host)
+        writers = [None if write is None else write.event for write in writes]
         factors = None
         if name == "mm" and len(on_gpus) == 2:  # not into a given tensor
             left, right = on_gpus
@@ -79,19 +77,18 @@ class Launching:
             size_bytes = touched_bytes(tensor)
             written_bytes -= size_bytes
             if isinstance(tensor._gpu, VirtualGPU):
+                write = self._accesses.last_write(tensor)
+                writer = None if write is None else write.event
                 offset = int(tensor._inner.storage_offset())
-                block = id(block_of(tensor))
-                reads.append(Read(self._writer(tensor), block, offset, size_bytes))
+                reads.append(Read(writer, id(block_of(tensor)), offset, size_bytes))
         return self._recorder.defer(name, stream, host, tuple(reads), written_bytes)
 
-    def _writer(self, tensor: VirtualTensor) -> int | None:
-        """The event that wrote the tensor in this recording."""
-        write = self._accesses.last_write(tensor)
-        return None if write is None else write.event
+    def _writes(self, tensors: Iterable[VirtualTensor]) -> list[Enqueued | None]:
+        """What wrote each of the tensors in this recording."""
+        return [self._accesses.last_write(tensor) for tensor in tensors]
 
-    def _need(self, tensors: Iterable[VirtualTensor], host: HostThread) -> None:
-        """Somebody needs these tensors in memory."""
-        writes = (self._accesses.last_write(tensor) for tensor in _on_gpus(tensors))
+    def _need(self, writes: Iterable[Enqueued | None], host: HostThread) -> None:
+        """Somebody needs in memory what these have written."""
         results: list[DeferredResult] = []
         for write in writes:
             if write is not None and write.deferred is not None and not write.deferred.is_needed:
