@@ -119,7 +119,7 @@ class _Adam:
         gradient = parameter.grad
         assert gradient is not None
         part = gradient.new_empty(gradient.numel() // GPUS)
-        dist.reduce_scatter_tensor(part, gradient.flatten())
+        dist.reduce_scatter_single(part, gradient.flatten())
         self._gradients[parameter] = part
         parameter.grad = None
 
@@ -136,7 +136,7 @@ class _Adam:
         self._adam.zero_grad()
         for copy, parameter in zip(self._copies, self._parameters, strict=True):
             if self._cuts:
-                dist.all_gather_into_tensor(parameter.flatten(), copy.half())
+                dist.all_gather_single(parameter.flatten(), copy.half())
             else:
                 self._part(parameter).copy_(copy)
         for hook in self._hooks:  # they hold the parameters, which hold them

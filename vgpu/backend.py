@@ -18,6 +18,7 @@ import torch
 import torch.nn.parallel.data_parallel
 from torch.utils import backend_registration
 
+from vgpu import torch_releases
 from vgpu.changes import Changes
 from vgpu.collectives import (
     ddp,
@@ -178,7 +179,9 @@ def _install() -> None:
         for owner, name, value in _methods:
             _changes.set(owner, name, value)
         for file in _CHANGING:
-            file.install(_changes)
+            with torch_releases.noting_missing(_changes.missing):
+                file.install(_changes)
+        torch_releases.report_missing(_changes.missing)
     except BaseException:
         _changes.close()
         raise

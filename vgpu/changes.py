@@ -6,11 +6,14 @@ Each file that replaces something of torch's has a function ``install(changes)``
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, MutableSet
 from typing import Any
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
+
+from vgpu import torch_releases
 
 _MISSING = object()
 
@@ -18,8 +21,21 @@ _MISSING = object()
 class Changes(contextlib.ExitStack):
     """A stack of changes; closing it undoes them, the last one first."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.missing: list[str] = []
+        """What was to be replaced and is not there, for ``torch_releases.report_missing``."""
+
+    def _lacks(self, owner: Any, name: str) -> bool:
+        if hasattr(owner, name):
+            return False
+        self.missing.append(torch_releases.name_of(owner, name))
+        return True
+
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Replace an attribute of a module or class, or add it."""
+        """Replace an attribute of a module or class, or add it; a private one must be there."""
+        if re.match("_[^_]", name) and self._lacks(owner, name):
+            return
         before = vars(owner).get(name, _MISSING)
         setattr(owner, name, value)
         if before is _MISSING:
@@ -29,7 +45,8 @@ class Changes(contextlib.ExitStack):
 
     def wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace an attribute by what ``make`` makes of torch's own."""
-        self.set(owner, name, make(getattr(owner, name)))
+        if not self._lacks(owner, name):
+            self.set(owner, name, make(getattr(owner, name)))
 
     def wrap_function(
         self, name: str, make: Callable[[Any], Any], *owners: Any, for_classes: bool = True
@@ -39,6 +56,8 @@ class Changes(contextlib.ExitStack):
         They are told which function it is, and compare that with what the modules have now.
         Without ``for_classes``, modes alone: torch.overrides.get_ignored_functions.
         """
+        if self._lacks(owners[0], name):
+            return
         made = make(getattr(owners[0], name))
 
         @functools.wraps(made)

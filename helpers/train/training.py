@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from helpers.train import checkpoints
 from helpers.train.checkpoints import Checkpoint, CheckpointError
 from helpers.train.tasks import TASKS, Settings
-from vgpu.launch import machine
+from vgpu.launch import launcher
 from vgpu.plan.parallel import Layout, loss_context, shard, share_tensors
 from vgpu.plan.transformer import Transformer
 
@@ -249,7 +249,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 def _device(cpu: bool) -> torch.device:
     """This rank's own GPU if each rank of this machine has one, else the CPU."""
-    kind = "cpu" if cpu else machine.device_type()
+    kind = "cpu" if cpu else launcher.device_type()
     if kind == "cpu":
         return torch.device("cpu")
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))

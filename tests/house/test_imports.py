@@ -47,5 +47,5 @@ def test_init_files_only_hand_names_on():
 def test_the_names_that_lessons_use_stay():
     assert {"check", "evaluate", "exercises", "progress", "reset"} <= set(helpers.checks.__all__)
     assert {"COLOURS", "figure"} <= set(helpers.plots.__all__)
-    assert {"LaunchError", "RanksHung", "report", "run"} <= set(vgpu.launch.__all__)
+    assert {"LaunchError", "RanksHung", "run", "warm_up"} <= set(vgpu.launch.__all__)
     assert {"Settings", "Training"} <= set(helpers.train.__all__)

@@ -11,6 +11,7 @@ PACKAGES = (ROOT / "vgpu", ROOT / "helpers")
 # The order of the design, leaves first. Inside a folder that has no rows of its own, Python itself
 # fails on a cycle at import.
 ORDER = [
+    "vgpu.torch_releases",
     "vgpu.units",
     "vgpu.tables",
     "vgpu.changes",

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PythonCallbackWork
 from torch.distributed import distributed_c10d
 
+from vgpu import torch_releases
 from vgpu.changes import Changes
 from vgpu.collectives import checks, communicators
 from vgpu.collectives.borrowed import Lent, done, take_back
@@ -80,13 +81,14 @@ def _with_the_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def made(*args: Any, **kwargs: Any) -> Any:
         group, *others = plain(*args, **kwargs)
-        # Of absent ranks, CPU tensors are refused, as NCCL refuses them.
-        if isinstance(group, dist.ProcessGroup) and not ranks_are_absent:
+        types: set[str] = set()
+        if isinstance(group, dist.ProcessGroup):
             types = {device.type for device in group._device_types}
-            if gpus.DEVICE_TYPE in types and group.name() == "undefined":
-                # Before torch 2.13, one of several backends; C++ warns where it finds no default.
-                group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-            if gpus.DEVICE_TYPE in types and _CPU.type not in types:
+        if gpus.DEVICE_TYPE in types:
+            torch_releases.name_default_backend(group, dist.ProcessGroup.BackendType.CUSTOM)
+        # Of absent ranks, CPU tensors are refused, as NCCL refuses them.
+        if gpus.DEVICE_TYPE in types and not ranks_are_absent:
+            if _CPU.type not in types:
                 backend = group._get_backend(torch.device(gpus.DEVICE_TYPE))
                 custom = dist.ProcessGroup.BackendType.CUSTOM
                 group._register_backend(_CPU, custom, backend)

@@ -20,9 +20,7 @@ def forget() -> None:
         return
     for cache in _caches():
         cache.cache_clear()
-    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
-    if clear is not None:  # C++ has a cache of its own since torch 2.10
-        clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()  # C++ has one of its own
 
 
 def _caches() -> Iterator[Any]:

@@ -14,11 +14,10 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from vgpu import torch_releases
 from vgpu.changes import Changes
 from vgpu.collectives import groups
 from vgpu.collectives.imported import when_imported
-
-_SETUP = "_initialize_pipeline_distributed_state"  # since torch 2.13
 
 
 def install(changes: Changes) -> None:
@@ -27,8 +26,11 @@ def install(changes: Changes) -> None:
 
 
 def _without_votes(module: ModuleType, changes: Changes) -> None:
-    if hasattr(module._PipelineSchedule, _SETUP):
-        changes.wrap(module._PipelineSchedule, _SETUP, _as_a_fake_group)
+    schedule = module._PipelineSchedule
+    if torch_releases.votes_in_warm_up(schedule):
+        changes.wrap(schedule, "_warmup_p2p", _alone)
+    else:
+        changes.wrap(schedule, "_initialize_pipeline_distributed_state", _as_a_fake_group)
 
 
 def _as_a_fake_group(plain: Callable[..., None]) -> Callable[..., None]:
@@ -40,3 +42,11 @@ def _as_a_fake_group(plain: Callable[..., None]) -> Callable[..., None]:
             return plain(*args, **kwargs)
 
     return initialize
+
+
+def _alone(plain: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(plain)
+    def warm_up(*args: Any, **kwargs: Any) -> None:
+        return (torch_releases.warm_up_alone if groups.ranks_are_absent else plain)(*args, **kwargs)
+
+    return warm_up

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 
-from vgpu.launch import machine
+from vgpu.launch import launcher
 from vgpu.launch.forkserver import context, main_module_hidden
 
 WORKER_BYTES = 2**30
@@ -33,7 +33,7 @@ Each = Callable[[Callable[..., Any], Tasks], Iterator[tuple[int, Any]]]
 def at_once() -> int:
     """How many processes this machine's cores and free memory are enough for; at least 1."""
     free_bytes = psutil.virtual_memory().available
-    return max(1, min(machine.cores(), free_bytes // WORKER_BYTES))
+    return max(1, min(launcher.cores(), free_bytes // WORKER_BYTES))
 
 
 @contextmanager

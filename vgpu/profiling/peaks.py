@@ -15,10 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import vgpu
+from vgpu import torch_releases
 from vgpu.memory.gpus import in_backward
 from vgpu.memory.records import MemoryEvent
 from vgpu.tensor.tensor import VirtualTensor, block_of
@@ -180,6 +182,7 @@ def _of_wrappers() -> dict[CodeType, str]:
         FSDPParam.init_unsharded_param: GATHERED,
         FSDPParam.alloc_all_gather_outputs: GATHERED,
         collectives.foreach_reduce: GRADIENTS,
+        torch_releases.widens_gradients(FSDPParam, FSDPParamGroup): GRADIENTS,
         DistributedDataParallel._pre_forward: OTHER,  # buckets, in the second step
     }
     return {inspect.unwrap(function).__code__: cause for function, cause in causes.items()}

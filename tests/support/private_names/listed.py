@@ -303,6 +303,10 @@ RELIANCES = (
             "torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_all_gather_copy_out",
             "torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce",
             "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
+            "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
+            "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+            "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
+            "._set_unsharded_grad_dtypes",
             "torch.distributed.tensor._api.DTensor._local_tensor",
         ),
     ),
@@ -322,7 +326,10 @@ RELIANCES = (
         "forgetting the plans of DTensor when a cluster is left",
         "Look where torch/distributed/tensor/_sharding_prop.py keeps what it has planned, and empty "
         "that in distributed/meshes.py.",
-        ("torch.distributed.tensor._api.DTensor._op_dispatcher",),
+        (
+            "torch._C._clear_DTensor_sharding_propagator_cache",
+            "torch.distributed.tensor._api.DTensor._op_dispatcher",
+        ),
     ),
     Reliance(
         "pipelines of torch on a cluster, whose absent ranks have no vote",
@@ -332,6 +339,7 @@ RELIANCES = (
             "torch.distributed.pipelining.schedules._PipelineSchedule",
             "torch.distributed.pipelining.schedules._PipelineSchedule"
             "._initialize_pipeline_distributed_state",
+            "torch.distributed.pipelining.schedules._PipelineSchedule._warmup_p2p",
         ),
     ),
     Reliance(
@@ -342,7 +350,7 @@ RELIANCES = (
     ),
     Reliance(
         "saying which rank waits for what",
-        "launch/places.py falls back to the ranks' Python stacks where the flight recorder has "
+        "launch/call_sites.py falls back to the ranks' Python stacks where the flight recorder has "
         "nothing; the messages of lesson 06 are then less certain, and its tests say where.",
         (
             "torch._C._distributed_c10d._dump_fr_trace",
@@ -351,7 +359,7 @@ RELIANCES = (
     ),
     Reliance(
         "starting ranks quickly: what the forkserver imports ahead",
-        "Take it out of PRELOAD in forkserver/server.py; ranks then start more slowly.",
+        "Take it out of PRELOAD in launch/forkserver.py; ranks then start more slowly.",
         ("torch._dynamo",),
     ),
     Reliance(
@@ -396,7 +404,18 @@ WITHOUT_CUDA = ("torch._C._cuda_getDeviceCount",)
 """Missing from PyTorch's CPU builds; lesson 01 makes them there for a moment."""
 
 SINCE = {
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
+    "._set_unsharded_grad_dtypes": (2, 15),
     "torch.distributed.pipelining.schedules._PipelineSchedule"
-    "._initialize_pipeline_distributed_state": (2, 13),
+    "._initialize_pipeline_distributed_state": (2, 15),
 }
-"""Missing from a torch before this one, which has no need of them."""
+"""Missing from a torch before this one; vgpu/torch_releases.py says what is there instead."""
+
+UNTIL = {
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed": (
+        2,
+        14,
+    ),
+    "torch.distributed.pipelining.schedules._PipelineSchedule._warmup_p2p": (2, 14),
+}
+"""Missing from a torch after this one."""

@@ -18,7 +18,7 @@ def what_is_refused(device):
         return torch.ones(*size, device=device, **kwargs)
 
     turned, half, pair = made(2, 3).t(), {"dtype": torch.half}, [made(2), made(2)]
-    reduce_scatter, all_gather = dist.reduce_scatter_tensor, dist.all_gather_into_tensor
+    reduce_scatter, all_gather = dist.reduce_scatter_single, dist.all_gather_single
     calls = {
         "all_reduce, turned": lambda: dist.all_reduce(turned),
         "broadcast, turned": lambda: dist.broadcast(turned, 0),
@@ -68,7 +68,7 @@ def refused_by_ranks(rank, world, what_is_refused):
     images = images.to(memory_format=torch.channels_last)
     dist.all_reduce(images)
     gathered = torch.empty(4, 3, 4, 4, device=device).to(memory_format=torch.channels_last)
-    dist.all_gather_into_tensor(gathered, images + rank)
+    dist.all_gather_single(gathered, images + rank)
     parts = [torch.empty(1 + each, device=device) for each in range(2)]
     work = dist.all_gather(parts, torch.full((1 + rank,), 7.0 + rank, device=device), async_op=True)
     work.wait()

@@ -14,7 +14,7 @@ def main(rank, world):
     cpu = torch.ones(3)
     held = torch.vgpu.memory_allocated()
     (reduced,) = dist.all_reduce(x, async_op=True).get_future().wait()
-    gathered = dist.all_gather_into_tensor(y, x, async_op=True).get_future().wait()
+    gathered = dist.all_gather_single(y, x, async_op=True).get_future().wait()
     work = dist.all_gather(parts, x, async_op=True)
     listed = work.get_future().wait()
     work.wait()  # its future is done a moment before it is

@@ -25,14 +25,14 @@ COLLECTIVES = {
     "all_gather": (
         "out = [make(3) for _ in range(n)]; done(dist.all_gather(out, make(3), **call))"
     ),
-    "all_gather_into_tensor": (
-        "out = [make(3 * n)]; done(dist.all_gather_into_tensor(out[0], make(3), **call))"
+    "all_gather_single": (
+        "out = [make(3 * n)]; done(dist.all_gather_single(out[0], make(3), **call))"
     ),
     "reduce_scatter": (
         "out = [make(3)]; done(dist.reduce_scatter(out[0], [make(3) for _ in range(n)], **call))"
     ),
-    "reduce_scatter_tensor": (
-        "out = [make(3)]; done(dist.reduce_scatter_tensor(out[0], make(3 * n), **call))"
+    "reduce_scatter_single": (
+        "out = [make(3)]; done(dist.reduce_scatter_single(out[0], make(3 * n), **call))"
     ),
     "all_to_all": (
         "out = [make(2) for _ in range(n)]\n"
@@ -92,8 +92,8 @@ AT_ONCE = {
         "out = [part + 0 for part in (out if isinstance(out, list) else [out])]"
         for name, values in {
             "all_reduce": "make(4), 'sum'",
-            "all_gather_tensor": "make(3), 0",
-            "reduce_scatter_tensor": "make(2 * n), 'sum', 0",
+            "all_gather_single": "make(3), 0",
+            "reduce_scatter_single": "make(2 * n), 'sum', 0",
             "all_to_all_single": "make(2 * n), None, None",
             "broadcast": "make(3), 1",
             "all_reduce_coalesced": "[make(3), make(2)], 'sum'",
@@ -262,10 +262,10 @@ def test_bad_gpus_are_refused(options, phrase):
 def test_real_gpus_are_taken_where_there_are_enough(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.delenv("COURSE_DEVICES", raising=False)
+    monkeypatch.delenv("VGPU_DEVICES", raising=False)
     assert launcher._virtual_gpus(2, "V100", None) is None
     assert launcher._virtual_gpus(3, "V100", 7) == (vgpu.get_spec("V100"), 7)
-    monkeypatch.setenv("COURSE_DEVICES", "vgpu")
+    monkeypatch.setenv("VGPU_DEVICES", "vgpu")
     assert launcher._virtual_gpus(2, "V100", 7) == (vgpu.get_spec("V100"), 7)
 
 
@@ -285,9 +285,9 @@ def test_one_large_tensor_is_read_as_nccl_reads_it():
             gpu = torch.device("vgpu", rank)
             row = torch.full((2, 3), float(rank), device=gpu)
             gathered = torch.empty(1, 12, device=gpu)
-            dist.all_gather_into_tensor(gathered, row)
+            dist.all_gather_single(gathered, row)
             mine = torch.empty(3, 2, device=gpu)
-            dist.reduce_scatter_tensor(mine, torch.arange(12.0, device=gpu).reshape(1, 12))
+            dist.reduce_scatter_single(mine, torch.arange(12.0, device=gpu).reshape(1, 12))
             return gathered.cpu(), mine.cpu()
         """
     )["main"]

@@ -53,13 +53,13 @@ COLLECTIVES = """
 import torch.distributed._functional_collectives as functional
 
 def all_gather(part, whole):
-    dist.all_gather_into_tensor(whole(), part)
+    dist.all_gather_single(whole(), part)
 
 def all_gather_of_a_list(part, whole):
     dist.all_gather([torch.empty_like(part) for _ in range(dist.get_world_size())], part)
 
 def reduce_scatter(part, whole):
-    dist.reduce_scatter_tensor(part, whole())
+    dist.reduce_scatter_single(part, whole())
 
 def all_reduce(part, whole):
     dist.all_reduce(whole())

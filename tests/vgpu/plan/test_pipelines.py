@@ -193,6 +193,7 @@ def _torch_s_own(whole, rank, gpu):
     optimizer = torch.optim.AdamW(divided.module.parameters(), fused=True)
 
     def step():
+        tokens = torch.randint(SIZES.vocabulary, (6, 128), device=gpu)
         given, right = ((tokens,), {}) if part.first else ((), {"target": tokens})
         running.step(*given, **right, return_outputs=False)
         optimizer.step()

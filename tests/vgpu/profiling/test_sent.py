@@ -19,15 +19,15 @@ def sent_by_plain(rank, world_size):
     small, large = torch.zeros(8, device=own_gpu()), torch.zeros(32, device=own_gpu())
     with Sent() as sent:
         dist.all_reduce(small)
-        dist.all_gather_into_tensor(large, small)
+        dist.all_gather_single(large, small)
         dist.all_gather([torch.empty_like(small) for _ in range(world_size)], small)
-        dist.reduce_scatter_tensor(small, large)
+        dist.reduce_scatter_single(small, large)
         dist.reduce_scatter(small, list(large.chunk(world_size)))
         dist.all_to_all_single(torch.empty_like(small), small)
         dist.broadcast(small, src=0)
         functional.all_reduce(small, "sum", dist.group.WORLD).wait()
-        functional.all_gather_tensor(small, 0, dist.group.WORLD).wait()
-        functional.reduce_scatter_tensor(large, "sum", 0, dist.group.WORLD) + 1
+        functional.all_gather_single(small, 0, dist.group.WORLD).wait()
+        functional.reduce_scatter_single(large, "sum", 0, dist.group.WORLD) + 1
         dist.barrier()
     return sent.calls, sent.size_bytes
 

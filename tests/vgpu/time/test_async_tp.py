@@ -16,13 +16,6 @@ from toy_gpu import SPEC
 import vgpu
 from vgpu import launch
 
-# torch 2.13 renames collectives.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
-all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-reduce_scatter = (
-    getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
-)
-
 FAST = vgpu.Link("1 kB in 1 µs", 1e9, 0.0, "made for these tests")
 SLOW = vgpu.Link("1 kB in 5 µs", 0.2e9, 0.0, "made for these tests")
 EXACT = {
@@ -69,7 +62,7 @@ def times(timeline):
 
 
 def one_product(shard, whole, weight, *others):
-    return all_gather(shard, 0, dist.group.WORLD) @ weight
+    return functional.all_gather_single(shard, 0, dist.group.WORLD) @ weight
 
 
 # First its own piece is copied to where the others find it, 2 µs. On the fast link, pieces come while
@@ -91,7 +84,7 @@ def test_a_gather_runs_beside_the_pieces_of_its_product(link, wanted):
 
 def test_products_share_the_pieces_of_their_gather():
     def program(shard, whole, first, second, third):
-        gathered = all_gather(shard, 0, dist.group.WORLD)
+        gathered = functional.all_gather_single(shard, 0, dist.group.WORLD)
         hidden = (gathered @ first).relu()
         return hidden * (gathered @ second)
 
@@ -106,7 +99,7 @@ def test_products_share_the_pieces_of_their_gather():
 @pytest.mark.parametrize(("link", "wanted"), [(FAST, 4 * PIECE), (SLOW, PIECE + 3 * 10)])
 def test_a_reduce_scatter_runs_beside_the_pieces_of_its_product(link, wanted):
     def program(shard, whole, weight, *others):
-        return reduce_scatter(whole @ weight, "sum", 0, dist.group.WORLD).wait()
+        return functional.reduce_scatter_single(whole @ weight, "sum", 0, dist.group.WORLD).wait()
 
     timeline = recorded(program, link)
     # 2 kB a piece are sent. At the end four pieces are read, and their sum is written.
@@ -116,10 +109,12 @@ def test_a_reduce_scatter_runs_beside_the_pieces_of_its_product(link, wanted):
 
 def test_pieces_of_another_dimension_need_no_copy():
     def program(shard, whole, weight, second, third):
-        gathered = all_gather(shard.view(2, 25, 5), 1, dist.group.WORLD)
+        gathered = functional.all_gather_single(shard.view(2, 25, 5), 1, dist.group.WORLD)
         product = gathered @ weight
         del gathered
-        return reduce_scatter((product * 2) @ empty(10, 5), "sum", 1, dist.group.WORLD)
+        return functional.reduce_scatter_single(
+            (product * 2) @ empty(10, 5), "sum", 1, dist.group.WORLD
+        )
 
     timeline, plain = recorded(program), recorded(program, async_tp=False)
     assert launched(plain) == [
@@ -138,7 +133,7 @@ def test_pieces_of_another_dimension_need_no_copy():
 
 def test_other_readers_of_a_gather_start_after_its_products():
     def program(shard, whole, weight, *others):
-        gathered = all_gather(shard, 0, dist.group.WORLD)
+        gathered = functional.all_gather_single(shard, 0, dist.group.WORLD)
         return gathered @ weight, gathered.t() @ whole
 
     # Its own piece is copied to where the gathered ones lie, 2 µs. (5, 200) by (200, 5) are 8.1 µs.
@@ -148,7 +143,7 @@ def test_other_readers_of_a_gather_start_after_its_products():
 @pytest.mark.parametrize("outlives", [False, True])
 def test_a_copy_that_outlives_the_recording_is_made(outlives):
     def program(shard, whole, weight, *others):
-        gathered = all_gather(shard.view(2, 25, 5), 1, dist.group.WORLD)
+        gathered = functional.all_gather_single(shard.view(2, 25, 5), 1, dist.group.WORLD)
         return gathered @ weight, gathered if outlives else None
 
     # As a forward pass whose backward pass is recorded on its own.
@@ -160,39 +155,41 @@ def test_a_copy_that_outlives_the_recording_is_made(outlives):
 
 
 def elementwise_between(shard, whole, weight, *others):
-    return all_gather(shard, 0, dist.group.WORLD).relu() @ weight
+    return functional.all_gather_single(shard, 0, dist.group.WORLD).relu() @ weight
 
 
 def gathered_on_the_right(shard, whole, *others):
-    return whole.view(5, 200) @ all_gather(shard, 0, dist.group.WORLD)
+    return whole.view(5, 200) @ functional.all_gather_single(shard, 0, dist.group.WORLD)
 
 
 def summed_over_what_was_gathered(shard, whole, *others):
-    return all_gather(shard, 0, dist.group.WORLD).t() @ whole
+    return functional.all_gather_single(shard, 0, dist.group.WORLD).t() @ whole
 
 
 def both_factors(shard, whole, *others):
-    gathered = all_gather(shard.view(5, 50), 0, dist.group.WORLD)  # (20, 50)
+    gathered = functional.all_gather_single(shard.view(5, 50), 0, dist.group.WORLD)  # (20, 50)
     return gathered @ gathered.view(50, 20)
 
 
 def a_weight_of_it(shard, whole, weight, *others):
-    gathered = all_gather(shard, 0, dist.group.WORLD)
+    gathered = functional.all_gather_single(shard, 0, dist.group.WORLD)
     return gathered @ (weight + gathered.sum())
 
 
 def product_read_twice(shard, whole, weight, *others):
     product = whole @ weight
-    return reduce_scatter(product, "sum", 0, dist.group.WORLD).wait(), product.neg()
+    return functional.reduce_scatter_single(
+        product, "sum", 0, dist.group.WORLD
+    ).wait(), product.neg()
 
 
 def sum_of_products(shard, whole, first, second, *others):
     both = whole @ first + whole @ second
-    return reduce_scatter(both, "sum", 0, dist.group.WORLD).wait()
+    return functional.reduce_scatter_single(both, "sum", 0, dist.group.WORLD).wait()
 
 
 def on_another_stream(shard, whole, weight, *others):
-    gathered = all_gather(shard, 0, dist.group.WORLD).wait()
+    gathered = functional.all_gather_single(shard, 0, dist.group.WORLD).wait()
     other = torch.vgpu.Stream()
     other.wait_stream(torch.vgpu.current_stream())
     with other:

@@ -132,7 +132,7 @@ def test_a_deferred_write_to_a_block_is_launched_before_a_collective_fills_a_par
     part, read = kilobytes(5), kilobytes(20)
     with vgpu.record(dataclasses.replace(COSTS, fuses=True)) as timeline:
         whole = read.neg()
-        dist.all_gather_into_tensor(whole[: 2 * part.numel()], part)
+        dist.all_gather_single(whole[: 2 * part.numel()], part)
     assert times_us(timeline, "kernel") == us((0, 40))
     ((begin, _),) = times_us(timeline, "collective")
     assert begin == pytest.approx(40) and timeline.races == []

@@ -28,11 +28,7 @@ COSTS = vgpu.CostModel(
 )
 US = 1e-6
 
-pytestmark = [
-    pytest.mark.virtual_gpus(2, gpu=SPEC),
-    # torch 2.13 renames collectives.
-    pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning"),
-]
+pytestmark = pytest.mark.virtual_gpus(2, gpu=SPEC)
 
 
 def near(microseconds):

@@ -49,12 +49,12 @@ class Recipe:
 
 def _gathered(part: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
     whole = part.new_empty(part.size(0) * group.size(), *part.shape[1:])
-    return whole, dist.all_gather_into_tensor(whole, part, group, async_op=True)
+    return whole, dist.all_gather_single(whole, part, group, async_op=True)
 
 
 def _scattered(whole: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
     part = whole.new_empty(whole.size(0) // group.size(), *whole.shape[1:])
-    return part, dist.reduce_scatter_tensor(part, whole, group=group, async_op=True)
+    return part, dist.reduce_scatter_single(part, whole, group=group, async_op=True)
 
 
 class _Columns(torch.autograd.Function):

@@ -19,8 +19,6 @@ from vgpu.tensor.operators import Args, Handler, Kwargs, Operator, named_argumen
 from vgpu.tensor.same_device import check_for
 from vgpu.tensor.tensor import wrap
 
-_CONTEXT = linear_cross_entropy._ChunkContext
-_OPTIONS = linear_cross_entropy_options.LinearCrossEntropyOptions
 _NEEDED = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}  # compute capability
 
 
@@ -59,8 +57,10 @@ HANDLERS: dict[str, Handler] = {
 
 
 def install(changes: Changes) -> None:
-    changes.set(_OPTIONS, "_resolve_auto_acc_dtype", staticmethod(_summing_in(_OPTIONS)))
-    changes.set(_CONTEXT, "build", classmethod(_for_virtual_gpus(_CONTEXT.build)))
+    context = linear_cross_entropy._ChunkContext
+    options = linear_cross_entropy_options.LinearCrossEntropyOptions
+    changes.set(options, "_resolve_auto_acc_dtype", staticmethod(_summing_in(options)))
+    changes.set(context, "build", classmethod(_for_virtual_gpus(context.build)))
 
 
 def _summing_in(options: Any) -> Callable[..., torch.dtype | None]:

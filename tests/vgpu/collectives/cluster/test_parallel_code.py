@@ -3,7 +3,6 @@
 import subprocess
 import sys
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,9 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from toy_cluster import collectives, toy
 
 import vgpu
-
-# torch 2.13 renames collectives.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
 
 
 def mlp(width=256):

@@ -9,12 +9,6 @@ from toy_cluster import EXACT, LINK, collectives, toy
 
 import vgpu
 
-# torch 2.13 renames collectives.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
-
-# Renamed in torch 2.15.
-all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-
 
 def test_values_are_not_sent():
     with toy():
@@ -36,8 +30,8 @@ MEGABYTES_8 = 2_000_000  # elements of float32
     ("call", "milliseconds"),
     [
         # 6 steps inside and 1 between hosts, 7/8 of the bytes at 4 × 0.5 GB/s, but at most 1 GB/s.
-        (lambda x, parts: dist.all_gather_into_tensor(x, parts[0]), 0.016 + 7),
-        (lambda x, parts: dist.reduce_scatter_tensor(parts[0], x), 0.016 + 7),
+        (lambda x, parts: dist.all_gather_single(x, parts[0]), 0.016 + 7),
+        (lambda x, parts: dist.reduce_scatter_single(parts[0], x), 0.016 + 7),
         (lambda x, parts: dist.all_gather(parts, parts[0].clone()), 0.016 + 7),
         (lambda x, parts: dist.reduce_scatter(parts[0], list(parts)), 0.016 + 7),
         # The ring takes 2 × 7.016, a tree 2 (3 × 0.001 + 0.01) + 16 / 0.92.
@@ -142,7 +136,7 @@ def test_functional_collectives_wait_when_they_are_used():
         x = torch.empty(8, 250_000, device="vgpu")
         with vgpu.record(**EXACT) as timeline:
             total = functional.all_reduce(x, "sum", dist.group.WORLD)
-            gathered = all_gather(x, 0, dist.group.WORLD)
+            gathered = functional.all_gather_single(x, 0, dist.group.WORLD)
             x + total
         assert gathered.shape == (64, 250_000)
     first, second = collectives(timeline)

@@ -22,8 +22,6 @@ from vgpu.plan import meshes
 from vgpu.plan.meshes import DIMENSIONS
 from vgpu.plan.transformer import LLAMA, Transformer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
-
 MODEL = dataclasses.replace(LLAMA["70B"], sequence=8192)
 SIZES = {"tensor": 4, "context": 2, "pipeline": 2, "data": 4}
 

@@ -5,7 +5,7 @@ import torch
 from cells import cell
 
 from vgpu import launch
-from vgpu.launch.payload import dumps, pack
+from vgpu.launch.messages import dumps, dumps_call
 
 THINGS = [
     ("a tensor on vgpu:1", lambda: torch.ones(2, device="vgpu:1")),
@@ -48,6 +48,6 @@ def test_a_result_on_a_virtual_gpu_is_refused_in_the_same_words():
 @pytest.mark.virtual_gpus(1)
 def test_what_is_on_the_cpu_travels_while_virtual_gpus_are_enabled():
     model = torch.nn.Linear(2, 1).to("vgpu").cpu()
-    assert b"vgpu" not in dumps(model) and pack(print, (torch.device("cpu"), model))
+    assert b"vgpu" not in dumps(model) and dumps_call(print, (torch.device("cpu"), model))
     [weight] = launch.run(cell("def main(rank, world_size, m): return m.weight")["main"], 1, model)
     torch.testing.assert_close(weight, model.weight)

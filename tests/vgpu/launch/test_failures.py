@@ -3,6 +3,7 @@
 import os
 import signal
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from cells import cell
 
 from vgpu import launch
 from vgpu.launch import launcher
-from vgpu.launch.team import Team
+from vgpu.launch.processes import RankProcesses
 
 
 @dataclass
@@ -84,38 +85,7 @@ except ZeroDivisionError as error:
         "a result that cannot be rebuilt here",
         "return DDP(torch.nn.Linear(1, 1))",
         launch.LaunchError,
-        ["the result of rank 0 arrived, but cannot be rebuilt here", "model.module"],
-    ),
-    Fault(
-        "a folder that is gone before the result is written",
-        "from vgpu.launch import rank as inside\nshutil.rmtree(inside._rank.scratch)\nreturn 1",
-        launch.RankRaised,
-        ["could not write what it returned: FileNotFoundError", tempfile.gettempdir(), "TMPDIR"],
-        nprocs=1,
-    ),
-    Fault(
-        "a folder that is gone before the result is read",
-        """
-class Late:
-    def __reduce__(self):
-        from vgpu.launch import rank as inside
-        shutil.rmtree(inside._rank.scratch)
-        return int, ()
-return Late()""",
-        launch.LaunchError,
-        ["rank 0 has returned, but the folder of this run is gone", "TMPDIR"],
-        nprocs=1,
-    ),
-    Fault(
-        "a rank that closes its pipe to the parent",
-        """
-from vgpu.launch import rank as inside
-dist.barrier()
-if rank == 0: os.close(inside._rank._control.fileno())
-time.sleep(1000)""",
-        launch.RankDied,
-        ["rank 0 of 2 ended with exit code 1 before it returned"],
-        absent=["memory runs out"],
+        ["the result of rank 0 was sent, but cannot be rebuilt here", "model.module"],
     ),
     Fault(
         "killed, as when memory runs out",
@@ -205,13 +175,13 @@ if rank:
         absent=["never would have"],
     ),
     Fault(
-        "a hang inside the package",
+        "a hang in a module that the cell calls",
         """
 from helpers.train import checkpoints
 from pathlib import Path
 if rank: checkpoints.newest(Path("nowhere"))""",
         launch.RanksHung,
-        ["rank 1 waits in broadcast_object_list, <cell", "line 4: if rank: checkpoints.newest"],
+        ["rank 1 waits in all_gather_object, <cell", "line 4: if rank: checkpoints.newest"],
     ),
     Fault(
         "a recv without its send",
@@ -321,29 +291,31 @@ def test_what_a_rank_printed_before_its_fault_is_shown(capsys):
     assert capsys.readouterr().out == "[rank 0] one before\n"
 
 
-def test_the_stop_button_says_where_the_ranks_were_and_ends_them(capsys, others):
+def test_the_stop_button_says_where_the_ranks_were_and_ends_them(capsys, others, tmp_path):
     function = cell(
         """
-        def main(rank, world_size):
-            launch.report(rank)
+        def main(rank, world_size, folder):
+            (folder / str(rank)).touch()
             if rank == 0:
                 dist.barrier()
             time.sleep(1000)
         """
     )["main"]
-    reports = []
 
-    def stop(rank, content):
-        reports.append(content)
-        if len(reports) == 2:
-            signal.raise_signal(signal.SIGINT)
+    def stop():
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
 
     # A shell ignores the signal for what it starts in the background, tests included.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    stopper = threading.Thread(target=stop)
+    stopper.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            launch.run(function, 2, on_report=stop)
+            launch.run(function, 2, tmp_path)
     finally:
+        stopper.join()
         signal.signal(signal.SIGINT, before)
     shown = capsys.readouterr().out
     assert "Stopped. Where the ranks were:" in shown
@@ -351,20 +323,16 @@ def test_the_stop_button_says_where_the_ranks_were_and_ends_them(capsys, others)
     assert left_behind(others) == []
 
 
-def test_an_error_in_on_report_ends_the_ranks(others):
-    function = cell(
-        """
-        def main(rank, world_size):
-            launch.report(rank)
-            time.sleep(1000)
-        """
-    )["main"]
-
-    def broken(rank, content):
-        raise RuntimeError("no such widget")
-
-    with pytest.raises(RuntimeError, match="no such widget"):
-        launch.run(function, 2, on_report=broken)
+def test_a_thread_that_outlives_the_function_is_reported(monkeypatch, others):
+    source = """
+    def main(rank, world_size):
+        if rank:
+            threading.Thread(target=time.sleep, args=(1000,)).start()
+        return rank
+    """
+    monkeypatch.setattr(launcher, "RELEASE_LIMIT_S", 0.5)
+    with pytest.warns(UserWarning, match="rank 1 still ran something else, such as a thread"):
+        assert launch.run(cell(source)["main"], 2) == [0, 1]
     assert left_behind(others) == []
 
 
@@ -382,15 +350,15 @@ def test_a_run_after_a_failed_one_works():
 
 def test_ranks_that_all_fail_while_they_are_asked_where_they_are(monkeypatch):
     """A hang is looked for after half a second, which is when short functions fail."""
-    ask = Team.ask_where
+    ask = RankProcesses.ask_states
 
-    def until_all_have_failed(team, time_s):
-        while any(member.outcome is None for member in team.members):
-            team.listen(time.monotonic() + 1)
-        return ask(team, time_s)
+    def until_all_have_failed(processes, time_s):
+        while any(rank.outcome is None for rank in processes.ranks):
+            processes.listen(time.monotonic() + 1)
+        return ask(processes, time_s)
 
     monkeypatch.setattr(launcher, "FIRST_LOOK_S", 0.0)
-    monkeypatch.setattr(Team, "ask_where", until_all_have_failed)
+    monkeypatch.setattr(RankProcesses, "ask_states", until_all_have_failed)
     fails = cell("def main(rank, world_size): raise ValueError(rank)")["main"]
     with pytest.raises(launch.RankRaised, match="ValueError"):
         launch.run(fails, 2)
