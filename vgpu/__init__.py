@@ -9,9 +9,9 @@ from vgpu.iterations import data_parallel_iteration, ddp_iteration
 from vgpu.memory.blocks import record_memory
 from vgpu.tensor.shapes import NoValueError, is_shape, shapes_only
 from vgpu.time.costs import CostModel, fit_share
-from vgpu.time.joint import Deadlock, joined, replay
-from vgpu.time.recorder import record, spend
-from vgpu.time.trace import FreedInUse, Race, Timeline, TraceEvent, covered_s
+from vgpu.time.record import record, spend
+from vgpu.time.simulate import Deadlock, joined, replay
+from vgpu.time.timeline import FreedInUse, Race, Timeline, TraceEvent, covered_s
 
 __all__ = [
     "LINKS",

@@ -9,6 +9,7 @@ machine without a GPU.
 """
 
 import contextlib
+import copyreg
 import dataclasses
 import operator
 from typing import Any
@@ -24,7 +25,9 @@ from vgpu.hardware.specs import GPUSpec, get_spec
 from vgpu.memory import gpus
 from vgpu.tensor import custom, device_names, kernels, refusals, shapes
 from vgpu.tensor.gpu_only import out_dtype, rms_norm, sync_batch_norm
-from vgpu.time import joint
+from vgpu.time.simulate import simulate
+from vgpu.time.steps import Program
+from vgpu.time.timeline import Timeline
 from vgpu.torch_patches import (
     accelerator,
     attention,
@@ -195,7 +198,20 @@ def _name_device_type() -> None:
     _named = True
 
 
-joint.name_with(_name_device_type)
+def _simulated_again(programs: tuple[Program, ...]) -> Timeline:
+    """The timeline of programs that came from another process, where devices had names."""
+    _name_device_type()
+    return simulate(programs)
+
+
+def _as_programs(timeline: Timeline) -> Any:
+    """Devices don't leave their process. Steps can travel, and give the same timeline again."""
+    if not timeline.programs:
+        return timeline.__reduce_ex__(2)
+    return _simulated_again, (timeline.programs,)
+
+
+copyreg.pickle(Timeline, _as_programs)
 
 # What torch generates for a new device type: Tensor.vgpu, Tensor.is_vgpu, Module.vgpu and so on.
 _methods: list[tuple[Any, str, Any]] = []

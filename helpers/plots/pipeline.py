@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from helpers.plots.style import COLOURS, figure, headline, show, title
-from vgpu.time.trace import Timeline, covered_s
+from vgpu.time.timeline import Timeline, covered_s
 
 
 def split_sizes(

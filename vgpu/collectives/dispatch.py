@@ -22,7 +22,7 @@ from vgpu.collectives import borrowed_buffers, process_groups, table, wrappers
 from vgpu.collectives.borrowed_buffers import BorrowedBuffers
 from vgpu.collectives.calls import Call, Tensors, tensors_in
 from vgpu.memory import gpus
-from vgpu.memory.gpus import VirtualGPU
+from vgpu.memory.gpus import VirtualGPU, in_backward
 from vgpu.tensor import operations, rules
 from vgpu.tensor.operations import compute
 from vgpu.tensor.operators import Args, Handler, Kwargs, Operator
@@ -30,8 +30,7 @@ from vgpu.tensor.shapes import operations as shape_operations
 from vgpu.tensor.shapes.operations import ShapeCall
 from vgpu.tensor.tensor import VirtualTensor
 from vgpu.time import recording
-from vgpu.time.backward import in_backward
-from vgpu.time.lanes import Done
+from vgpu.time.happens_before import Enqueued
 from vgpu.time.recording import Recording
 from vgpu.time.streams import Stream
 from vgpu.torch_patches.undo import Changes
@@ -199,7 +198,7 @@ def _run_fsdp_of_shapes(shapes: ShapeCall) -> Any:
 class _Waiting:
     """What waiting for a collective does: the current stream waits, or the host for a barrier."""
 
-    def __init__(self, done: Done | None, gpu: VirtualGPU, by_host: bool) -> None:
+    def __init__(self, done: Enqueued | None, gpu: VirtualGPU, by_host: bool) -> None:
         self._done = done
         self._gpu = gpu
         self._by_host = by_host

@@ -29,13 +29,7 @@ def rounded(request_bytes: int) -> int:
     return -(-request_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
 
 
-_current_stream: Callable[[int], int] | None = None  # None until a stream is made current
-
-
-def streams_from(current_stream: Callable[[int], int]) -> None:
-    """Let ``current_stream`` say which stream is current, by a GPU's index, in this thread."""
-    global _current_stream
-    _current_stream = current_stream
+several_streams = False  # time/streams.py sets it: until then each block is on a default stream
 
 
 class Borrowed(Protocol):
@@ -110,8 +104,12 @@ def of_another_host() -> Iterator[None]:
 class DeviceMemory:
     """The counters of one virtual GPU."""
 
-    def __init__(self, device: torch.device, capacity_bytes: int) -> None:
+    def __init__(
+        self, device: torch.device, capacity_bytes: int, current_stream: Callable[[int], int]
+    ) -> None:
+        """current_stream: by a GPU's index, the number of its stream that is current."""
         self.device = device
+        self._current_stream = current_stream
         self.capacity_bytes = capacity_bytes
         self.allowed_bytes: int | None = None
         """What this process may take of the capacity; None where it may take all."""
@@ -162,7 +160,7 @@ class DeviceMemory:
             if allocated_bytes > self.peak_bytes:
                 self.peak_bytes = allocated_bytes
             if not self.is_gone:
-                stream = _current_stream(self.device.index) if _current_stream else 0
+                stream = self._current_stream(self.device.index) if several_streams else 0
                 block.number = self.reserve.new(size_bytes, stream)
                 if _records:
                     self.record(block, size_bytes, size_bytes, stream, operation)
@@ -178,7 +176,9 @@ class DeviceMemory:
         self.allocated_bytes += more_bytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         if not self.is_gone:
-            stream = _current_stream(self.device.index) if _current_stream and size_bytes else 0
+            stream = 0
+            if several_streams and size_bytes:
+                stream = self._current_stream(self.device.index)
             self.reserve.resized(block.number, size_bytes, stream)
             self.record(block, more_bytes, size_bytes, stream, operation)
 

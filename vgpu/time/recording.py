@@ -1,8 +1,8 @@
 """One recording of virtual time, and which one is under way.
 
 A recording sees every operation that runs on a virtual GPU, with values (``run``) or as shapes
-only (``operation``, ``copied``). Its places (callers/places.py) say what asked for it: which stream,
-which thread of the host, which module, in which pass. The clock then says when it happens.
+only (``operation``, ``copied``). call_sites.py says who issues it: which stream, which thread of the
+host, which module, in which pass. The recorder then gets one step.
 
 Left out: operations on the CPU take no virtual time (``spend`` adds some).
 """
@@ -13,20 +13,18 @@ from typing import Any, Protocol
 
 import torch
 
-from vgpu.memory.gpus import VirtualGPU
+from vgpu.memory.gpus import VirtualGPU, in_backward
 from vgpu.tensor import handlers, operations
 from vgpu.tensor.operators import Args, Kwargs, Operator
 from vgpu.tensor.tensor import VirtualTensor
 from vgpu.time import signatures
-from vgpu.time.backward import in_backward
-from vgpu.time.call_sites import Places
-from vgpu.time.clock import Clock
-from vgpu.time.costs import CostModel, Work, work_of
-from vgpu.time.fusion import Fusion
-from vgpu.time.lanes import Done, StreamTime
+from vgpu.time.call_sites import CallSites
+from vgpu.time.costs import CostModel, Workload, work_of
+from vgpu.time.happens_before import Enqueued, RecordedStream
 from vgpu.time.launching import Launching
 from vgpu.time.races import Accesses, poisoned, replaced
-from vgpu.time.trace import Timeline
+from vgpu.time.recorder import Recorder
+from vgpu.time.timeline import Timeline
 from vgpu.time.traits import Traits, traits_of
 
 under_way: "Recording | None" = None
@@ -86,28 +84,16 @@ class Part(Protocol):
 
 
 class Recording:
-    """Places, launches and races around a clock."""
+    """Call sites, launches and races around a recorder."""
 
-    def __init__(
-        self,
-        costs: CostModel,
-        timeline: Timeline,
-        set_stream: Callable[[int], int | None],
-        priority_of: Callable[[int], int],
-        rank: int = 0,
-    ) -> None:
-        """set_stream: for the index of a GPU, the number of the stream that the thread has set.
-
-        priority_of: for the number of a stream, its priority.
-        """
-        self.clock = Clock(costs, priority_of, self.settle, rank)
-        self.places = Places(self.clock, set_stream)
-        self._accesses = Accesses(self.clock, timeline)
-        fusion = Fusion(self.clock, self._accesses.last_write) if costs.fuses else None
-        self._launching = Launching(self.clock, fusion)
+    def __init__(self, costs: CostModel, timeline: Timeline, rank: int = 0) -> None:
+        self.recorder = Recorder(costs, rank)
+        self.call_sites = CallSites(self.recorder)
+        self._accesses = Accesses(self.recorder, timeline)
+        self._launching = Launching(self.recorder, self._accesses)
         self.stream_numbers: dict[tuple[Any, ...], int] = {}  # of process groups
         self._kept: list[object] = []
-        self._work: dict[tuple[Any, ...], Work] = {}
+        self._work: dict[tuple[Any, ...], Workload] = {}
 
     # Tensors with values
 
@@ -124,7 +110,7 @@ class Recording:
             return self._run_free(func, traits, inputs, args, kwargs)
         written = _virtual(traits.written(args, kwargs)) if traits.writes else []
         if inputs:
-            stream, host = self.places.of(traits.name, inputs[0]._gpu)
+            stream, host = self.call_sites.of(traits.name, inputs[0]._gpu)
             self._launching.before(stream, host, inputs, written)
             late = self._accesses.check(traits.name, inputs, written, stream, host)
             if late:
@@ -134,15 +120,15 @@ class Recording:
         if not inputs:
             if not outputs:
                 return result  # a factory of another device
-            stream, host = self.places.of(traits.name, outputs[0]._gpu)
+            stream, host = self.call_sites.of(traits.name, outputs[0]._gpu)
         work = self._work_of(func, args, kwargs, result)
         done = self._launching.kernel(traits.name, traits.fuses, stream, host, inputs, work)
         self._accesses.note(done, inputs, written)
         if written:  # an in-place operation gives back what it was given
             outputs = [out for out in outputs if not any(out is given for given in written)]
-        self._accesses.note_made(done, outputs)
+        self._accesses.note_allocations(done, outputs)
         if traits.waits_for(args):
-            self.clock.host_waits([stream], traits.name, host)
+            self.recorder.host_waits([stream], traits.name, host)
         return result
 
     def _run_free(
@@ -155,16 +141,16 @@ class Recording:
     ) -> Any:
         """An operator that launches nothing."""
         if inputs:
-            self.places.note(traits.name, inputs[0]._gpu)
+            self.call_sites.note(traits.name, inputs[0]._gpu)
         if traits.records_stream:
             self.record_stream(*args)
         result = operations.run(func, args, kwargs)
         if traits.allocates:
             for made in _virtual((result,)):
-                self._accesses.note_made(self._allocation(traits.name, made._gpu), [made])
+                self._accesses.note_allocations(self._allocation(traits.name, made._gpu), [made])
         return result
 
-    def _work_of(self, func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Work:
+    def _work_of(self, func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Workload:
         try:
             key = signatures.signature(func, args, kwargs)
         except NotImplementedError:  # sparse
@@ -196,40 +182,40 @@ class Recording:
         gpu: VirtualGPU,
         inputs: Sequence[VirtualTensor],
         written: Sequence[VirtualTensor],
-        work: Work,
+        work: Workload,
         waits: bool,
-    ) -> Done | None:
+    ) -> Enqueued | None:
         """Record one operation on shapes; returns by what its results are made, if any are.
 
         waits: whether the host needs a value before it can go on.
         """
         if traits.free:
-            self.places.note(traits.name, gpu)
+            self.call_sites.note(traits.name, gpu)
             return self._allocation(traits.name, gpu) if traits.allocates else None
-        stream, host = self.places.of(traits.name, gpu)
+        stream, host = self.call_sites.of(traits.name, gpu)
         self._launching.before(stream, host, inputs, written)
         self._accesses.check(traits.name, inputs, written, stream, host)
         done = self._launching.kernel(traits.name, traits.fuses, stream, host, inputs, work)
         self._accesses.note(done, inputs, written)
         if waits:
-            self.clock.host_waits([stream], traits.name, host)
+            self.recorder.host_waits([stream], traits.name, host)
         return done
 
-    def _allocation(self, name: str, gpu: VirtualGPU) -> Done:
-        stream, host = self.places.of(name, gpu)
-        return self.clock.allocation(name, stream, host.backward)
+    def _allocation(self, name: str, gpu: VirtualGPU) -> Enqueued:
+        stream, host = self.call_sites.of(name, gpu)
+        return self.recorder.allocation(name, stream, host.backward)
 
     def record_stream(self, used: VirtualTensor, stream: torch.Stream) -> None:
         """``used.record_stream(stream)``; nothing to do for a shape on the host."""
         if gpu_of(used) is not None:
-            time = self.clock.stream(used._gpu, stream.stream_id)
+            time = self.recorder.stream(used._gpu, stream.stream_id)
             self._accesses.record_stream(used, time)
 
     def check_source(self, source: torch.Tensor) -> list[VirtualTensor]:
         """Before a copy: ``source`` in a list if it is not written yet; a race is noted."""
         if not isinstance(source, VirtualTensor) or gpu_of(source) is None:
             return []
-        stream, host = self.places.of("copy", source._gpu, note=False)
+        stream, host = self.call_sites.of("copy", source._gpu, note=False)
         self._launching.before(stream, host, [source], [])
         return self._accesses.check("copy", [source], [], stream, host)
 
@@ -245,57 +231,57 @@ class Recording:
         if source_gpu is target_gpu:
             if source_gpu is None:
                 return
-            stream, host = self.places.of("copy", source_gpu)
+            stream, host = self.call_sites.of("copy", source_gpu)
             self._launching.before(stream, host, [], overwritten)
             self._accesses.check("copy", [], overwritten, stream, host)
-            work = Work(0, size_bytes + target.numel() * target.element_size())
+            work = Workload(0, size_bytes + target.numel() * target.element_size())
             done = self._launching.kernel("copy", True, stream, host, read, work)
             self._accesses.note(done, read, overwritten)
             if not in_place:
-                self._accesses.note_made(done, written)
+                self._accesses.note_allocations(done, written)
             return
         there = here = None
-        operands = self._launching.operands("copy", read, self.clock.host())
+        operands = self._launching.operands("copy", read, self.recorder.host())
         if target_gpu is not None:
-            there, host = self.places.of("copy", target_gpu)
+            there, host = self.call_sites.of("copy", target_gpu)
             self._launching.before(there, host, [], overwritten)
             self._accesses.check("copy", [], overwritten, there, host)
         if source_gpu is not None:
-            here, host = self.places.of("copy", source_gpu)
+            here, host = self.call_sites.of("copy", source_gpu)
         pinned = source_gpu is not None or handlers.is_cpu_pinned(source)
         between = source_gpu is not None and target_gpu is not None
         blocking = not between and (waits or not pinned)
-        dones = self.clock.copy(here, there, host, size_bytes, blocking, operands)
+        dones = self.recorder.copy(here, there, host, size_bytes, blocking, operands)
         if between and target_gpu is not None and in_backward():
             # The next node runs in the thread of the target's device.
-            engine = self.clock.hosts.engine(target_gpu.index)
-            self.clock.follow(engine, host)
+            engine = self.recorder.threads.engine(target_gpu.index)
+            self.recorder.join_threads(engine, [host])
         self._accesses.note(dones[0], read, [])
         self._accesses.note(dones[-1], [], overwritten)
         if not in_place:
-            self._accesses.note_made(dones[-1], written)
+            self._accesses.note_allocations(dones[-1], written)
 
     def collective(self, name: str, size_bytes: int, gpus: Sequence[VirtualGPU]) -> None:
         """Record one collective of the GPUs, on their current streams."""
-        places = [self.places.of(name, gpu, note=False) for gpu in gpus]
+        places = [self.call_sites.of(name, gpu, note=False) for gpu in gpus]
         streams = [stream for stream, _ in places]
         for stream in streams:
-            self.settle(stream)
-        self.clock.collective(name, streams, places[0][1], size_bytes)
+            self.recorder.break_graph(stream)
+        self.recorder.local_collective(name, streams, places[0][1], size_bytes)
 
-    def joined(self, name: str, gpu: VirtualGPU, part: "Part", number: int) -> Done:
+    def joined(self, name: str, gpu: VirtualGPU, part: "Part", number: int) -> Enqueued:
         """Record a collective of a process group, on the group's stream of this number.
 
         The stream waits for the current one, as NCCL's does.
         """
-        current, host = self.places.of(name, gpu, note=False)
+        current, host = self.call_sites.of(name, gpu, note=False)
         read, written, made = _virtual(part.inputs), _virtual(part.outputs), _virtual(part.made)
-        stream = self.clock.stream(gpu, number)
+        stream = self.recorder.stream(gpu, number)
         self._launching.before(stream, host, read, written)
         operands = self._launching.operands(name, read, host)
-        self.clock.wait_stream(stream, current)
+        self.recorder.wait_enqueued(stream, current)
         self._accesses.check(name, read, written, stream, host)
-        done = self.clock.joined(
+        done = self.recorder.group_collective(
             name,
             stream,
             host,
@@ -310,17 +296,17 @@ class Recording:
             self._accesses.record_stream(used, stream)
         return done
 
-    def wait_for(self, done: Done, gpu: VirtualGPU, by_host: bool = False) -> None:
+    def wait_for(self, done: Enqueued, gpu: VirtualGPU, by_host: bool = False) -> None:
         """The current stream of the GPU, or the host, goes on when a collective has ended.
 
         A compiled program ends before it: what the stream has got so far does not wait.
         """
-        current, host = self.places.of("wait", gpu, note=False)
+        current, host = self.call_sites.of("wait", gpu, note=False)
         if by_host:
-            self.clock.host_waits([done.stream], done.operation, host)
+            self.recorder.host_waits([done.stream], done.operation, host)
         else:
-            self.settle(current)
-            self.clock.wait_done(current, done)
+            self.recorder.break_graph(current)
+            self.recorder.wait_operation(current, done)
 
     def wait_for_last_write(self, tensor: VirtualTensor) -> None:
         """``wait_tensor``: the current stream goes on when the tensor has been written.
@@ -329,37 +315,18 @@ class Recording:
         """
         done = self._accesses.last_write(tensor) if gpu_of(tensor) is not None else None
         if done is not None:
-            current, _ = self.places.of("wait", tensor._gpu, note=False)
-            self.clock.wait_done(current, done)
+            current, _ = self.call_sites.of("wait", tensor._gpu, note=False)
+            self.recorder.wait_operation(current, done)
 
     def keep(self, work: object) -> None:
         """Let something live as long as the recording."""
         self._kept.append(work)
 
-    def synchronize(self, streams: Sequence[StreamTime]) -> None:
+    def synchronize(self, streams: Sequence[RecordedStream]) -> None:
         """The host goes on when all work given to the streams has ended."""
         for stream in streams:
-            self.settle(stream)
-        self.clock.host_waits(streams, "synchronize", self.clock.host())
-
-    def has_ended(self, stream: StreamTime) -> bool:
-        """The host asks whether all work given to the stream has ended."""
-        self.settle(stream)
-        return self.clock.ask_stream(stream)
-
-    def settle(self, stream: StreamTime) -> None:
-        """Before someone asks for all that the stream has been given: nothing stays put off."""
-        self._launching.settle(stream)
-
-    def end(self) -> tuple[float, float]:
-        """Seconds until the host had ended, and until everything had."""
-        self._launching.settle(None)
-        return self.clock.end()
-
-    @property
-    def kept(self) -> frozenset[int]:
-        """``Program.kept``; asked at the end."""
-        return self._launching.kept
+            self.recorder.break_graph(stream)
+        self.recorder.host_waits(streams, "synchronize", self.recorder.host())
 
 
 def gpu_of(value: torch.Tensor) -> VirtualGPU | None:

@@ -15,7 +15,7 @@ from vgpu.tensor.shapes.results import Result, learn
 from vgpu.tensor.shapes.shape import HOST, Host, Output, Place, ShapeTensor, no_value
 from vgpu.tensor.tensor import VirtualTensor
 from vgpu.time import recording, signatures
-from vgpu.time.lanes import Done
+from vgpu.time.happens_before import Enqueued
 from vgpu.time.traits import Traits, tensors_in, traits_of
 
 # What shapes answer to questions that need no values.
@@ -259,7 +259,7 @@ def _outputs(
     inputs: Sequence[VirtualTensor],
     result: Result,
     gpu: Place,
-    done: Done | None,
+    done: Enqueued | None,
 ) -> Any:
     """The tensors that a call gives back; in a recording ``done`` wrote them."""
     aliases = facts.aliases
@@ -284,7 +284,7 @@ def _made(
     number: int | None,
     inputs: Sequence[VirtualTensor],
     gpu: Place,
-    done: Done | None,
+    done: Enqueued | None,
 ) -> object:
     """A new tensor, which may view the input of a number; a number or None stands for itself."""
     if type(output) is not Output:

@@ -15,7 +15,7 @@ from vgpu.tensor.rules import rule_for
 from vgpu.tensor.shapes.shape import Output
 from vgpu.tensor.tensor import VirtualTensor
 from vgpu.time import signatures
-from vgpu.time.costs import Work, work_of
+from vgpu.time.costs import Workload, work_of
 from vgpu.time.traits import tensors_in
 
 
@@ -25,7 +25,7 @@ class Result(NamedTuple):
     form: Callable[[Iterable[object]], object] | None  # None for one tensor; else list or tuple
     outputs: list[Output | int | None]  # numbers, and None, stand for themselves
     bases: list[int | None]  # the virtual input, by its number, whose memory an output shares
-    work: Work
+    work: Workload
     alone: Output | None = None  # the output, where it is one tensor with memory of its own
 
 

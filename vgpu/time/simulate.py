@@ -1,7 +1,8 @@
-"""Recordings played again: with another GPU or network, or several ranks together."""
+"""From steps to a timeline: alone, with other costs (``replay``), or several ranks together (``joined``)."""
 
-import copyreg
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,22 +11,37 @@ from tqdm import tqdm
 
 from vgpu.memory import gpus
 from vgpu.time.async_tp import in_pieces
-from vgpu.time.gc_paused import rarely_collected
-from vgpu.time.rendezvous import Meeting, Part
-from vgpu.time.simulator import Player
-from vgpu.time.steps import Collective, Program, Stream
-from vgpu.time.trace import Timeline, TraceEvent, in_order
+from vgpu.time.resources import PendingCollective, Rendezvous
+from vgpu.time.simulator import Simulator
+from vgpu.time.steps import BeginStream, GroupCollective, Program
+from vgpu.time.timeline import Timeline, TraceEvent, in_order
 
 SHOW_PROGRESS_FROM = 300_000
-"""Steps that play in about a second; from here on a bar shows how far they are."""
+"""Steps that are simulated in about a second; from here on a bar shows the progress."""
 
 
 class Deadlock(RuntimeError):
-    """Ranks that play together wait for one another, or for one that has ended."""
+    """Ranks that are simulated together wait for one another, or for one that has ended."""
+
+
+@contextmanager
+def rarely_collected() -> Iterator[None]:
+    """Fewer garbage collections: looking through many records that stay is wasted work."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+def simulate(programs: Sequence[Program]) -> Timeline:
+    """The timeline of a program, by its steps and its costs; of several, as ``joined`` gives it."""
+    return _alone(programs[0]) if len(programs) == 1 else _together(programs)
 
 
 def replay(timeline: Timeline, **changes: Any) -> Timeline:
-    """The same operations again, timed anew: what one more run of the program would give.
+    """The same operations simulated again: what one more run of the program would give.
 
     changes: fields of CostModel by name, such as ``arithmetic_share=0.3``, ``link="PCIe 4"`` or
     ``network="Ethernet 100"``; ``gpu``, a preset or a GPUSpec, for another kind of GPU, with its own
@@ -45,8 +61,7 @@ def replay(timeline: Timeline, **changes: Any) -> Timeline:
         raise ValueError(
             "this timeline has no recorded steps to replay: record() makes one that has"
         )
-    programs = [replace(p, model=p.model.changed(changes)) for p in timeline.programs]
-    return _played(programs)
+    return simulate([replace(p, costs=p.costs.changed(changes)) for p in timeline.programs])
 
 
 def replay_beside(timeline: Timeline, others: Iterable[TraceEvent]) -> Timeline:
@@ -70,52 +85,23 @@ def joined(timelines: Sequence[Timeline]) -> Timeline:
     ValueError for no or several recordings of a rank, for a message from or to a rank without a
     recording, and for calls that do not match. Deadlock names who waits for whom.
     """
-    return together([program for timeline in timelines for program in timeline.programs])
+    return _together([program for timeline in timelines for program in timeline.programs])
 
 
-def rebuilt(programs: tuple[Program, ...]) -> Timeline:
-    """The timeline of programs that came from another process."""
-    _name_device_type()
-    return _played(programs)
-
-
-def _as_programs(timeline: Timeline) -> Any:
-    """Devices stay in their process. Steps can travel, and give the same timeline again."""
-    if not timeline.programs:
-        return timeline.__reduce_ex__(2)
-    return rebuilt, (timeline.programs,)
-
-
-copyreg.pickle(Timeline, _as_programs)
-
-
-def _not_ready() -> None:
-    raise AssertionError("vgpu.backend names the device type, and is not imported")
-
-
-_name_device_type: Callable[[], None] = _not_ready
-
-
-def name_with(name_device_type: Callable[[], None]) -> None:
-    """Let ``name_device_type`` make ``torch.device("vgpu:0")`` valid in this process."""
-    global _name_device_type
-    _name_device_type = name_device_type
-
-
-@rarely_collected()
-def _played(programs: Sequence[Program]) -> Timeline:
-    return _alone(programs[0]) if len(programs) == 1 else together(programs)
+def run(program: Program, others: Iterable[TraceEvent] = ()) -> Simulator:
+    """The program of a rank that is alone, simulated. others: as for ``replay_beside``."""
+    simulator, steps = Simulator(program.costs, program.rank), in_pieces(program)
+    simulator.occupy(others, program.gpu)
+    with rarely_collected(), _bar(len(steps)) as bar:
+        simulator.run(_counted(steps, bar))
+    return simulator
 
 
 def _alone(program: Program, others: Iterable[TraceEvent] = ()) -> Timeline:
-    player, steps = Player(program.model, program.rank), in_pieces(program)
-    player.take_up(others, program.gpu)
-    with _bar(len(steps)) as bar:
-        for _ in player.play(_counted(steps, bar)):
-            raise AssertionError("a rank alone waits for nobody")
+    simulator = run(program, others)
     timeline = _timeline([program], program.gpus)
-    timeline.events = in_order(player.events)
-    timeline.host_s, timeline.makespan_s = player.end()
+    timeline.events = in_order(simulator.trace)
+    timeline.host_s, timeline.makespan_s = simulator.end()
     timeline.races = [
         replace(race, device=timeline.devices[index]) for index, race in program.races
     ]
@@ -124,7 +110,7 @@ def _alone(program: Program, others: Iterable[TraceEvent] = ()) -> Timeline:
 
 def _timeline(programs: Sequence[Program], count: int) -> Timeline:
     return Timeline(
-        programs[0].model.spec.name.removeprefix("Virtual "),
+        programs[0].costs.spec.name.removeprefix("Virtual "),
         [torch.device(gpus.DEVICE_TYPE, index) for index in range(count)],
         ranks=[program.rank for program in programs],
         programs=tuple(programs),
@@ -133,7 +119,7 @@ def _timeline(programs: Sequence[Program], count: int) -> Timeline:
 
 def _bar(total: int) -> Any:
     hidden = total < SHOW_PROGRESS_FROM
-    return tqdm(desc="replaying", total=total, leave=False, disable=hidden, unit="step")
+    return tqdm(desc="simulating", total=total, leave=False, disable=hidden, unit="step")
 
 
 def _counted(steps: Sequence[Any], bar: Any) -> Iterator[Any]:
@@ -147,65 +133,64 @@ def _counted(steps: Sequence[Any], bar: Any) -> Iterator[Any]:
 
 
 @rarely_collected()
-def together(programs: Sequence[Program]) -> Timeline:
-    """What ``joined`` gives for these programs."""
+def _together(programs: Sequence[Program]) -> Timeline:
     programs = sorted(programs, key=lambda program: program.rank)
     _check(programs)
-    meeting = Meeting(program.rank for program in programs)
-    players = [
-        Player(program.model, program.rank, meeting, place)
-        for place, program in enumerate(programs)
+    rendezvous = Rendezvous(program.rank for program in programs)
+    simulators = [
+        Simulator(program.costs, program.rank, rendezvous, position)
+        for position, program in enumerate(programs)
     ]
     steps = [in_pieces(program) for program in programs]
     with _bar(sum(map(len, steps))) as bar:
-        _play(
+        _run_all(
             {
-                player: player.play(_counted(of_rank, bar))
-                for player, of_rank in zip(players, steps, strict=True)
+                simulator: simulator.run_beside_others(_counted(of_rank, bar))
+                for simulator, of_rank in zip(simulators, steps, strict=True)
             }
         )
-    timeline = _timeline(programs, len(players))
-    ends = [player.end() for player in players]
+    timeline = _timeline(programs, len(simulators))
+    ends = [simulator.end() for simulator in simulators]
     timeline.host_s, timeline.makespan_s = (max(times) for times in zip(*ends, strict=True))
-    timeline.events = in_order(event for player in players for event in player.events)
+    timeline.events = in_order(event for simulator in simulators for event in simulator.trace)
     for program, device in zip(programs, timeline.devices, strict=True):
         timeline.races += [replace(race, device=device) for _, race in program.races]
     return timeline
 
 
-def _play(playing: dict[Player, Iterator[None]]) -> None:
+def _run_all(runs: dict[Simulator, Iterator[None]]) -> None:
     """Let each rank go on until it waits for another, and the next ones meanwhile.
 
     So a rank's steps come in their own order, as if it were alone, wherever the ranks come to their
-    collectives in one order. Where they do not, one of them looks ahead: its host hands over more.
+    collectives in one order. Where they do not, one of them looks ahead: its host launches more.
     """
-    going = dict(playing)
-    while able := [player for player in going if not player.host_waits]:
-        for player in [player for player in able if not player.outstanding] or able[:1]:
-            if next(going[player], _ENDED) is _ENDED:
-                del going[player]
-            while any([other.wake() for other in playing]):
+    going = dict(runs)
+    while able := [simulator for simulator in going if not simulator.host_waits]:
+        for simulator in [each for each in able if not each.pending] or able[:1]:
+            if next(going[simulator], _ENDED) is _ENDED:
+                del going[simulator]
+            while any([other.wake() for other in runs]):
                 pass
-    if any(player.outstanding for player in playing):
-        raise Deadlock(_who_waits(list(playing)))
+    if any(simulator.pending for simulator in runs):
+        raise Deadlock(_who_waits(list(runs)))
 
 
 _ENDED = object()
 
 
-def _who_waits(players: Sequence[Player]) -> str:
+def _who_waits(simulators: Sequence[Simulator]) -> str:
     lines = ["the joined ranks wait for one another, and none can go on:"]
-    for player in players:
-        parts = list(player.outstanding.values())
-        arrived = [part for part in parts if part.ready_s is not None]
-        what = f"waits in {_named((arrived or parts)[0])}" if parts else "has ended"
-        lines.append(f"  rank {player.rank} {what}")
+    for simulator in simulators:
+        pending = list(simulator.pending.values())
+        arrived = [collective for collective in pending if collective.ready_s is not None]
+        what = f"waits in {_named((arrived or pending)[0])}" if pending else "has ended"
+        lines.append(f"  rank {simulator.rank} {what}")
     lines.append("All ranks of a group must call the same collectives in the same order.")
     return "\n".join(lines)
 
 
-def _named(part: Part) -> str:
-    step, rank = part.step, part.player.rank
+def _named(collective: PendingCollective) -> str:
+    step, rank = collective.step, collective.simulator.rank
     where = f" in {step.module}" if step.module else ""
     if step.name in ("send", "recv"):
         (peer,) = (other for other in step.ranks if other != rank)
@@ -224,14 +209,14 @@ def _check(programs: Sequence[Program]) -> None:
             f"several recordings are of rank {twice[0]}: join one of each rank (their ranks: {ranks})"
         )
     for program in programs:
-        used = {step.gpu for step in program.steps if isinstance(step, Stream)}
+        used = {step.gpu for step in program.steps if isinstance(step, BeginStream)}
         if len(used) > 1:
             raise ValueError(
                 f"rank {program.rank} used {len(used)} GPUs in its recording; joined ranks have "
                 "one each"
             )
         for step in program.steps:
-            if isinstance(step, Collective) and step.name in ("send", "recv"):
+            if isinstance(step, GroupCollective) and step.name in ("send", "recv"):
                 lonely = [rank for rank in step.ranks if rank not in ranks]
                 if lonely and len(programs) > 1:
                     raise ValueError(

@@ -26,7 +26,7 @@ class TraceEvent(NamedTuple):
     stream: int  # 0 is the default stream; for a wait, the host's thread
     start_s: float
     end_s: float
-    launch_s: float  # when the host had handed it over
+    launch_s: float  # when the host had launched it
     module: str = ""  # "layer1.0.conv1"; empty outside every module
     backward: bool = False  # whether autograd's engine asked for it
     flop: int = 0
@@ -76,7 +76,7 @@ class Race:
 class FreedInUse(Race):
     """Memory of ``operation`` is freed while another stream may still use it.
 
-    The caching allocator hands it out again on ``stream``, where it was allocated, and knows
+    The caching allocator reuses it on ``stream``, where it was allocated, and knows
     nothing of other streams unless ``record_stream`` tells it.
     """
 
@@ -171,19 +171,19 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     Source of the format: "Trace Event Format", the Chromium project.
     """
     rows: list[dict[str, Any]] = []
-    places = [*timeline.devices, HOST]
-    for number, device in enumerate(places):
+    processes = [*timeline.devices, HOST]
+    for number, device in enumerate(processes):
         name = "host" if device == HOST else f"{device} ({timeline.gpu})"
         rows.append({"ph": "M", "pid": number, "name": "process_name", "args": {"name": name}})
         for stream in timeline.streams(device):
-            lane = f"thread {stream}" if device == HOST else f"stream {stream}"
+            row = f"thread {stream}" if device == HOST else f"stream {stream}"
             rows.append(
                 {
                     "ph": "M",
                     "pid": number,
                     "tid": stream,
                     "name": "thread_name",
-                    "args": {"name": lane},
+                    "args": {"name": row},
                 }
             )
     for event in timeline.events:
@@ -200,7 +200,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
                 "ph": "X",
                 "cat": event.kind,
                 "name": event.label,
-                "pid": places.index(event.device),
+                "pid": processes.index(event.device),
                 "tid": event.stream,
                 "ts": event.start_s * 1e6,
                 "dur": event.duration_s * 1e6,
