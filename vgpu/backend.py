@@ -30,8 +30,7 @@ from vgpu.collectives import (
 from vgpu.hardware.links import Link, get_link
 from vgpu.hardware.specs import GPUSpec, get_spec
 from vgpu.memory import gpus
-from vgpu.tensor import custom, device_names, kernels, refusals, shapes
-from vgpu.tensor.gpu_only import out_dtype, rms_norm, sync_batch_norm
+from vgpu.tensor import device_names, kernels, norms, refusals, shapes
 from vgpu.time import joint
 from vgpu.torch_patches import (
     accelerator,
@@ -49,7 +48,6 @@ from vgpu.torch_patches import (
 _CHANGING = (
     accelerator,
     attention,
-    custom,
     data_assignment,
     data_parallel,
     ddp,
@@ -59,16 +57,14 @@ _CHANGING = (
     groups,
     kernels,
     nccl_only,
-    out_dtype,
+    norms,
     pipelines,
     processes,
     recorded,
     refusals,
-    rms_norm,
     serialization,
     shapes,
     stand_ins,
-    sync_batch_norm,
     uninitialized,
     wrappers,
 )

@@ -8,9 +8,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from vgpu.collectives import ddp
-from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments
+from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments, tensors_in
 from vgpu.time.backward import in_backward
-from vgpu.time.traits import tensors_in
 
 Tensors = list[torch.Tensor]
 

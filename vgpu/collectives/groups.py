@@ -25,11 +25,8 @@ from vgpu.collectives.borrowed import Lent, done, take_back
 from vgpu.collectives.call import Call
 from vgpu.collectives.nccl_only import BACKEND
 from vgpu.memory import gpus
-from vgpu.tensor import rules
-from vgpu.tensor.operations import compute
-from vgpu.tensor.operators import Args, Kwargs, Operator
-from vgpu.tensor.tensor import VirtualTensor
-from vgpu.time.traits import tensors_in
+from vgpu.tensor.operators import Args, Kwargs, Operator, tensors_in
+from vgpu.tensor.tensor import VirtualTensor, run_unrecorded
 
 _CPU = torch.device("cpu")
 
@@ -119,7 +116,7 @@ tally = Tally()
 """By name, as in "all_reduce": how often, and the bytes of the tensors that this rank put in."""
 
 
-def _counted(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+def counted(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     call = Call(func, args, kwargs)
     name = call.name
     if ranks_are_absent:
@@ -142,7 +139,7 @@ def _gathered(call: Call, args: Args) -> Any:
     outputs, (own,), group, *_ = args
     (parts,) = outputs
     mine = parts[call.group.rank()]
-    compute(
+    run_unrecorded(
         torch.ops.aten.copy_.default, (mine.detach(), own), {}
     )  # in NCCL's kernel, none of its own
     broadcast = torch.ops.c10d.broadcast_.default
@@ -158,7 +155,7 @@ def _carried(call: Call, func: Operator, args: Args, kwargs: Kwargs) -> Any:
     given = args
     if call.operator in _OF_ROWS:
         given = (*(tensor.as_strided((tensor.numel(),), (1,)) for tensor in args[:2]), *args[2:])
-    result = lent.own(compute(func, lent.lend(given), kwargs))
+    result = lent.own(run_unrecorded(func, lent.lend(given), kwargs))
     if not call.operator.startswith("c10d::"):
         lent.with_tensors(result)
         return result
@@ -176,9 +173,9 @@ def _carried(call: Call, func: Operator, args: Args, kwargs: Kwargs) -> Any:
 _OF_ROWS = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_"}
 
 
-def _waited(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+def waited(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """``wait_tensor`` and ``wait_tensors``."""
-    result = compute(func, args, kwargs)
+    result = run_unrecorded(func, args, kwargs)
     for tensor in tensors_in(args):
         if type(tensor) is VirtualTensor:
             take_back(tensor)
@@ -195,12 +192,20 @@ def _bytes_put_in(call: Call) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(values))
 
 
+def of_c10d() -> list[str]:
+    return [name for name in operators() if name.startswith("c10d::")]
+
+
+def functional() -> list[str]:
+    return [name for name in operators() if not name.startswith("c10d::")]
+
+
+def waits() -> list[str]:
+    return [f"_c10d_functional::{name}" for name in WAITS]
+
+
 def operators() -> list[str]:
     """The operators of process groups that move tensors."""
     names = torch._C._dispatch_get_all_op_names()
     wanted = {name.partition(".")[0] for name in names if name.startswith(_NAMESPACES)}
     return [name for name in wanted if not name.endswith(_NOT_COUNTED)]
-
-
-rules.use_handlers(dict.fromkeys(operators(), _counted))
-rules.use_handlers({f"_c10d_functional::{name}": _waited for name in WAITS})

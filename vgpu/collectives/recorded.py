@@ -7,7 +7,7 @@ are only shapes (cluster/collectives.py).
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -21,14 +21,13 @@ from vgpu.collectives import groups
 from vgpu.collectives.call import Call, Tensors
 from vgpu.memory import gpus
 from vgpu.memory.gpus import VirtualGPU
-from vgpu.tensor import operations
-from vgpu.tensor.operators import Args, Kwargs, Operator
-from vgpu.tensor.tensor import VirtualTensor
+from vgpu.tensor.operator_info import handler
+from vgpu.tensor.operators import Args, Kwargs, Operator, tensors_in
+from vgpu.tensor.tensor import VirtualTensor, run_unrecorded
 from vgpu.time import recording
 from vgpu.time.lanes import Done
 from vgpu.time.recording import Recording, gpu_of
 from vgpu.time.streams import Stream
-from vgpu.time.traits import tensors_in
 
 
 def record(call: Call, gpu: VirtualGPU) -> Done | None:
@@ -121,9 +120,12 @@ class _Work(PythonCallbackWork):
         return self._work.get_future()
 
 
-def _of_c10d(now: Recording, func: Operator, args: Args, kwargs: Kwargs) -> Any:
+@handler(*groups.of_c10d(), records_itself=True)
+def _of_c10d(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """An operator of ``torch.ops.c10d`` writes to its arguments and hands out what to wait for."""
-    result = operations.run(func, args, kwargs)
+    result, now = groups.counted(func, args, kwargs), recording.under_way
+    if now is None:
+        return result
     gpu = _gpu_among(args)
     call = Call(func, args, kwargs)
     waiting = Waiting(record(call, gpu), gpu, by_host=call.name == "barrier")
@@ -138,28 +140,37 @@ def _of_c10d(now: Recording, func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return (*others, boxed) if others else boxed
 
 
-def _functional(now: Recording, func: Operator, args: Args, kwargs: Kwargs) -> Any:
+@handler(*groups.functional(), records_itself=True)
+def _functional(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """An operator of ``torch.ops._c10d_functional`` hands out tensors that someone waits for."""
-    results = operations.run(func, args, kwargs)
+    results = groups.counted(func, args, kwargs)
+    if recording.under_way is None:
+        return results
     inputs = list(tensors_in(args))
     made = [made for made in tensors_in(results) if not any(made is x for x in inputs)]
     record(Call(func, args, kwargs, made), _gpu_among(args))
     return results
 
 
-def _wrap_async(now: Recording, func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    return operations.run(func, args, kwargs)
+@handler(*groups.waits(), records_itself=True)
+def _wait_tensor(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    if recording.under_way is not None:
+        for tensor in tensors_in(args):
+            if isinstance(tensor, VirtualTensor):
+                recording.under_way.wait_for_last_write(tensor)
+    return groups.waited(func, args, kwargs)
 
 
-def _wait_tensor(now: Recording, func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    for tensor in tensors_in(args):
-        if isinstance(tensor, VirtualTensor):
-            now.wait_for_last_write(tensor)
-    return operations.run(func, args, kwargs)
-
-
-def _of_fsdp(now: Recording, func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """An operator of FSDP's: what its implementation for GPUs does, in place of the CPU's."""
+@handler(
+    "fsdp::all_gather_copy_in",
+    "fsdp::chunk_cat",
+    "fsdp::split_with_sizes_copy",
+    records_itself=True,
+)
+def _of_fsdp(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """An operator of FSDP's: in a recording, what its implementation for GPUs does."""
+    if recording.under_way is None:
+        return run_unrecorded(func, args, kwargs)
     return func._op_dk(torch._C.DispatchKey.PrivateUse1, *args, **kwargs)
 
 
@@ -201,24 +212,6 @@ def install(changes: Changes) -> None:
         barrier = _with_virtual_time(dist.barrier)
         changes.set(dist, "barrier", barrier)
         changes.set(distributed_c10d, "barrier", barrier)
-
-
-OF_FSDP = ("fsdp::all_gather_copy_in", "fsdp::chunk_cat", "fsdp::split_with_sizes_copy")
-
-
-def handlers(
-    of_c10d: Any, functional: Any, wrap_async: Any, wait_tensor: Any, of_fsdp: Any
-) -> Mapping[str, Callable[..., Any]]:
-    """By operator, what runs it."""
-    found = {"_c10d_functional::_wrap_tensor_autograd": wrap_async}
-    found |= {f"_c10d_functional::{name}": wait_tensor for name in groups.WAITS}
-    found |= dict.fromkeys(OF_FSDP, of_fsdp)
-    for name in groups.operators():
-        found[name] = of_c10d if name.startswith("c10d::") else functional
-    return found
-
-
-recording.use_handlers(handlers(_of_c10d, _functional, _wrap_async, _wait_tensor, _of_fsdp))
 
 
 def _gpu_among(args: Args) -> VirtualGPU:

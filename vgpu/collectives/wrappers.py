@@ -16,9 +16,11 @@ import torch.distributed as dist
 from vgpu.changes import Changes
 from vgpu.collectives.imported import when_imported
 from vgpu.memory import gpus
-from vgpu.tensor import generators, rules
+from vgpu.tensor import generators
+from vgpu.tensor.methods import cpp_device
+from vgpu.tensor.operator_info import handler
 from vgpu.tensor.operators import Args, Kwargs, Operator
-from vgpu.tensor.tensor import VirtualTensor, cpp_device
+from vgpu.tensor.tensor import VirtualTensor
 
 
 def install(changes: Changes) -> None:
@@ -87,14 +89,12 @@ def _show_device_of_dtensors(module: ModuleType, changes: Changes) -> None:
 # Functional collectives
 
 
+@handler("_c10d_functional::_wrap_tensor_autograd", records_itself=True)
 def _wrap_async(func: Operator, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """A result that waits for its collective when it is first used."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return AsyncCollectiveTensor(args[0])
-
-
-rules.use_handlers({"_c10d_functional::_wrap_tensor_autograd": _wrap_async})
 
 
 # Random numbers of DTensors

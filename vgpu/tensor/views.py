@@ -1,46 +1,36 @@
-"""In-place changes of a tensor's shape (``t_``, ``squeeze_``, ...), and the views of its memory.
+"""In-place changes of a view's shape (``t_``, ``squeeze_``, ...).
 
 For a tensor of a Python class, autograd differentiates a view by replaying how it was taken from
-its base. After the base, or the view itself, has changed its shape, the replay would take other
-elements. On the CPU autograd goes by size and strides instead: here each view that a change of
-shape concerns becomes a view by size and strides first.
+its base. After the view itself has changed its shape, the replay would take other elements. On the
+CPU autograd goes by size and strides instead: here the view becomes a view by size and strides
+first.
+
+Left out: views of a base that changes its own shape. Autograd replays them on the changed base, so a
+view from before the change must not be differentiated after it.
 """
 
 import functools
-import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-# Methods that change sizes and strides; the second ones may change how much memory there is, too.
-_RESHAPING = ("as_strided_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_")
-_RESIZING = ("resize_", "resize_as_")
-RESHAPING = _RESHAPING + _RESIZING
+# Methods that change sizes and strides.
+RESHAPING = ("as_strided_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_")
 
 _creation = torch._C._autograd.CreationMeta
 _grad: Any = torch._C.TensorBase.grad
 _data: Any = torch._C.TensorBase.data
 
 
-def keeping_views(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A method of ``RESHAPING`` after which every view still shows the same elements."""
-
-    resizes = method.__name__ in _RESIZING
+def keeping_elements(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A method of ``RESHAPING`` after which a view still shows the same elements of its base."""
 
     @functools.wraps(method)
     def reshaped(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         base = self._base
-        if resizes and self.requires_grad:
-            return method(self, *args, **kwargs)  # autograd raises
-        if base is None and not _refuses_changes(self):
-            views = [view for view in _views_of(self) if _follows(view, self)]
-            if views:
-                method(self.data, *args, **kwargs)  # what it cannot do, it refuses here
-            for view in views:
-                _take_by_strides(view, self, view)
-        if base is None or resizes or not _follows(self, base) or _refuses_changes(base):
+        if base is None or not _follows(self, base) or _refuses_changes(base):
             return method(self, *args, **kwargs)
         if self._backward_hooks and torch.is_grad_enabled():
             raise _refusal(self, "has a hook")
@@ -51,16 +41,6 @@ def keeping_views(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         return self
 
     return reshaped
-
-
-def _views_of(base: Any) -> list[torch.Tensor]:
-    """The views of a tensor that are Python objects."""
-    kind = type(base)
-    storage = base._inner.untyped_storage()
-    shared = torch._C._storage_Use_Count(storage._cdata) > _UNSHARED
-    if not shared and not base._given_data:
-        return []
-    return [one for one in gc.get_objects() if type(one) is kind and one._base is base]
 
 
 def _follows(view: torch.Tensor, base: torch.Tensor) -> bool:
@@ -99,29 +79,13 @@ def _take_by_strides(view: Any, base: Any, like: Any) -> None:
     inner = same._inner if view._inner.is_meta else view._inner.as_strided(*geometry)
     if view.retains_grad:
         raise _refusal(view, "retains a gradient")
+    if not view.requires_grad and view._use_count() > 1:
+        raise _refusal(view, "is a gradient, or saved for a backward pass,")
     same._inner, view._inner = view._inner, inner
-    swap_insides(view, same)
-
-
-def swap_insides(tensor: Any, other: Any) -> None:
-    """Swap what two Python tensors are in C++.
-
-    Tensors whose gradient is ``tensor`` keep it, and ``tensor`` keeps its own.
-    """
-    grad, holders = _grad_of(tensor), holders_of(tensor)
-    torch._C._swap_tensor_impl(tensor, other)
+    grad = _grad_of(view)
+    torch._C._swap_tensor_impl(view, same)
     if grad is not None:
-        _set_grad(tensor, grad)
-    for holder in holders:
-        _set_grad(holder, tensor)
-
-
-def holders_of(grad: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors whose gradient is ``grad``."""
-    if grad._use_count() == 1:  # C++ does not hold it
-        return []
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    return [one for one in tensors if _grad_of(one) is grad]
+        _set_grad(view, grad)
 
 
 def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -143,21 +107,11 @@ def _set_grad(tensor: Any, grad: Any) -> None:
 
 def _refusal(view: torch.Tensor, found: str) -> RuntimeError:
     return RuntimeError(
-        f"a view of size {tuple(view.size())} on {view.device} {found}, and so no tensor that "
-        "shares its memory can change its shape in place on a virtual GPU: use the operation that "
-        "returns a new view (t() for t_(), and so on)"
+        f"a view of size {tuple(view.size())} on {view.device} {found}, and "
+        "cannot change its shape in place on a virtual GPU: use the operation that returns a new "
+        "view (t() for t_(), and so on)"
     )
 
 
 def _looks_like(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.size() == other.size() and one.stride() == other.stride()
-
-
-def _use_count_of_one() -> int:
-    storage = torch.empty(1, device="cpu").untyped_storage()
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count
-
-
-# The use count of a storage that a single tensor holds, while Python looks at it.
-_UNSHARED = _use_count_of_one() + 1

@@ -28,11 +28,10 @@ from vgpu.hardware.efficiency import Product
 from vgpu.hardware.links import Link, get_link
 from vgpu.hardware.networks import Network, get_network
 from vgpu.hardware.specs import GPUSpec, get_spec
-from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments
+from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments, tensors_in
 from vgpu.time import collectives
 from vgpu.time import validation as figures
 from vgpu.time.collectives import Way
-from vgpu.time.traits import tensors_in
 
 # What an operation computes with: the float32 units; tensor cores, in two formats of 16 bits; and
 # float32 that goes to tensor cores if torch allows TF32 for it, which may change at any time.

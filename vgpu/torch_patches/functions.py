@@ -22,7 +22,8 @@ from vgpu.memory import gpus
 from vgpu.memory.blocks import Block
 from vgpu.tensor import autocast as casting
 from vgpu.tensor.device_names import naming_devices
-from vgpu.tensor.tensor import VirtualTensor, cpp_device
+from vgpu.tensor.methods import cpp_device
+from vgpu.tensor.tensor import VirtualTensor
 
 # What compares devices in C++ before it reaches any kernel: functions that classes and modes may
 # override (__torch_function__), and the rest.
