@@ -1,12 +1,13 @@
-"""In-place changes of a view's shape (``t_``, ``squeeze_``, ...).
+"""In-place changes of a tensor's shape (``t_``, ``squeeze_``, ...), and the views of its memory.
 
 For a tensor of a Python class, autograd differentiates a view by replaying how it was taken from
-its base. After the view itself has changed its shape, the replay would take other elements. On the
-CPU autograd goes by size and strides instead: here the view becomes a view by size and strides
-first.
+its base. After the base, or the view itself, has changed its shape, the replay would take other
+elements. On the CPU autograd goes by size and strides instead. So here what changes its shape becomes
+a view by size and strides: a view one of its base, and a base one of itself as it was, which the
+other views keep.
 
-Left out: views of a base that changes its own shape. Autograd replays them on the changed base, so a
-view from before the change must not be differentiated after it.
+Left out: views of a base that loses elements (``resize_``, ``as_strided_``), or was given other memory
+(``base.data = other``).
 """
 
 import functools
@@ -25,22 +26,43 @@ _data: Any = torch._C.TensorBase.data
 
 
 def keeping_elements(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A method of ``RESHAPING`` after which a view still shows the same elements of its base."""
+    """A method of ``RESHAPING`` after which every view still shows the same elements."""
 
     @functools.wraps(method)
     def reshaped(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        base = self._base
-        if base is None or not _follows(self, base) or _refuses_changes(base):
+        if not _is_concerned(self):
             return method(self, *args, **kwargs)
         if self._backward_hooks and torch.is_grad_enabled():
             raise _refusal(self, "has a hook")
         probe = method(self.data, *args, **kwargs)
         if not _looks_like(self, probe):
-            _take_by_strides(self, base, probe)
+            _take_by_strides(self, self if self._base is None else self._base, probe)
         torch._C._increment_version([self])
         return self
 
     return reshaped
+
+
+def _is_concerned(tensor: Any) -> bool:
+    """Whether autograd may replay a view of, or to, a tensor that changes its shape."""
+    base = tensor._base
+    if base is not None:
+        return _follows(tensor, base) and not _refuses_changes(base)
+    storage = tensor._inner.untyped_storage() if tensor.layout is torch.strided else None
+    if storage is None or torch._C._storage_Use_Count(storage._cdata) <= _UNSHARED:
+        return False
+    is_gradient = not tensor.requires_grad and tensor._use_count() > 1
+    return not (is_gradient or (tensor.requires_grad and tensor.is_leaf))
+
+
+def _use_count_of_one() -> int:
+    storage = torch.empty(1, device="cpu").untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
+
+
+# The use count of a storage that a single tensor holds, while Python looks at it.
+_UNSHARED = _use_count_of_one() + 1
 
 
 def _follows(view: torch.Tensor, base: torch.Tensor) -> bool:
@@ -80,7 +102,7 @@ def _take_by_strides(view: Any, base: Any, like: Any) -> None:
     if view.retains_grad:
         raise _refusal(view, "retains a gradient")
     if not view.requires_grad and view._use_count() > 1:
-        raise _refusal(view, "is a gradient, or saved for a backward pass,")
+        raise _refusal(view, "is a gradient or saved for a backward pass")
     same._inner, view._inner = view._inner, inner
     grad = _grad_of(view)
     torch._C._swap_tensor_impl(view, same)
@@ -107,7 +129,7 @@ def _set_grad(tensor: Any, grad: Any) -> None:
 
 def _refusal(view: torch.Tensor, found: str) -> RuntimeError:
     return RuntimeError(
-        f"a view of size {tuple(view.size())} on {view.device} {found}, and "
+        f"a tensor of size {tuple(view.size())} on {view.device} {found}, and "
         "cannot change its shape in place on a virtual GPU: use the operation that returns a new "
         "view (t() for t_(), and so on)"
     )
