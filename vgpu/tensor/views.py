@@ -6,8 +6,8 @@ elements. On the CPU autograd goes by size and strides instead. So here what cha
 a view by size and strides: a view one of its base, and a base one of itself as it was, which the
 other views keep.
 
-Left out: views of a base that loses elements (``resize_``, ``as_strided_``), or was given other memory
-(``base.data = other``).
+Left out: views of a base that requires no gradient yet, that loses elements (``resize_``,
+``as_strided_``), or was given other memory (``base.data = other``).
 """
 
 import functools
@@ -51,8 +51,9 @@ def _is_concerned(tensor: Any) -> bool:
     storage = tensor._inner.untyped_storage() if tensor.layout is torch.strided else None
     if storage is None or torch._C._storage_Use_Count(storage._cdata) <= _UNSHARED:
         return False
-    is_gradient = not tensor.requires_grad and tensor._use_count() > 1
-    return not (is_gradient or (tensor.requires_grad and tensor.is_leaf))
+    if not tensor.requires_grad:
+        return bool(tensor._use_count() == 1)  # else it may be a gradient, which stays as it is
+    return not tensor.is_leaf
 
 
 def _use_count_of_one() -> int:
@@ -94,6 +95,8 @@ def _take_by_strides(view: Any, base: Any, like: Any) -> None:
 
     Its values stay in its own memory: ``base.data = other`` may have moved the base to another.
     """
+    if not view.requires_grad and view._use_count() > 1:
+        raise _refusal(view, "is a gradient or saved for a backward pass")
     geometry = like.size(), like.stride(), like.storage_offset()
     with torch.enable_grad():
         parts: Any = torch.view_as_real(base) if _is_part(view, base) else base
@@ -101,8 +104,6 @@ def _take_by_strides(view: Any, base: Any, like: Any) -> None:
     inner = same._inner if view._inner.is_meta else view._inner.as_strided(*geometry)
     if view.retains_grad:
         raise _refusal(view, "retains a gradient")
-    if not view.requires_grad and view._use_count() > 1:
-        raise _refusal(view, "is a gradient or saved for a backward pass")
     same._inner, view._inner = view._inner, inner
     grad = _grad_of(view)
     torch._C._swap_tensor_impl(view, same)
