@@ -18,7 +18,6 @@ ORDER = [
     "vgpu.memory",
     "vgpu.tensor",
     "vgpu.time",
-    "vgpu.tensor.shapes",
     "vgpu.torch_patches",
     "vgpu.collectives",
     "vgpu.backend",

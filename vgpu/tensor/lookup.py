@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vgpu.tensor.methods import KINDS, TensorMethods
+from vgpu.tensor.methods import SHAPES, TensorMethods
 from vgpu.tensor.operator_info import OperatorInfo
 from vgpu.tensor.operators import Args, Kwargs, tensors_in
 from vgpu.tensor.refusals import refuse_mixed_layer_norm
@@ -108,9 +108,9 @@ def signature_of(info: OperatorInfo, args: Args, kwargs: Kwargs, inputs: list[An
     # A fractional number decides a size only if a tensor is made from nothing (arange).
     with_floats, in_lists = info.makes_on_device, not info.has_lists_of_factors
     for value in args:
-        if type(value) in KINDS and (number := id(value._inner)) in _by_id:
-            inputs.append(value)  # here once more, for most of what there is: a call takes longer
-            signature.append(number)
+        if type(value) in SHAPES:  # here once more, for most of what there is: a call takes longer
+            inputs.append(value)
+            signature.append(id(value._inner))
         else:
             _append((value,), signature, inputs, with_floats, in_lists)
     if kwargs:
@@ -130,7 +130,10 @@ def _append(
 ) -> None:
     for value in values:
         kind = type(value)
-        if value is None:
+        if kind in SHAPES:
+            inputs.append(value)
+            signature.append(id(value._inner))
+        elif value is None:
             signature.append(None)
         elif kind is list or kind is tuple:
             if value and type(value[0]) is int:

@@ -38,16 +38,8 @@ HOST = Host()
 Place = VirtualGPU | Host
 
 
-KINDS: set[type] = set()
-"""The classes of virtual tensors; to find one here is faster than to ask ``isinstance``."""
-
-
 class TensorMethods(torch.Tensor):
     """The methods of :class:`vgpu.tensor.tensor.VirtualTensor`, which alone has instances."""
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        KINDS.add(cls)
 
     _gpu: VirtualGPU
     _block: Block | None = None  # of a shape, which has no storage of values
@@ -103,7 +95,8 @@ class TensorMethods(torch.Tensor):
     def record_stream(self, stream: torch.Stream) -> None:
         """FSDP1 calls it below dispatch, where C++ would find no kernel for its device."""
         func = torch.ops.aten.record_stream.default
-        self.__torch_dispatch__(func, (type(self),), (self, stream))
+        cls: Any = type(self)
+        cls.__torch_dispatch__(func, (cls,), (self, stream))
 
     def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         """The old constructor; C++ forgets the index there, and has none for sparse tensors."""
@@ -177,10 +170,18 @@ for name in views.RESHAPING:
     setattr(TensorMethods, name, views.keeping_elements(getattr(torch.Tensor, name)))
 
 
+SHAPES: set[type] = set()
+"""The class of shapes, for whom it's too early to import it."""
+
+
 class ShapeMethods(TensorMethods):
     """The methods of :class:`vgpu.tensor.tensor.ShapeTensor`, which has no values to give."""
 
     _gpu: Place  # type: ignore[assignment]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        SHAPES.add(cls)
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """One for each block, with its rounded size: it tells which shapes share memory.

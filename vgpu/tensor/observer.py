@@ -15,6 +15,9 @@ from vgpu.tensor.operators import Args, Kwargs, tensors_in
 class Operation:
     """One call, as a recording sees it."""
 
+    stream: Any  # the recording's
+    host: Any
+
     __slots__ = ("args", "gpu", "host", "info", "inputs", "kwargs", "stream", "written")
 
     def __init__(
@@ -22,8 +25,8 @@ class Operation:
         info: OperatorInfo,
         args: Args,
         kwargs: Kwargs,
-        inputs: Sequence[TensorMethods],
-        written: Sequence[torch.Tensor],
+        inputs: Sequence[Any],
+        written: Sequence[Any],
         gpu: VirtualGPU,
     ) -> None:
         self.info = info
@@ -32,8 +35,6 @@ class Operation:
         self.inputs = inputs  # the virtual tensors among the arguments
         self.written = written  # those that it changes in place
         self.gpu = gpu
-        self.stream: Any = None  # the recording's
-        self.host: Any = None
 
 
 class Observer(Protocol):
@@ -61,6 +62,6 @@ recording: Observer | None = None
 """The recording that is on; ``vgpu.time.recording._switch_to`` sets it, and nothing else does."""
 
 
-def virtual_among(values: Iterable[Any]) -> list[TensorMethods]:
+def virtual_among(values: Iterable[Any]) -> list[Any]:
     """The virtual tensors among values and in their lists and tuples."""
     return [tensor for tensor in tensors_in(tuple(values)) if isinstance(tensor, TensorMethods)]

@@ -25,14 +25,14 @@ _parts: dict[str, tuple[Condition, Handler]] = {}
 _recording_themselves: set[str] = set()
 
 
-def handler(*names: str, records_itself: bool = False) -> Callable[[Handler], Handler]:
+def handler(*names: str, records_itself: bool = False) -> Callable[[Handler], Any]:
     """Decorator: the function runs the operators ``names`` on tensors with values.
 
     records_itself: it tells the recording that is on what happened; otherwise ``run`` records one
     kernel for the call.
     """
 
-    def register(function: Handler) -> Handler:
+    def register(function: Handler) -> Any:
         _handlers.update(dict.fromkeys(names, function))
         _recording_themselves.update(names if records_itself else ())
         _read_again()

@@ -132,16 +132,16 @@ def run(
     args: Args,
     kwargs: Kwargs,
     block: Block | None = None,
-    now: Observer | None = None,
-    to_handler: bool = True,
+    for_handler: bool = False,
 ) -> Any:
     """Run one operation on virtual tensors: every one arrives here.
 
     block: for shapes, the ``shapes_only()`` block that the call came through, if any; None for
-    tensors with values. now, to_handler: see ``run_unrecorded``.
+    tensors with values. for_handler: see ``run_unrecorded``.
     """
     info = KNOWN.get(id(func)) or info_of(func)
-    if to_handler:
+    now: Observer | None = None
+    if not for_handler:
         if info.divides is not None and info.divides(args, kwargs):
             with block or _NO_BLOCK:
                 return info.parts(func, args, kwargs)
@@ -188,10 +188,10 @@ def run(
 
     # A recording may be on.
     written: Sequence[torch.Tensor] = ()
-    if info.writes and (block is not None or now is not None):
+    if (info.writes or info.waits) and (block is not None or now is not None):
         written = info.written(args, kwargs)
-    if block is not None and (info.waits or written):
-        _require_shapes(info, args, inputs, written)
+        if block is not None:
+            _require_shapes(info, args, inputs, written)
     operation = None
     if now is not None and isinstance(gpu, VirtualGPU):
         operation = Operation(info, args, kwargs, inputs, written, gpu)
@@ -228,7 +228,7 @@ def run(
 
 def run_unrecorded(func: Operator, args: Args, kwargs: Kwargs, block: Block | None = None) -> Any:
     """Run one operation past its handler and the recording: for handlers."""
-    return run(func, args, kwargs, block, to_handler=False)
+    return run(func, args, kwargs, block, for_handler=True)
 
 
 def _run_handler(info: OperatorInfo, handler: Handler, args: Args, kwargs: Kwargs) -> Any:

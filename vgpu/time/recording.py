@@ -109,7 +109,7 @@ class Recording:
             self.places.note(info.name, gpu)
             return
         stream, host = operation.stream, operation.host = self.places.of(info.name, gpu)
-        written: Any = operation.written
+        written = operation.written
         self._launching.before(stream, host, inputs, written)
         late = self._accesses.check(info.name, inputs, written, stream, host)
         if late and not late[0]._inner.is_meta:
@@ -120,20 +120,21 @@ class Recording:
     def after(self, operation: Operation, outputs: Any, result: Result | None) -> None:
         """Record it as one step."""
         info, inputs, written = operation.info, operation.inputs, operation.written
-        if info.launches_nothing and not info.allocates:
-            return
-        made = [outputs] if isinstance(outputs, VirtualTensor) else virtual_among((outputs,))
         if info.launches_nothing:
-            self._accesses.note_made(self._allocation(info.name, operation.gpu), made)
+            if info.allocates:
+                done = self._allocation(info.name, operation.gpu)
+                self._accesses.note_made(done, virtual_among((outputs,)))
             return
-        if written:  # an in-place operation gives back what it was given
-            made = [out for out in made if not any(out is given for given in written)]
         stream, host = operation.stream, operation.host
         work = result.work if result is not None else None
         work = work or self._work_of(operation, outputs, result)
         done = self._launching.kernel(info.name, info.fuses, stream, host, inputs, work)
         self._accesses.note(done, inputs, written)
-        self._accesses.note_made(done, made)
+        if result is not None and result.alone is not None and not written:
+            outputs._block.made = done  # note_made, for most shapes
+        elif not (written and outputs is written[0]):  # an in-place operation returns its argument
+            made = virtual_among((outputs,))
+            self._accesses.note_made(done, [one for one in made if not _is_among(one, written)])
         if (info.waits or info.indexes) and info.waits_for(operation.args):
             self.clock.host_waits([stream], info.name, host)
 
@@ -141,16 +142,16 @@ class Recording:
         """What an operation costs; known by its signature, which shapes have looked up."""
         info, args, kwargs = operation.info, operation.args, operation.kwargs
         if result is not None:
-            result.work = work_of(info.func, args, kwargs, outputs)
-            return result.work
+            work = result.work = work_of(info.func, args, kwargs, outputs)
+            return work
         try:
             signature = signature_of(info, args, kwargs, [])
         except NotImplementedError:  # sparse
             return work_of(info.func, args, kwargs, outputs)
-        work = self._work.get(signature)
-        if work is None:
-            work = self._work[signature] = work_of(info.func, args, kwargs, outputs)
-        return work
+        known = self._work.get(signature)
+        if known is None:
+            known = self._work[signature] = work_of(info.func, args, kwargs, outputs)
+        return known
 
     def _allocation(self, name: str, gpu: VirtualGPU) -> Done:
         stream, host = self.places.of(name, gpu)
@@ -302,6 +303,10 @@ class Recording:
     def kept(self) -> frozenset[int]:
         """``Program.kept``; asked at the end."""
         return self._launching.kept
+
+
+def _is_among(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    return any(tensor is other for other in others)
 
 
 def gpu_of(value: torch.Tensor) -> VirtualGPU | None:

@@ -127,7 +127,8 @@ def _holders_of(grad: torch.Tensor) -> list[torch.Tensor]:
     tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
     with warnings.catch_warnings():  # torch warns where a tensor is not a leaf
         warnings.simplefilter("ignore")
-        return [one for one in tensors if torch._C.TensorBase.grad.__get__(one) is grad]
+        plain: Any = torch._C.TensorBase.grad
+        return [one for one in tensors if plain.__get__(one) is grad]
 
 
 def _swap(tensor: torch.Tensor, source: torch.Tensor) -> None:
