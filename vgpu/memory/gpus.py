@@ -13,7 +13,7 @@ from vgpu.memory.blocks import DeviceMemory
 
 DEVICE_TYPE = "vgpu"
 # The device that C++ sees. It needs a type whose index autograd keeps and for which torch ships no
-# kernel; Lazy is the only one (dispatch/tensor.py).
+# kernel; Lazy is the only one (tensor/tensor.py).
 CPP_DEVICE_TYPE = "lazy"
 # Where "vgpu" names no index, C++ asks the device guard for the current device. A guard in Python
 # can only tell its type, and C++ makes index 0 of it. A type that no tensor has keeps "the current
