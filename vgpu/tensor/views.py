@@ -6,8 +6,9 @@ elements. On the CPU autograd goes by size and strides instead. So here what cha
 a view by size and strides: a view one of its base, and a base one of itself as it was, which the
 other views keep.
 
-Left out: views of a base that requires no gradient yet, that loses elements (``resize_``,
-``as_strided_``), or was given other memory (``base.data = other``).
+Left out: tensors that require no gradient yet while C++ holds them, such as those that have views;
+views of a base that loses elements (``resize_``, ``as_strided_``), or was given other memory
+(``base.data = other``).
 """
 
 import functools
@@ -45,15 +46,15 @@ def keeping_elements(method: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 def _is_concerned(tensor: Any) -> bool:
     """Whether autograd may replay a view of, or to, a tensor that changes its shape."""
+    if not tensor.requires_grad and tensor._use_count() > 1:
+        return False  # C++ holds it, maybe as a gradient, which must stay what it is
     base = tensor._base
     if base is not None:
         return _follows(tensor, base) and not _refuses_changes(base)
     storage = tensor._inner.untyped_storage() if tensor.layout is torch.strided else None
     if storage is None or torch._C._storage_Use_Count(storage._cdata) <= _UNSHARED:
         return False
-    if not tensor.requires_grad:
-        return bool(tensor._use_count() == 1)  # else it may be a gradient, which stays as it is
-    return not tensor.is_leaf
+    return not (tensor.requires_grad and tensor.is_leaf)
 
 
 def _use_count_of_one() -> int:
@@ -95,8 +96,6 @@ def _take_by_strides(view: Any, base: Any, like: Any) -> None:
 
     Its values stay in its own memory: ``base.data = other`` may have moved the base to another.
     """
-    if not view.requires_grad and view._use_count() > 1:
-        raise _refusal(view, "is a gradient or saved for a backward pass")
     geometry = like.size(), like.stride(), like.storage_offset()
     with torch.enable_grad():
         parts: Any = torch.view_as_real(base) if _is_part(view, base) else base

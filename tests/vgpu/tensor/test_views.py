@@ -151,12 +151,21 @@ def test_a_view_keeps_its_gradient(device):
     assert column.tolist() == [0, 0]
 
 
-def test_a_gradient_that_is_a_view_refuses_to_change_its_shape():
-    x = torch.ones(1, 3, device="vgpu:1", requires_grad=True)
-    x.grad = torch.zeros(3, device="vgpu:1").view(1, 3)
-    with pytest.raises(RuntimeError, match="is a gradient or saved"):
-        x.grad.transpose_(0, 1)
-    assert x.grad.shape == (1, 3)
+@pytest.mark.parametrize("device", ["cpu", "vgpu:1"])
+def test_a_gradient_that_is_a_view_changes_its_shape(device):
+    flat = torch.zeros(3, device=device)
+    x = torch.ones(1, 3, device=device, requires_grad=True)
+    x.grad = flat.view(1, 3)
+    x.grad.transpose_(0, 1)
+    assert x.grad.shape == (3, 1)
+    x.grad.fill_(5)
+    assert flat.tolist() == [5, 5, 5]
+    x.grad = flat.view(1, 3)
+    flat.unsqueeze_(0)
+    (x * 2).sum().backward()
+    assert flat.tolist() == [[7, 7, 7]]
+    flat.mul_(2)
+    assert x.grad.tolist() == [[14, 14, 14]]
 
 
 def test_a_change_that_autograd_refuses_leaves_the_hooks_of_views():
