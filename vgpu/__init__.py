@@ -7,7 +7,9 @@ from vgpu.hardware.links import LINKS, NETWORKS, Link, Network
 from vgpu.hardware.specs import PRESETS, GPUSpec, get_spec
 from vgpu.iterations import data_parallel_iteration, ddp_iteration
 from vgpu.memory.blocks import record_memory
-from vgpu.tensor.shapes import NoValueError, is_shape, shapes_only
+from vgpu.tensor.methods import NoValueError
+from vgpu.tensor.shapes import shapes_only
+from vgpu.tensor.tensor import is_shape
 from vgpu.time.costs import CostModel, fit_share
 from vgpu.time.record import record, spend
 from vgpu.time.simulate import Deadlock, joined, replay

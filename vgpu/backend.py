@@ -23,8 +23,7 @@ from vgpu.collectives import dispatch, nccl_only, process_groups, wrappers
 from vgpu.hardware.links import Link, get_link
 from vgpu.hardware.specs import GPUSpec, get_spec
 from vgpu.memory import gpus
-from vgpu.tensor import custom, device_names, kernels, refusals, shapes
-from vgpu.tensor.gpu_only import out_dtype, rms_norm, sync_batch_norm
+from vgpu.tensor import device_names, kernels, norms, refusals, shapes
 from vgpu.time.simulate import simulate
 from vgpu.time.steps import Program
 from vgpu.time.timeline import Timeline
@@ -43,7 +42,6 @@ from vgpu.torch_patches.undo import Changes
 _PATCHES = (
     accelerator,
     attention,
-    custom,
     data_assignment,
     data_parallel,
     device_names,
@@ -51,14 +49,12 @@ _PATCHES = (
     functions,
     kernels,
     nccl_only,
-    out_dtype,
+    norms,
     process_groups,
     processes,
     refusals,
-    rms_norm,
     serialization,
     shapes,
-    sync_batch_norm,
     wrappers,
 )
 

@@ -21,7 +21,6 @@ ORDER = [
     "vgpu.collectives.calls",
     "vgpu.collectives.table",
     "vgpu.time",
-    "vgpu.tensor.shapes",
     "vgpu.torch_patches",
     "vgpu.collectives",
     "vgpu.backend",

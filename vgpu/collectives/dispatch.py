@@ -23,15 +23,13 @@ from vgpu.collectives.borrowed_buffers import BorrowedBuffers
 from vgpu.collectives.calls import Call, Tensors, tensors_in
 from vgpu.memory import gpus
 from vgpu.memory.gpus import VirtualGPU, in_backward
-from vgpu.tensor import operations, rules
-from vgpu.tensor.operations import compute
-from vgpu.tensor.operators import Args, Handler, Kwargs, Operator
-from vgpu.tensor.shapes import operations as shape_operations
-from vgpu.tensor.shapes.operations import ShapeCall
-from vgpu.tensor.tensor import VirtualTensor
+from vgpu.tensor.observer import virtual_among
+from vgpu.tensor.operator_info import Block, handler, shape_handler
+from vgpu.tensor.operators import Args, Kwargs, Operator
+from vgpu.tensor.tensor import VirtualTensor, run_unrecorded
 from vgpu.time import recording
 from vgpu.time.happens_before import Enqueued
-from vgpu.time.recording import Recording
+from vgpu.time.recording import Recording, gpu_of
 from vgpu.time.streams import Stream
 from vgpu.torch_patches.undo import Changes
 
@@ -50,6 +48,10 @@ class Tally:
             self.bytes[call.name] += call.input_bytes
 
 
+_WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
+_WRAP = "_c10d_functional::_wrap_tensor_autograd"
+_FSDP = ("fsdp::all_gather_copy_in", "fsdp::chunk_cat", "fsdp::split_with_sizes_copy")
+
 tally = Tally()
 """By name, as in "all_reduce": how often, and the bytes of the tensors that this rank put in."""
 
@@ -57,6 +59,7 @@ tally = Tally()
 # Tensors with values
 
 
+@handler(*table.NAMES, records_itself=True)
 def _run(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """Any collective: an operator of c10d writes to its arguments and returns what to wait for, a
     functional one returns tensors that someone waits for."""
@@ -90,7 +93,7 @@ def _gather_unequal_parts(call: Call, args: Args) -> Any:
     outputs, (own,), group, *_ = args
     (parts,) = outputs
     # Within NCCL's kernel: no kernel of its own.
-    compute(torch.ops.aten.copy_.default, (parts[call.group.rank()].detach(), own), {})
+    run_unrecorded(torch.ops.aten.copy_.default, (parts[call.group.rank()].detach(), own), {})
     broadcast = torch.ops.c10d.broadcast_.default
     for root, part in enumerate(parts):
         given = ([part], group, root, 0, False)
@@ -104,7 +107,7 @@ def _carry(call: Call, func: Operator, args: Args, kwargs: Kwargs) -> Any:
     given = args
     if call.operator in _READ_AS_ROWS:
         given = (*(tensor.as_strided((tensor.numel(),), (1,)) for tensor in args[:2]), *args[2:])
-    result = buffers.result(compute(func, buffers.lend(given), kwargs))
+    result = buffers.result(run_unrecorded(func, buffers.lend(given), kwargs))
     if call.is_functional:
         buffers.return_when_waited_for(result)
         return result
@@ -127,18 +130,20 @@ def _ended_work() -> Any:
     return dist.Work.boxed(PythonCallbackWork(lambda timeout: True))
 
 
+@handler(*_WAITS, records_itself=True)
 def _run_wait(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """``wait_tensor`` and ``wait_tensors``."""
     tensors = [tensor for tensor in tensors_in(args) if isinstance(tensor, VirtualTensor)]
     if recording.under_way is not None:
         for tensor in tensors:
             recording.under_way.wait_for_last_write(tensor)
-    result = compute(func, args, kwargs)
+    result = run_unrecorded(func, args, kwargs)
     for tensor in tensors:
         borrowed_buffers.waited_for(tensor)
     return result
 
 
+@handler(_WRAP, records_itself=True)
 def _run_wrap(func: Operator, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """A result that waits for its collective when it is first used."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -146,6 +151,7 @@ def _run_wrap(func: Operator, args: Args, kwargs: Kwargs) -> torch.Tensor:
     return AsyncCollectiveTensor(args[0])
 
 
+@handler(*_FSDP, records_itself=True)
 def _run_fsdp(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """An operator of FSDP's: what its implementation for GPUs does, in place of the CPU's."""
     return func._op_dk(torch._C.DispatchKey.PrivateUse1, *args, **kwargs)
@@ -154,10 +160,12 @@ def _run_fsdp(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 # Tensors that are only shapes
 
 
-def _run_shapes(shapes: ShapeCall) -> Any:
+@shape_handler(*table.NAMES)
+def _run_shapes(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> Any:
     """Any collective: what comes out has the size that torch's own kernel for shapes says."""
-    call = table.read_call(shapes.func, shapes.args, shapes.kwargs)
-    if not isinstance(shapes.gpu, VirtualGPU):
+    call = table.read_call(func, args, kwargs)
+    gpu = next(filter(None, map(gpu_of, tensors_in(args))), None)
+    if gpu is None:
         raise RuntimeError(
             f"{call.name} of a tensor on the host, but the groups of a virtual cluster connect its "
             "GPUs, as NCCL's do: move the tensor to the rank's GPU"
@@ -165,31 +173,34 @@ def _run_shapes(shapes: ShapeCall) -> Any:
     table.check(call)
     tally.add(call)
     if call.is_functional:
-        results = shape_operations.results_of(shapes)
-        _record_functional(call, shapes.inputs, results, shapes.gpu)
+        results = run_unrecorded(func, args, kwargs, block)
+        _record_functional(call, virtual_among(args), results, gpu)
         return results
-    waiting = _record(call, shapes.gpu)
+    waiting = _record(call, gpu)
     work: dist.Work = PythonCallbackWork(waiting.within)
     if _is_for_ddp(call):
         work = _BucketWork(call.outputs, waiting)
     boxed = dist.Work.boxed(work)
-    return boxed if len(shapes.func._schema.returns) == 1 else (shapes.args[0], boxed)
+    return boxed if len(func._schema.returns) == 1 else (args[0], boxed)
 
 
-def _run_wait_of_shapes(shapes: ShapeCall) -> Any:
+@shape_handler(*_WAITS)
+def _run_wait_of_shapes(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> Any:
     if recording.under_way is not None:
-        for tensor in shapes.inputs:
+        for tensor in virtual_among(args):
             recording.under_way.wait_for_last_write(tensor)
-    return shapes.args[0]
+    return args[0]
 
 
-def _run_wrap_of_shapes(shapes: ShapeCall) -> torch.Tensor:
-    return _run_wrap(shapes.func, shapes.args, shapes.kwargs)
+@shape_handler(_WRAP)
+def _run_wrap_of_shapes(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> Any:
+    return _run_wrap(func, args, kwargs)
 
 
-def _run_fsdp_of_shapes(shapes: ShapeCall) -> Any:
-    with shapes.mode:
-        return _run_fsdp(shapes.func, shapes.args, shapes.kwargs)
+@shape_handler(*_FSDP)
+def _run_fsdp_of_shapes(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> Any:
+    with block:
+        return _run_fsdp(func, args, kwargs)
 
 
 # In a recording
@@ -338,34 +349,3 @@ def _with_virtual_time(plain: Callable[..., Any]) -> Callable[..., Any]:
         return work
 
     return barrier
-
-
-# Who runs which operator
-
-_WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
-_WRAP = "_c10d_functional::_wrap_tensor_autograd"
-_FSDP = ("fsdp::all_gather_copy_in", "fsdp::chunk_cat", "fsdp::split_with_sizes_copy")
-
-_HANDLERS: dict[str, Handler] = {
-    **dict.fromkeys(table.NAMES, _run),
-    **dict.fromkeys(_WAITS, _run_wait),
-    _WRAP: _run_wrap,
-    **dict.fromkeys(_FSDP, _run_fsdp),
-}
-
-
-def _run_by_handler(now: Recording, func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """In a recording: the handlers themselves record what has to be."""
-    return operations.run(func, args, kwargs)
-
-
-rules.use_handlers(_HANDLERS)
-recording.use_handlers(dict.fromkeys(_HANDLERS, _run_by_handler))
-shape_operations.use_handlers(
-    {
-        **dict.fromkeys(table.NAMES, _run_shapes),
-        **dict.fromkeys(_WAITS, _run_wait_of_shapes),
-        _WRAP: _run_wrap_of_shapes,
-        **dict.fromkeys(_FSDP, _run_fsdp_of_shapes),
-    }
-)

@@ -22,7 +22,8 @@ from vgpu.collectives import process_groups
 from vgpu.collectives.imported import when_imported
 from vgpu.memory import gpus
 from vgpu.tensor import generators
-from vgpu.tensor.tensor import VirtualTensor, cpp_device
+from vgpu.tensor.methods import cpp_device
+from vgpu.tensor.tensor import VirtualTensor
 from vgpu.torch_patches.undo import Changes
 
 

@@ -30,8 +30,7 @@ from vgpu.hardware import efficiency as products
 from vgpu.hardware.efficiency import Product
 from vgpu.hardware.links import Link, Network, get_link, get_network
 from vgpu.hardware.specs import GPUSpec, get_spec
-from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments
-from vgpu.time.traits import tensors_in
+from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments, tensors_in
 
 # What an operation computes with: the float32 units; tensor cores, in two formats of 16 bits and in
 # those of 8; and float32 that goes to tensor cores if torch allows TF32 for it, which may change at

@@ -21,7 +21,8 @@ from vgpu.memory import gpus
 from vgpu.memory.blocks import Block
 from vgpu.tensor import autocast as casting
 from vgpu.tensor.device_names import naming_devices
-from vgpu.tensor.tensor import VirtualTensor, cpp_device
+from vgpu.tensor.methods import cpp_device
+from vgpu.tensor.tensor import VirtualTensor
 from vgpu.torch_patches.undo import Changes
 
 # What compares devices in C++ before it reaches any kernel: functions that classes and modes may
@@ -52,7 +53,7 @@ def install(changes: Changes) -> None:
         changes.wrap_function(name, recurrent, torch, torch._VF)
     for owner, name in _ALSO_IN_CPP:
         changes.wrap(owner, name, naming_devices)
-    changes.append(_foreach_supported_types, VirtualTensor)  # shapes/block.py has that of shapes
+    changes.append(_foreach_supported_types, VirtualTensor)  # tensor/shapes.py has that of shapes
     for owner in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
         changes.wrap(owner, "_has_foreach_support", _of_plain_tensors)
     changes.wrap(torch._C, "_group_tensors_by_device_and_dtype", _grouping_by_name)

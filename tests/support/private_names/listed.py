@@ -20,7 +20,7 @@ RELIANCES = (
     Reliance(
         "a tensor that Python sees on a virtual GPU, and C++ on the device type lazy",
         "Everything rests on it: look how torch.testing._internal.two_tensor and DTensor make "
-        "their wrappers now, and do it likewise in dispatch/tensor.py, shapes/shape.py and "
+        "their wrappers now, and do it likewise in tensor/tensor.py and "
         "collectives/wrappers.py.",
         (
             "torch.Tensor._make_wrapper_subclass",
@@ -35,7 +35,7 @@ RELIANCES = (
     Reliance(
         "seeing each operator, with modes and dispatch keys",
         "torch.utils._python_dispatch has long been private in name only; follow what FakeTensor "
-        "imports, in dispatch/operations.py, dispatch/device_names.py and shapes/block.py.",
+        "imports, in tensor/compute.py, tensor/device_names.py and tensor/shapes.py.",
         (
             "torch.utils._python_dispatch.TorchDispatchMode",
             "torch._C.DisableTorchFunctionSubclass",
@@ -54,7 +54,7 @@ RELIANCES = (
     ),
     Reliance(
         "kernels of custom operators, on virtual tensors",
-        "In dispatch/rules.py and dispatch/custom.py ask the registry another way for kernels that "
+        "In tensor/composite.py and tensor/kernels.py ask the registry another way for kernels that "
         "Python has registered. tests/vgpu/tensor/test_custom_operators.py is the judge.",
         (
             "torch._library.utils._c_check_aliasing_constraint",
@@ -64,8 +64,8 @@ RELIANCES = (
     ),
     Reliance(
         "what an operator's schema says, and for which keys it has kernels",
-        "Ask the registry another way (torch.library, torch._ops) in dispatch/rules.py and "
-        "dispatch/kernels.py; as a last resort try the operator on a CPU tensor once.",
+        "Ask the registry another way (torch.library, torch._ops) in tensor/composite.py and "
+        "tensor/kernels.py; as a last resort try the operator on a CPU tensor once.",
         (
             "torch._C.FunctionSchema",
             "torch._C._dispatch_get_all_op_names",
@@ -76,8 +76,8 @@ RELIANCES = (
     ),
     Reliance(
         "views and versions: a change in place through one name is seen through the others",
-        "Without a substitute in dispatch/views.py and torch_patches/data_assignment.py, refuse "
-        "changes of shape in place and p.data = q (dispatch/refusals.py): an error is better "
+        "Without a substitute in tensor/views.py and torch_patches/data_assignment.py, refuse "
+        "changes of shape in place and p.data = q (tensor/refusals.py): an error is better "
         "than a wrong gradient. tests/vgpu/tensor/test_views.py is the judge.",
         (
             "torch.Tensor._version",
@@ -100,7 +100,7 @@ RELIANCES = (
         "operators without a public name: fused attention and RMSNorm, softmax, functional "
         "collectives",
         "Call F.scaled_dot_product_attention, F.softmax or torch.distributed under a "
-        "TorchDispatchMode and see which operator comes now; dispatch/gpu_only/, "
+        "TorchDispatchMode and see which operator comes now; tensor/attention.py, tensor/norms.py, "
         "torch_patches/attention.py, collectives/wrappers.py.",
         (
             "torch.ops._c10d_functional._wrap_tensor_autograd",
@@ -224,19 +224,9 @@ RELIANCES = (
         ("torch._C._get_fp32_precision_getter",),
     ),
     Reliance(
-        "F.linear_cross_entropy on a virtual GPU, as on CUDA",
-        "Look where torch.nn.modules.linear_cross_entropy asks for the device type cuda now, and "
-        "answer for virtual GPUs there (dispatch/gpu_only/out_dtype.py).",
-        (
-            "torch.nn.modules.linear_cross_entropy._ChunkContext.build",
-            "torch.nn.modules.linear_cross_entropy_options.LinearCrossEntropyOptions"
-            "._resolve_auto_acc_dtype",
-        ),
-    ),
-    Reliance(
         "models whose tensors have no values: what would read one",
         "Run tests/vgpu/test_shapes.py: the error says who reads; stand in for that in "
-        "shapes/block.py.",
+        "tensor/shapes.py.",
         (
             "torch.distributed.Reducer._rebuild_buckets",
             "torch.nn.init._no_grad_trunc_normal_",

@@ -11,7 +11,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach, _foreach_support
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import vgpu
-from vgpu.tensor.shapes import operations
+from vgpu.tensor import lookup
 from vgpu.tensor.tensor import VirtualTensor
 
 OPTIMIZERS = {
@@ -196,6 +196,6 @@ def test_a_step_of_shapes_is_looked_up_when_its_factors_change():
         optimizer = torch.optim.AdamW(model.parameters())
         give_gradients(model)
         optimizer.step()
-        known = len(operations._results)
+        known = len(lookup.RESULTS)
         optimizer.step()  # the bias corrections are others
-    assert len(operations._results) == known
+    assert len(lookup.RESULTS) == known

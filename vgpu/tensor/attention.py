@@ -3,7 +3,7 @@
 They keep the output and one number per row, not the matrix of scores, so the bytes are those of a
 GPU, and DTensor and context parallelism know how to split them. Strides are a GPU's too, as torch's
 functions for meta tensors have them. Left out: dropout, which the CPU's kernel does not have (with
-it, torch_api/attention.py computes attention unfused).
+it, torch_patches/attention.py computes attention unfused).
 """
 
 import math
@@ -12,20 +12,16 @@ from typing import Any
 import torch
 
 from vgpu.memory.gpus import VirtualGPU
-from vgpu.tensor.operations import unwrap, wrap_result
-from vgpu.tensor.operators import Args, Handler, Kwargs, Operator, named_arguments
-from vgpu.tensor.same_device import check_for
+from vgpu.tensor.operator_info import handler
+from vgpu.tensor.operators import Args, Kwargs, Operator
+from vgpu.tensor.tensor import named_values, wrap_result
 
 
 def _arguments(func: Operator, args: Args, kwargs: Kwargs) -> tuple[dict[str, Any], VirtualGPU]:
-    """The arguments by name, with CPU tensors in place of virtual ones, and the GPU."""
-    named = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    named |= named_arguments(func, args, kwargs)
-    values, gpu, mixed = unwrap(named.values(), None, False)
-    assert gpu is not None, "no virtual tensor among the arguments"
-    if mixed:
-        check_for(func)(func, args, kwargs)
-    named = dict(zip(named, values, strict=True))
+    """All arguments by name, with CPU tensors in place of virtual ones, and the GPU."""
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    values, gpu = named_values(func, args, kwargs)
+    named = defaults | values
     if named["dropout_p"]:
         raise NotImplementedError(
             f"fused attention with dropout_p={named['dropout_p']} is not supported on virtual GPUs: "
@@ -66,6 +62,7 @@ def _laid_out_as(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return values if values.stride() == made.stride() else made.copy_(values)
 
 
+@handler("aten::_scaled_dot_product_flash_attention")
 def flash_attention(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     named, gpu = _arguments(func, args, kwargs)
     query = named["query"]
@@ -80,6 +77,7 @@ def flash_attention(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return wrap_result(results, gpu, "attention")
 
 
+@handler("aten::_scaled_dot_product_flash_attention_backward")
 def flash_attention_backward(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     named, gpu = _arguments(func, args, kwargs)
     gradients = _backward(named, named["grad_out"], None)
@@ -88,6 +86,7 @@ def flash_attention_backward(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return wrap_result(results, gpu, "attention")
 
 
+@handler("aten::_scaled_dot_product_efficient_attention")
 def efficient_attention(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     named, gpu = _arguments(func, args, kwargs)
     output, logsumexp = _forward(named, named["attn_bias"])
@@ -101,6 +100,7 @@ def efficient_attention(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return wrap_result(results, gpu, "attention")
 
 
+@handler("aten::_scaled_dot_product_efficient_attention_backward")
 def efficient_attention_backward(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     named, gpu = _arguments(func, args, kwargs)
     bias = named["attn_bias"]
@@ -112,11 +112,3 @@ def efficient_attention_backward(func: Operator, args: Args, kwargs: Kwargs) -> 
     gradients = _backward(named, named["grad_out_"], bias)
     results = *(_as_rows_of_heads(gradient) for gradient in gradients), None
     return wrap_result(results, gpu, "attention")
-
-
-HANDLERS: dict[str, Handler] = {
-    "aten::_scaled_dot_product_flash_attention": flash_attention,
-    "aten::_scaled_dot_product_flash_attention_backward": flash_attention_backward,
-    "aten::_scaled_dot_product_efficient_attention": efficient_attention,
-    "aten::_scaled_dot_product_efficient_attention_backward": efficient_attention_backward,
-}

@@ -1,5 +1,7 @@
 """The block ``with shapes_only():``, in which tensors made, moved or computed are shapes.
 
+Models of any size need neither arithmetic nor memory of their own there.
+
 Devices, autograd, modules, optimizers, streams, memory counters and recordings work as ever.
 
 A shape on the host (``torch.empty(...)`` in the block) is a ShapeTensor as well. What Python or
@@ -19,16 +21,14 @@ from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vgpu.memory import gpus
-from vgpu.tensor import custom
+from vgpu.tensor import copies
 from vgpu.tensor.operators import Args, Kwargs, Operator
-from vgpu.tensor.shapes import operations
-from vgpu.tensor.shapes.operations import ShapeCall, dispatch
-from vgpu.tensor.shapes.shape import ShapeTensor, around_shapes, is_shape
+from vgpu.tensor.tensor import ShapeTensor, around_shapes, is_shape, run
 from vgpu.torch_patches.undo import Changes
 
 
 class _Mode(TorchDispatchMode):
-    """Sends everything in the block to ``dispatch``, factories on the host included."""
+    """Sends everything in the block to ``run``, factories on the host included."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -45,7 +45,7 @@ class _Mode(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if types and types != _SHAPES and around_shapes(types):
             return NotImplemented
-        return dispatch(func, args, kwargs or {}, self)
+        return run(func, args, kwargs or {}, self)
 
 
 _SHAPES = (ShapeTensor,)  # asked first: nearly all that is computed with
@@ -67,7 +67,7 @@ def shapes_only() -> Iterator[None]:
 
 
 def install(changes: Changes) -> None:
-    changes.append(_foreach_supported_types, ShapeTensor)  # torch_api/functions.py says why
+    changes.append(_foreach_supported_types, ShapeTensor)  # torch_patches/functions.py says why
     changes.wrap(torch.nn.init, "_no_grad_trunc_normal_", trunc_normal)
     changes.wrap(nn.parallel.distributed, "_verify_param_shape_across_processes", _of_values)
     if dist.is_available():
@@ -99,28 +99,14 @@ def _of_values(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_own_order(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """DDP takes the order of its buckets from rank 0; what comes as a shape leaves its own."""
+    """DDP takes the order of its buckets from rank 0; a shape that comes leaves this rank's own."""
 
     @functools.wraps(plain)
     def _rebuild_buckets(reducer: Any) -> Any:
-        operations.host_keeps_values = True
+        copies.host_keeps_values = True
         try:
             return plain(reducer)
         finally:
-            operations.host_keeps_values = False
+            copies.host_keeps_values = False
 
     return _rebuild_buckets
-
-
-def _in_parts(call: ShapeCall) -> Any:
-    with call.mode:
-        return custom.run(call.func, call.args, call.kwargs)
-
-
-# torch's own operators in Python whose bodies ask for no value; others are looked up whole.
-operations.use_handlers(
-    {
-        "torch_nn::_linear_cross_entropy_batch_chunked": _in_parts,
-        "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _in_parts,
-    }
-)
