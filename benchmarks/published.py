@@ -10,7 +10,7 @@ One figure is fitted, to the first row: the share of the H100's peak that arithm
 mean GPU. How much GPUs differ is taken from a measurement elsewhere (SPREAD). All else stands in
 datasheets or is CostModel's default. Not modelled: float8; of Llama 405B in a pipeline, which was
 published with it only, two schedules are therefore compared with each other. With asynchronous tensor
-parallelism two rows were published as well; they are played again with it. Not modelled either:
+parallelism two rows were published as well; they are replayed with it. Not modelled either:
 clocks that fall at a limit of power, which is the likely reason why the gains by torch.compile and by
 asynchronous tensor parallelism are both overestimated; and, in the tables, NCCL's kernels, which take
 multiprocessors from those that they run beside.
@@ -22,9 +22,7 @@ from typing import NamedTuple
 
 import vgpu
 from benchmarks._order import order
-from vgpu.plan import Plan, Step, predict
-from vgpu.plan import estimate as napkin
-from vgpu.plan.parallel import Layout
+from vgpu.plan import Layout, Plan, Step, estimate, predict
 from vgpu.plan.transformer import LLAMA
 
 GPU = dataclasses.replace(
@@ -50,7 +48,7 @@ class Row(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        layout = Layout(shards=self.gpus // self.tensor_parallel, tensors=self.tensor_parallel)
+        layout = Layout(dp_shard=self.gpus // self.tensor_parallel, tp=self.tensor_parallel)
         return Plan(LLAMA[self.model], layout, self.batch, SEQUENCE, self.checkpoints, gpu=GPU)
 
     @property
@@ -62,7 +60,7 @@ class Row(NamedTuple):
     @property
     def flop_per_token(self) -> float:
         """Of the model, forward and backward, without what is computed again."""
-        return napkin.flop_per_token(LLAMA[self.model], SEQUENCE)
+        return estimate.flop_per_token(LLAMA[self.model], SEQUENCE)
 
 
 ROWS = (
@@ -85,7 +83,7 @@ class Pipelined(NamedTuple):
     reserved_gib: float
 
     def plan(self, micro_batches: int) -> Plan:
-        layout = Layout(shards=8, tensors=8, stages=8)
+        layout = Layout(dp_shard=8, tp=8, pp=8)
         return Plan(
             LLAMA["405B"],
             layout,

@@ -1,9 +1,9 @@
-"""Megatron-LM's training runs on A100s, predicted: one layer timed on a rank, and a schedule played.
+"""Megatron-LM's training runs on A100s, predicted: one layer timed on a rank, and a schedule simulated.
 
 Sources: Narayanan et al., 2021, Efficient large-scale language model training on GPU clusters
 (table 1: full recomputation, tensor and pipeline parallelism, interleaved where chunks are given);
 Korthikanti et al., 2022, Reducing activation recomputation in large transformer models (table 5).
-How a step's seconds come about stands at the head of ``vgpu/plan/megatron/training.py``.
+How a step's seconds come about stands at the head of ``vgpu/plan/megatron.py``.
 
 Two figures are fitted, to the first and the last row of the first paper: the shares of the A100's
 peaks that arithmetic and memory reach. Beside it stands what the first row alone gives, with memory's
@@ -24,12 +24,12 @@ from vgpu.plan.megatron import (
     SELECTIVE,
     Run,
     Shares,
-    Sizes,
     fitted,
     seconds_at,
     step_s,
     tera,
 )
+from vgpu.plan.megatron_layers import GPTSizes
 
 
 class Seconds(NamedTuple):
@@ -44,10 +44,12 @@ class Seconds(NamedTuple):
 # Narayanan et al. waited for each all-reduce; Megatron-LM's LinearWithGradAccumulationAndAsync-
 # Communication, of 2022, does not.
 TABLE_5 = (
-    Seconds("22", Run(Sizes(48, 6144, 64), 8, 1, 1, 8, 4, 4, FULL, True), 1.42, 1.10),
-    Seconds("175", Run(Sizes(96, 12288, 96), 8, 8, 3, 64, 64, 1, FULL, True), 18.13, 13.75),
-    Seconds("530", Run(Sizes(105, 20480, 128), 8, 35, 3, 280, 280, 1, FULL, True), 49.05, 37.83),
-    Seconds("1000", Run(Sizes(128, 25600, 160), 8, 64, 1, 512, 512, 1, FULL, True), 94.42, 71.49),
+    Seconds("22", Run(GPTSizes(48, 6144, 64), 8, 1, 1, 8, 4, 4, FULL, True), 1.42, 1.10),
+    Seconds("175", Run(GPTSizes(96, 12288, 96), 8, 8, 3, 64, 64, 1, FULL, True), 18.13, 13.75),
+    Seconds("530", Run(GPTSizes(105, 20480, 128), 8, 35, 3, 280, 280, 1, FULL, True), 49.05, 37.83),
+    Seconds(
+        "1000", Run(GPTSizes(128, 25600, 160), 8, 64, 1, 512, 512, 1, FULL, True), 94.42, 71.49
+    ),
 )
 
 

@@ -19,12 +19,12 @@ from torch.distributed.fsdp import fully_shard
 
 import vgpu
 from vgpu.plan import schedules
-from vgpu.plan.megatron import SEQUENCE, Layers, Recipe, Sizes
+from vgpu.plan.megatron_layers import SEQUENCE, GPTSizes, Layers, Recipe
 
 
 class Row(NamedTuple):
     name: str
-    sizes: Sizes
+    sizes: GPTSizes
     micro_batch: int
     pipeline: int
     chunks: int
@@ -34,10 +34,10 @@ class Row(NamedTuple):
 
 
 ROWS = (
-    Row("22", Sizes(48, 6144, 64), 4, 1, 1, 1, 59.25, 9.56),
-    Row("175", Sizes(96, 12288, 96), 1, 8, 3, 64, 66.84, 12.35),
-    Row("530", Sizes(105, 20480, 128), 1, 35, 3, 280, 114.02, 23.08),
-    Row("1000", Sizes(128, 25600, 160), 1, 64, 1, 512, 131.25, 26.56),
+    Row("22", GPTSizes(48, 6144, 64), 4, 1, 1, 1, 59.25, 9.56),
+    Row("175", GPTSizes(96, 12288, 96), 1, 8, 3, 64, 66.84, 12.35),
+    Row("530", GPTSizes(105, 20480, 128), 1, 35, 3, 280, 114.02, 23.08),
+    Row("1000", GPTSizes(128, 25600, 160), 1, 64, 1, 512, 131.25, 26.56),
 )
 TENSOR = 8
 
@@ -119,7 +119,7 @@ class _Adam:
         gradient = parameter.grad
         assert gradient is not None
         part = gradient.new_empty(gradient.numel() // GPUS)
-        dist.reduce_scatter_tensor(part, gradient.flatten())
+        dist.reduce_scatter_single(part, gradient.flatten())
         self._gradients[parameter] = part
         parameter.grad = None
 
@@ -136,7 +136,7 @@ class _Adam:
         self._adam.zero_grad()
         for copy, parameter in zip(self._copies, self._parameters, strict=True):
             if self._cuts:
-                dist.all_gather_into_tensor(parameter.flatten(), copy.half())
+                dist.all_gather_single(parameter.flatten(), copy.half())
             else:
                 self._part(parameter).copy_(copy)
         for hook in self._hooks:  # they hold the parameters, which hold them

@@ -1,6 +1,6 @@
 """Picks the devices of a lesson: real GPUs where there are enough, virtual ones where not.
 
-Set the environment variable COURSE_DEVICES to "vgpu" to take virtual GPUs on any machine, or to
+Set the environment variable VGPU_DEVICES to "vgpu" to take virtual GPUs on any machine, or to
 "cuda" to insist on real ones.
 """
 
@@ -25,7 +25,7 @@ def lab(count: int) -> list[torch.device]:
     ``count`` virtual GPUs exist afterwards unless a lesson has already enabled more. A lesson
     asks once for the most it needs and takes slices of the list. On real GPUs cuBLAS is told to do
     without workspaces, by environment variables, unless those are set. Raises ValueError for a count
-    below 1, for an unknown COURSE_DEVICES, and where COURSE_DEVICES=cuda asks for more GPUs than
+    below 1, for an unknown VGPU_DEVICES, and where VGPU_DEVICES=cuda asks for more GPUs than
     there are.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -63,11 +63,11 @@ def _choose(count: int) -> tuple[str, str]:
     Where there are real GPUs it leaves them without workspaces: ranks may take them even if the lesson
     itself has virtual ones.
     """
-    asked = os.environ.get("COURSE_DEVICES", "auto")
+    asked = os.environ.get("VGPU_DEVICES", "auto")
     if asked not in _CHOICES:
-        raise ValueError(f"COURSE_DEVICES is {asked!r}; it can be {', '.join(_CHOICES)} or unset")
+        raise ValueError(f"VGPU_DEVICES is {asked!r}; it can be {', '.join(_CHOICES)} or unset")
     if asked == "vgpu":
-        return "vgpu", "COURSE_DEVICES=vgpu asks for virtual GPUs."
+        return "vgpu", "VGPU_DEVICES=vgpu asks for virtual GPUs."
     real = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if real:
         _do_without_workspaces()
@@ -76,7 +76,7 @@ def _choose(count: int) -> tuple[str, str]:
         return "cuda", f"This machine has {real}, and the lesson needs {count}."
     if asked == "cuda":
         raise ValueError(
-            f"COURSE_DEVICES=cuda asks for real GPUs; the lesson needs {count} and this machine "
+            f"VGPU_DEVICES=cuda asks for real GPUs; the lesson needs {count} and this machine "
             f"has {real}. Unset the variable to use virtual ones."
         )
     if real >= count:

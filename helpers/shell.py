@@ -82,9 +82,8 @@ def _finish(line: str, process: subprocess.Popen[str], end_s: float) -> Result:
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    if hasattr(
-        os, "killpg"
-    ):  # also of a shell that has ended: what it left running is in its group
+    if hasattr(os, "killpg"):
+        # Also of a shell that has ended: what it left running is in its group.
         with suppress(ProcessLookupError, PermissionError):  # macOS: only zombies are left of it
             os.killpg(process.pid, signal.SIGKILL)
     else:

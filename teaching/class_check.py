@@ -27,7 +27,7 @@ from tqdm import tqdm
 from teaching import lessons
 from teaching.handed_in import Learner, answers, handed_in, printable
 from teaching.judging.limits import Judged, Limits, NotPrepared, Stopped, judged
-from vgpu.launch import machine
+from vgpu.launch import launcher
 
 MARKS = {
     "right": "✓",
@@ -139,7 +139,7 @@ def at_once(limits: Limits) -> int:
     An answer may start two ranks; half the cores keep the limit of time a fair one.
     """
     by_memory = psutil.virtual_memory().available // limits.memory_bytes
-    return max(1, min(machine.cores() // 2, by_memory))
+    return max(1, min(launcher.cores() // 2, by_memory))
 
 
 def _nothing(learner: Learner) -> Verdict:

@@ -12,7 +12,7 @@ _STYLE = "text-align:left;vertical-align:top"
 class Table:
     """Rows of cells under a header; cells are turned into text, True and False into yes and no.
 
-    A notebook shows what stands between `backticks` as code.
+    A notebook shows what is between `backticks` as code.
     ``links`` maps the text of a cell to the address it leads to in a notebook, ``widths`` a column
     to its width in CSS; the others take what they need. Raises ValueError for a row that has not
     as many cells as the header.

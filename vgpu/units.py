@@ -21,10 +21,10 @@ def parse_bytes(text: str) -> int:
 
     ValueError for anything else, and for less than one byte.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
+    if match is None:
         raise ValueError(f"expected a size such as 16GiB or 512MB, found {text!r}")
-    number, prefix, binary = found.groups()
+    number, prefix, binary = match.groups()
     power = "KMGT".index(prefix.upper()) + 1 if prefix else 0
     size_bytes = int(float(number) * (1024 if binary else 1000) ** power)
     if size_bytes < 1:

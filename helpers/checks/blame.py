@@ -3,10 +3,12 @@
 import linecache
 import re
 import traceback
+from functools import cache
+from pathlib import Path
 from types import FrameType
 
 from helpers.checks.describing import describe
-from vgpu.launch.own_code import is_learners
+from vgpu.launch.call_sites import is_library
 
 _ARGUMENTS = "Keep the stub's name and arguments: the check calls it with them."
 _OF_NONE = (
@@ -28,6 +30,19 @@ _HINTS = (
     ),
 )
 _TRY_IT = "Call it with such an input in a cell of your own: there you can print along the way."
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+# In a clone the teacher's tools stand beside it: the exam's checks, and the judge of a class.
+_COURSE = (_PACKAGE, _PACKAGE.parent / "teaching")
+
+
+@cache
+def is_learners(filename: str) -> bool:
+    """Whether a frame's file is the learner's: not a library's, and not this course's."""
+    if is_library(filename):
+        return False
+    path = Path(filename).resolve()
+    return filename.startswith("<") or not any(map(path.is_relative_to, _COURSE))
 
 
 def said(error: BaseException) -> str:

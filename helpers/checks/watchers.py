@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from helpers.checks.core import Wrong
-from vgpu.profiling.watching import Watching
+from vgpu.profiling import EagerDispatchMode
 
 FEATURES, CLASSES = 6, 4
 
@@ -174,7 +174,7 @@ class Trainer:
             self.losses.append(loss.item())
 
 
-class ReadBacks(Watching):
+class ReadBacks(EagerDispatchMode):
     """Counts what makes the host wait: values that go from ``device_type`` to the CPU."""
 
     ASKING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select")
@@ -203,7 +203,7 @@ class ReadBacks(Watching):
         return isinstance(value, torch.Tensor) and value.device.type == self.device_type
 
 
-class Leaving(Watching):
+class Leaving(EagerDispatchMode):
     """Counts the numbers of a recorded graph that are copied from each device to another.
 
     What needs no gradient, such as labels in whatever form, is not counted.

@@ -12,7 +12,13 @@ from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 
 from helpers.plots.style import COLOURS, figure, show, title
-from vgpu.plan.schedules import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Play
+from vgpu.plan.schedules import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    SimulatedSchedule,
+)
 
 _LOOKS = {
     FORWARD: ("forward", COLOURS["blue"]),
@@ -25,7 +31,7 @@ _DIGIT_INCHES = 0.085
 
 
 def schedule(
-    played: Play,
+    played: SimulatedSchedule,
     message: str | None = None,
     *,
     how: str = "counted in units of time",
@@ -64,7 +70,7 @@ def schedule(
         show(fig, _alt(played, heading, unit, factor))
 
 
-def schedules(plays: Mapping[str, Play]) -> None:
+def schedules(plays: Mapping[str, SimulatedSchedule]) -> None:
     """Several schedules under each other, on one scale of time; titles from the names given."""
     rows = [played.schedule.devices for played in plays.values()]
     fig, axes = figure(
@@ -83,7 +89,7 @@ def schedules(plays: Mapping[str, Play]) -> None:
     show(fig, " ".join(texts))
 
 
-def _alt(played: Play, heading: str, unit: str, factor: float) -> str:
+def _alt(played: SimulatedSchedule, heading: str, unit: str, factor: float) -> str:
     """How long the schedule takes, and when each device begins its first backward."""
     first = [
         next(box.start for box in boxes if box.action.kind != FORWARD) for boxes in played.boxes
@@ -109,7 +115,7 @@ def _ink(colour: tuple[float, float, float]) -> str:
     return "black" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "white"
 
 
-def _numbers(axes: Axes, played: Play, factor: float, end: float) -> None:
+def _numbers(axes: Axes, played: SimulatedSchedule, factor: float, end: float) -> None:
     """The micro-batch in each box that has room, all as one artist: as texts they take seconds."""
     fig = axes.get_figure(root=True)
     assert fig is not None
@@ -144,7 +150,7 @@ def number_path(text: str) -> Path:
     return Affine2D().translate(-(x0 + x1) / 2, -(y0 + y1) / 2).transform_path(outline)
 
 
-def _legend(axes: Axes, played: Play) -> None:
+def _legend(axes: Axes, played: SimulatedSchedule) -> None:
     kinds = {action.kind for action in played.schedule.actions}
     devices, chunks = played.schedule.devices, played.schedule.chunks
     handles = []

@@ -26,8 +26,8 @@ from tqdm import tqdm
 from helpers.train.checkpoints import CheckpointError
 from helpers.train.tasks import DEFAULTS, DTYPES, TASKS, Settings
 from helpers.train.training import Training
-from vgpu.launch import machine
-from vgpu.plan.parallel import KINDS, named_layout
+from vgpu.launch import launcher
+from vgpu.plan.layout import KINDS, named_layout
 
 JOIN_LIMIT = timedelta(minutes=5)
 """For all ranks to join; importing torch takes a while on a busy machine."""
@@ -153,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    torch.set_num_threads(options.threads or machine.threads_per_rank(ranks_here))
+    torch.set_num_threads(options.threads or launcher.threads_per_rank(ranks_here))
     given = {field.name: getattr(options, field.name) for field in fields(Settings)}
     given = {name: value for name, value in given.items() if value is not None}
     settings = replace(DEFAULTS[options.model], **given)
@@ -236,9 +236,9 @@ def _say(training: Training, line: str) -> None:
 @contextmanager
 def _group(cpu: bool) -> Iterator[None]:
     """The process group that the environment describes; without one, a group of this process."""
-    backend = machine.backend("cpu" if cpu else machine.device_type())
+    backend = launcher.backend("cpu" if cpu else launcher.device_type())
     one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    if one_host and (loopback := machine.loopback()):
+    if one_host and (loopback := launcher.loopback()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     rank, ranks = (int(os.environ.get(name, i)) for i, name in enumerate(("RANK", "WORLD_SIZE")))
     store = fresh_store(rank, ranks, JOIN_LIMIT) if ranks > 1 else dist.HashStore()

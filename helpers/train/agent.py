@@ -16,7 +16,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 
 from helpers.shell import Result
+from vgpu import torch_releases
 from vgpu.launch.forkserver import context, main_module_hidden
 from vgpu.launch.rank import as_if_fresh
 
@@ -35,8 +36,8 @@ def torchrun(line: str) -> Result:
 
     It runs on this host alone, and the program is a module. The result's status is 0 if all ranks
     ended well in the end; its output and errors are what the ranks have written, start by start
-    and rank by rank. What torch logs about it here comes last in the errors (torch
-    2.13 and before send it to this process's own). Raises ValueError for another kind of line.
+    and rank by rank. What torch logs about it here comes last in the errors. Raises ValueError for
+    another kind of line.
     """
     name, *arguments = shlex.split(line)
     options = run.parse_args(arguments)
@@ -57,7 +58,7 @@ def torchrun(line: str) -> Result:
         config, _, _ = run.config_from_args(options)
         program = options.training_script, options.training_script_args
         try:
-            with main_module_hidden(), redirect_stderr(log):
+            with main_module_hidden(), torch_releases.redirect_stderr(log):
                 elastic_launch(config, _become)(*program, environment)
             status = 0
         except ChildFailedError as error:

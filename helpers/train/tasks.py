@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from helpers.data import Digits
 from helpers.models import DigitsCNN
 from helpers.text import letters
-from vgpu.plan.parallel import Layout, check_tensors
+from vgpu.plan.layout import Layout, check_tp
 from vgpu.plan.transformer import LETTERS, Transformer
 
 DTYPES = {"single": torch.float32, "double": torch.float64}
@@ -69,7 +69,7 @@ class DigitsTask:
         self.dtype = DTYPES[settings.precision]
 
     def check(self, layout: Layout) -> None:
-        if layout.tensors > 1:
+        if layout.tp > 1:
             raise ValueError(
                 "the network for the digits has no plan for sharing tensors; use --model gpt, or "
                 "--parallel ddp, fsdp or hsdp"
@@ -113,7 +113,7 @@ class GPTTask:
             raise ValueError("the GPT has no dropout; leave --dropout out")
 
     def check(self, layout: Layout) -> None:
-        check_tensors(self.sizes, layout.tensors)
+        check_tp(self.sizes, layout.tp)
 
     def samples(self, *, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, length = letters(train), self.sizes.sequence

@@ -23,8 +23,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from helpers.train import checkpoints
 from helpers.train.checkpoints import Checkpoint, CheckpointError
 from helpers.train.tasks import TASKS, Settings
-from vgpu.launch import machine
-from vgpu.plan.parallel import Layout, loss_context, shard, share_tensors
+from vgpu.launch import launcher
+from vgpu.plan.layout import Layout
+from vgpu.plan.parallelize import apply_fsdp, apply_tp, loss_context
 from vgpu.plan.transformer import Transformer
 
 SCORED_AT_ONCE = 512
@@ -65,12 +66,12 @@ class Training:
         self.settings = settings
         self.folder = folder
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.layout = layout or Layout(replicas=self.ranks)
+        self.layout = layout or Layout(dp_replicate=self.ranks)
         _check_layout(self.layout, self.ranks)
         self.device = _device(cpu)
         self.task = TASKS[settings.model](settings)
         self.task.check(self.layout)
-        _check_batch(settings.batch_size, self.layout.batches)
+        _check_batch(settings.batch_size, self.layout.dp)
         if folder:
             checkpoints.prepare(folder)
         data = TensorDataset(*self.task.samples(train=True))
@@ -102,7 +103,7 @@ class Training:
         while self.step < self.steps:
             epoch, done = divmod(self.step, self.steps_per_epoch)
             self.sampler.set_epoch(epoch)
-            self.sampler.skip = done * self.settings.batch_size // self.layout.batches
+            self.sampler.skip = done * self.settings.batch_size // self.layout.dp
             for inputs, targets in self.loader:
                 yield inputs.to(self.device), targets.to(self.device)
 
@@ -140,11 +141,11 @@ class Training:
         checkpoints.save(self.folder, self.step, self._state(), made_with)
 
     def _parts_of(self, data: TensorDataset) -> tuple[ResumableSampler, DataLoader[Any]]:
-        """This rank's part of each batch. Ranks that share tensors compute on the same samples."""
-        parts, settings = self.layout.batches, self.settings
+        """This rank's part of each batch. Ranks of ``tp`` compute on the same samples."""
+        parts, settings = self.layout.dp, self.settings
         # Dropping the tail keeps the batches the same on any number of ranks: nothing is padded.
         sampler = ResumableSampler(
-            data, parts, self.rank // self.layout.tensors, seed=settings.seed, drop_last=True
+            data, parts, self.rank // self.layout.tp, seed=settings.seed, drop_last=True
         )
         loader = DataLoader(
             data,
@@ -159,15 +160,15 @@ class Training:
     def _shared(self, model: nn.Module) -> nn.Module:
         """The model as the layout divides it: in place, or inside DDP."""
         layout = self.layout
-        if layout.shards == layout.tensors == 1:
+        if layout.dp_shard == layout.tp == 1:
             return DDP(model, device_ids=None if self.device.type == "cpu" else [self.device])
         mesh = layout.mesh(self.device.type)
-        if layout.tensors > 1:
+        if layout.tp > 1:
             assert isinstance(model, Transformer), "the task's check lets no other pass"
-            share_tensors(model, mesh["tensors"])
-        if layout.batches > 1:
-            copies = ("replicas", "shards") if layout.replicas > 1 else ("shards",)
-            shard(model, self.task.units(model), mesh[copies])
+            apply_tp(model, mesh["tp"])
+        if layout.dp > 1:
+            dp = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
+            apply_fsdp(model, self.task.units(model), mesh[dp])
         return model
 
     def _place(self) -> dict[str, Any]:
@@ -226,10 +227,10 @@ def _check_layout(layout: Layout, ranks: int) -> None:
         raise ValueError(
             f"the layout {layout} is one for {layout.ranks} ranks, and {ranks} run here"
         )
-    if layout.stages > 1:
+    if layout.pp > 1:
         raise ValueError(
-            f"the layout {layout} has stages; this trainer runs no pipeline: use replicas, "
-            "shards and tensors"
+            f"the layout {layout} has stages; this trainer runs no pipeline: use dp_replicate, "
+            "dp_shard and tp"
         )
 
 
@@ -249,7 +250,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 def _device(cpu: bool) -> torch.device:
     """This rank's own GPU if each rank of this machine has one, else the CPU."""
-    kind = "cpu" if cpu else machine.device_type()
+    kind = "cpu" if cpu else launcher.device_type()
     if kind == "cpu":
         return torch.device("cpu")
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))

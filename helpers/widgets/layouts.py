@@ -1,65 +1,46 @@
 """Llama 70B on 64 H100s: a layout to bytes by cause, a timeline and tokens/s, by PyTorch's own code.
 
-The layout's step is recorded with few layers (``vgpu.plan.few_layers``), which takes some seconds,
-and kept: another network plays the same recording again. While somebody looks at the explorer, what
-one of its controls can reach is recorded by a process beside this one (``vgpu.plan.ready``).
+The layout's step is recorded with few layers (``vgpu.plan.extrapolate``), which takes some seconds,
+and kept: another network only replays the same recording.
 """
 
-import itertools
 from functools import cache
+from typing import Any
 
 import ipywidgets
 from IPython.display import display
 
 import vgpu
 from helpers import plots
-from helpers.widgets.live import live, when_idle
-from vgpu.plan import CHECKPOINTS, Plan
-from vgpu.plan.few_layers import FewLayers, in_few_layers
-from vgpu.plan.parallel import Layout
-from vgpu.plan.ready import Ready
+from helpers.widgets.live import live
+from vgpu.plan import RECOMPUTE, Layout, Plan, extrapolate
+from vgpu.plan.rank import ExtrapolatedStep
 from vgpu.plan.transformer import LLAMA
 from vgpu.tables import Table
 from vgpu.units import format_bytes, format_seconds
 
 GPUS, GPU, MODEL = 64, "H100", "70B"
-TENSORS, REPLICAS, BATCHES = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8, 16)
+TP, DP_REPLICATE, BATCHES = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8, 16)
 FIRST = (8, 1, 8, "full")
 """What the controls say at first."""
 NETWORKS = ("InfiniBand NDR", "InfiniBand HDR", "InfiniBand EDR", "Ethernet 100")
 
 
-def plan_of(tensors: int, replicas: int, batch: int, checkpoint: str) -> Plan:
-    """What is left of the GPUs are shards; ValueError where they do not come out even."""
-    if GPUS % (tensors * replicas):
-        raise ValueError(f"{tensors} tensors × {replicas} replicas do not divide {GPUS} GPUs")
-    layout = Layout(replicas, GPUS // (tensors * replicas), tensors)
-    return Plan(LLAMA[MODEL], layout, batch, checkpoint=checkpoint, gpu=GPU)
+def plan_of(tp: int, dp_replicate: int, batch: int, recompute: str) -> Plan:
+    """dp_shard is what is left of the GPUs; ValueError where they do not come out even."""
+    if GPUS % (tp * dp_replicate):
+        raise ValueError(f"tp {tp} × dp_replicate {dp_replicate} do not divide {GPUS} GPUs")
+    layout = Layout(dp_replicate, GPUS // (tp * dp_replicate), tp)
+    return Plan(LLAMA[MODEL], layout, batch, recompute=recompute, gpu=GPU)
 
 
 @cache
-def answer(plan: Plan) -> FewLayers:
-    """The plan's step, recorded once: here, or beside once the explorer is there."""
-    if _beside is not None and _beside.takes(plan):
-        return _beside.answer(plan)
-    return in_few_layers(plan)
+def answer(plan: Plan) -> ExtrapolatedStep:
+    """The plan's step, recorded once."""
+    return extrapolate(plan)
 
 
-_beside: Ready | None = None
-
-
-def _answer_beside() -> Ready:
-    """From now on a process beside this one answers; one for all explorers."""
-    global _beside
-    if _beside is None:
-        every = itertools.starmap(
-            plan_of, itertools.product(TENSORS, REPLICAS, BATCHES, CHECKPOINTS)
-        )
-        _beside = Ready(plan_of(*FIRST), list(every))
-    return _beside
-
-
-def answer_table(found: FewLayers, network: str) -> Table:
+def answer_table(found: ExtrapolatedStep, network: str) -> Table:
     """Speed, time by cause, and whether it fits."""
     room = found.plan.spec.memory_bytes
     allocated = sum(found.bytes_by_cause.values())
@@ -78,11 +59,11 @@ def answer_table(found: FewLayers, network: str) -> Table:
 
 
 def show_layout(
-    tensors: int, replicas: int, batch: int, checkpoint: str, network: str = NETWORKS[0]
+    tp: int, dp_replicate: int, batch: int, recompute: str, network: str = NETWORKS[0]
 ) -> None:
     """Draw bytes by cause and the step of four layers; say why where there is no such layout."""
     try:
-        found = answer(plan_of(tensors, replicas, batch, checkpoint))
+        found = answer(plan_of(tp, dp_replicate, batch, recompute))
     except ValueError as problem:
         print(f"No such layout: {problem}.")
         return
@@ -94,36 +75,44 @@ def show_layout(
         how="counted at the peak of a step; dashed: its memory",
         unit="GiB",
     )
-    played = vgpu.replay(found.steps[0].timeline, network=network)
+    timeline = vgpu.replay(found.steps[0].timeline, network=network)
     layers = found.steps[0].plan.sizes.layers
-    plots.timeline(played, f"A step with {layers} of the layers", devices=played.devices[:1])
+    plots.timeline(timeline, f"A step with {layers} of the layers", devices=timeline.devices[:1])
 
 
 def layout_explorer() -> ipywidgets.Widget:
-    """Tensors, replicas, batch, checkpoints and network around ``show_layout``."""
+    """The degrees, batch, recomputation and network around ``show_layout``."""
 
     def slider(name: str, values: tuple[int, ...], value: int) -> ipywidgets.Widget:
         return ipywidgets.SelectionSlider(
             options=values, value=value, description=name, continuous_update=False
         )
 
-    tensors, replicas, batch, checkpoint = FIRST
+    tp, dp_replicate, batch, recompute = FIRST
     controls: dict[str, ipywidgets.Widget] = {
-        "tensors": slider("tensors", TENSORS, tensors),
-        "replicas": slider("replicas", REPLICAS, replicas),
+        "tp": slider("tp", TP, tp),
+        "dp_replicate": slider("dp_replicate", DP_REPLICATE, dp_replicate),
         "batch": slider("batch", BATCHES, batch),
-        "checkpoint": ipywidgets.Dropdown(
-            options=CHECKPOINTS, value=checkpoint, description="checkpoints"
+        "recompute": ipywidgets.Dropdown(
+            options=RECOMPUTE, value=recompute, description="recompute"
         ),
         "network": ipywidgets.Dropdown(options=NETWORKS, description="network"),
     }
-    # Each of these 36 layouts is recorded, and played on both networks.
+    # Each of these 36 layouts is recorded, and replayed on both networks.
     few = {
-        **{"tensors": (1, 2, 8), "replicas": (1, 2), "batch": (2, 8, 16)},
-        **{"checkpoint": ("selective", "full"), "network": ("InfiniBand NDR", "Ethernet 100")},
+        **{"tp": (1, 2, 8), "dp_replicate": (1, 2), "batch": (2, 8, 16)},
+        **{"recompute": ("selective", "full"), "network": ("InfiniBand NDR", "Ethernet 100")},
     }
-    drawn = live(show_layout, controls, few)
-    when_idle(_answer_beside().begin)
-    numbers = [controls[name] for name in ("tensors", "replicas", "batch")]
-    others = [controls[name] for name in ("checkpoint", "network")]
-    return ipywidgets.VBox([ipywidgets.HBox(numbers), ipywidgets.HBox(others), drawn])
+    status = ipywidgets.Label()
+
+    def show(**chosen: Any) -> None:
+        status.value = "Recording this layout by PyTorch's own code: a new one takes some seconds."
+        try:
+            show_layout(**chosen)
+        finally:
+            status.value = ""
+
+    drawn = live(show, controls, few)
+    numbers = [controls[name] for name in ("tp", "dp_replicate", "batch")]
+    others = [controls[name] for name in ("recompute", "network")]
+    return ipywidgets.VBox([ipywidgets.HBox(numbers), ipywidgets.HBox(others), status, drawn])

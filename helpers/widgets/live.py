@@ -4,7 +4,6 @@ For a page that has no kernel, ``answers`` computes what it would show, for a fe
 control.
 """
 
-import asyncio
 import json
 import math
 import time
@@ -15,14 +14,11 @@ from typing import Any
 
 import ipywidgets
 from ipykernel.jsonutil import encode_images, json_clean
-from IPython.core.getipython import get_ipython
 from IPython.display import display
 from IPython.utils.capture import capture_output
 
 # What a page without a kernel offers: of one control, unless its explorer says which; of all.
 FEW_VALUES, MOST_ANSWERS = 5, 120
-QUIET_S = 2.0
-"""For so long no cell has run when a reader reads."""
 ANSWERS = "application/vnd.course.answers+json"
 """The media type of what ``show_answers`` displays."""
 
@@ -54,28 +50,6 @@ def live(function: Function, controls: Controls, few: Few | None = None) -> ipyw
     answer()
     _explorers[shown.model_id] = function, controls, few or {}
     return shown
-
-
-def when_idle(function: Callable[[], object], quiet_s: float = QUIET_S) -> None:
-    """Call ``function`` once no cell has run for so many seconds; only where a kernel runs cells.
-
-    It is called between cells, in the kernel's own thread.
-    """
-    shell = get_ipython()
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    if shell is None:
-        return
-
-    def look(count: int | None) -> None:
-        if shell.execution_count == count:
-            function()
-        else:
-            loop.call_later(quiet_s, look, shell.execution_count)
-
-    look(None)
 
 
 def show_answers() -> None:

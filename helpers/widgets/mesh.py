@@ -15,7 +15,7 @@ import vgpu
 from helpers import plots
 from helpers.widgets.live import live
 from vgpu.plan import meshes
-from vgpu.plan.meshes import DIMENSIONS, Step
+from vgpu.plan.meshes import DIMENSIONS, MeshStep
 from vgpu.plan.transformer import LLAMA
 from vgpu.tables import Table
 from vgpu.units import format_bytes, format_seconds
@@ -45,7 +45,7 @@ def answer(
     network: str = "InfiniBand NDR",
     gpus_per_host: int = GPUS_PER_HOST,
     **shares: float,
-) -> Step:
+) -> MeshStep:
     """A step of Llama 70B on the mesh; shares are those of ``CostModel``.
 
     ValueError for sizes that do not divide.
@@ -59,12 +59,12 @@ def answer(
     return meshes.step(sizes, MODEL, sequences, cost)
 
 
-def tokens_per_s(found: Step, sequences: int) -> float:
+def tokens_per_s(found: MeshStep, sequences: int) -> float:
     """Of one GPU."""
     return sequences * MODEL.sequence / found.seconds / GPUS
 
 
-def answer_table(found: Step, sequences: int) -> Table:
+def answer_table(found: MeshStep, sequences: int) -> Table:
     """Each dimension's group, link, bytes and time; then the step."""
     rows: list[tuple[object, ...]] = []
     for each in found.traffic:

@@ -1,7 +1,7 @@
 """Stages, micro-batches and a schedule to a timeline, its bubble and each device's memory.
 
 Times are units, or virtual time on a GPU of one's choice: then the network is a transformer, one
-layer of it is recorded as a shape on one GPU, and the schedule is played with that.
+layer of it is recorded as a shape on one GPU, and the schedule is simulated with that.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch import nn
 import vgpu
 from helpers import plots
 from helpers.widgets.live import live
-from vgpu.plan.schedules import KINDS, Play, Times, peaks_in_flight, play
+from vgpu.plan.schedules import KINDS, SimulatedSchedule, Times, peaks_in_flight, simulate
 from vgpu.tables import Table
 from vgpu.units import format_bytes, format_seconds
 
@@ -51,7 +51,7 @@ class LayerCost:
 class Answer:
     """What a choice of stages, micro-batches, schedule and GPU comes to, for each device."""
 
-    played: Play
+    played: SimulatedSchedule
     in_flight: list[int]
     cost: LayerCost | None
     gpu: str | None
@@ -76,14 +76,14 @@ class Answer:
 
 
 def answer(kind: str, devices: int, micro_batches: int, gpu: str | None = None) -> Answer:
-    """Play the schedule ``kind`` of ``schedules.KINDS``; in units of time, or on GPUs by name.
+    """Simulate the schedule ``kind`` of ``schedules.KINDS``; in units of time, or on GPUs by name.
 
     In units, forward takes 1 on each device and backward 2. Raises ValueError for a schedule that
     does not exist for these counts.
     """
     schedule = KINDS[kind](devices, micro_batches)
     if gpu is None:
-        return Answer(play(schedule), peaks_in_flight(schedule), None, None)
+        return Answer(simulate(schedule), peaks_in_flight(schedule), None, None)
     if BATCH % micro_batches or LAYERS % schedule.stages:
         raise ValueError(
             f"{BATCH} sequences in {micro_batches} micro-batches, {LAYERS} layers in "
@@ -93,7 +93,7 @@ def answer(kind: str, devices: int, micro_batches: int, gpu: str | None = None) 
     layers = LAYERS // devices
     half_s = layers * cost.backward_s / 2
     times = Times(layers * cost.forward_s, half_s, half_s, cost.transfer_s)
-    return Answer(play(schedule, times), peaks_in_flight(schedule), cost, gpu)
+    return Answer(simulate(schedule, times), peaks_in_flight(schedule), cost, gpu)
 
 
 @cache

@@ -78,7 +78,7 @@ def makespan(answer: Callable[..., float | None]) -> dict[str, Any]:
             orders = [[(a.kind, a.micro_batch) for a in row] for row in schedule.rows]
             half = backward_s / 2
             times = schedules.Times(forward_s, input_gradient=half, weight_gradient=half)
-            expected = schedules.play(schedule, times).makespan
+            expected = schedules.simulate(schedule, times).makespan
         given = f"forward {forward_s} s, backward {backward_s} s, orders {orders}"
         with for_input(given, "Begin each action as soon as its GPU and what it needs are there."):
             yours = answer([list(row) for row in orders], forward_s, backward_s)

@@ -29,9 +29,7 @@ MARK = "COURSE_JUDGE"
 """The environment variable whose value is a judge's own, and that of all it starts."""
 
 _FORKS = hasattr(os, "fork")
-# The first lets the others come without a search for garbage.
 _PRELOAD = (
-    "vgpu.launch.gc_off",
     "torch._dynamo",
     "torchvision",
     "helpers.data",
@@ -156,7 +154,7 @@ def _start() -> "subprocess.Popen[str]":
 
 def _environment(home: Path, mark: str) -> dict[str, str]:
     # No variable of the teacher's that an answer need not see.
-    wanted = ("PATH", "LANG", "LD_LIBRARY_PATH", "SYSTEMROOT", "COURSE_DEVICES")
+    wanted = ("PATH", "LANG", "LD_LIBRARY_PATH", "SYSTEMROOT", "VGPU_DEVICES")
     kept = {name: os.environ[name] for name in wanted if name in os.environ}
     return kept | {
         "HOME": str(home),
@@ -177,6 +175,7 @@ def _serve() -> None:
     libc.getenv.restype = ctypes.c_void_p
     # Others see a process's environment as the memory that it started with.
     mark_shown = libc.getenv(MARK.encode())
+    gc.disable()  # importing makes millions of objects, none of them garbage
     *_, judge = (importlib.import_module(name) for name in _PRELOAD)
     # A judge's collections of garbage leave out what it was forked with, garbage too.
     gc.freeze()

@@ -27,7 +27,7 @@ def served(folder: Path, scratch: Path, settings: dict[str, dict] | None = None)
         path.write_text(json.dumps(values))
     environment = dict(
         os.environ,
-        COURSE_DEVICES="vgpu",
+        VGPU_DEVICES="vgpu",
         JUPYTER_CONFIG_PATH=str(ROOT / ".jupyter"),
         COURSE_PROGRESS_DIR=str(scratch / "progress"),
         JUPYTER_RUNTIME_DIR=str(scratch / "runtime"),

@@ -12,7 +12,7 @@ from helpers import devices
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    for name in ("COURSE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"):
+    for name in ("VGPU_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"):
         os.environ.pop(name, None)
     yield
     vgpu.disable()
@@ -75,14 +75,14 @@ def test_virtual_ones_where_real_ones_are_too_few(real_gpus):
 
 def test_one_variable_forces_virtual_ones(real_gpus, monkeypatch):
     real_gpus(8)
-    monkeypatch.setenv("COURSE_DEVICES", "vgpu")
+    monkeypatch.setenv("VGPU_DEVICES", "vgpu")
     assert devices.lab(2)[1] == torch.device("vgpu:1")
-    assert "COURSE_DEVICES=vgpu asks" in str(devices.describe(2))
+    assert "VGPU_DEVICES=vgpu asks" in str(devices.describe(2))
 
 
 def test_insisting_on_real_ones_that_are_missing(real_gpus, monkeypatch):
     real_gpus(1)
-    monkeypatch.setenv("COURSE_DEVICES", "cuda")
+    monkeypatch.setenv("VGPU_DEVICES", "cuda")
     with pytest.raises(ValueError, match="needs 2 and this machine has 1"):
         devices.lab(2)
 
@@ -93,7 +93,7 @@ def test_one_gpu_is_named_once(real_gpus):
 
 
 def test_an_unknown_choice_is_refused(monkeypatch):
-    monkeypatch.setenv("COURSE_DEVICES", "tpu")
+    monkeypatch.setenv("VGPU_DEVICES", "tpu")
     with pytest.raises(ValueError, match="'tpu'; it can be auto, cuda, vgpu"):
         devices.lab(1)
 

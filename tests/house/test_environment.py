@@ -6,6 +6,7 @@ import tomllib
 import yaml
 
 from teaching.lessons import ROOT
+from vgpu import torch_releases
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT, TRIED = PYPROJECT["project"], PYPROJECT["tool"]["course"]["tried-torch"]
@@ -30,6 +31,8 @@ def test_every_file_names_the_releases_of_pytorch_that_are_tried():
     assert oldest in PROJECT["dependencies"]  # environment.yml: the next test
     assert f"PyTorch {', '.join(older)} and {newest}" in text("README.md")
     assert f"`{oldest}`" in text("docs/new_torch.md")
+    assert tuple(numbers[0][:2]) == torch_releases.OLDEST
+    assert tuple(numbers[-1][:2]) == torch_releases.NEWEST_TRIED
     jobs = yaml.safe_load(text(".github/workflows/test.yml"))["jobs"]
     matrix = jobs["linux"]["strategy"]["matrix"]["include"]
     assert [row["torch"] for row in matrix] == TRIED

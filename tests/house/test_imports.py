@@ -33,6 +33,12 @@ def test_the_library_imports_nothing_of_the_course():
             assert not names, f"{module} imports {names}"
 
 
+def test_the_library_reads_no_environment_variable_of_the_course():
+    for module, path in modules():
+        if module.partition(".")[0] == "vgpu":
+            assert "COURSE_" not in path.read_text(encoding="utf-8"), module
+
+
 def test_init_files_only_hand_names_on():
     for path in (path for package in PACKAGES for path in package.rglob("__init__.py")):
         if path.parent.name == "helpers":
@@ -47,5 +53,5 @@ def test_init_files_only_hand_names_on():
 def test_the_names_that_lessons_use_stay():
     assert {"check", "evaluate", "exercises", "progress", "reset"} <= set(helpers.checks.__all__)
     assert {"COLOURS", "figure"} <= set(helpers.plots.__all__)
-    assert {"LaunchError", "RanksHung", "report", "run"} <= set(vgpu.launch.__all__)
+    assert {"LaunchError", "RanksHung", "run", "warm_up"} <= set(vgpu.launch.__all__)
     assert {"Settings", "Training"} <= set(helpers.train.__all__)

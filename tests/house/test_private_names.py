@@ -6,16 +6,18 @@ import pytest
 from private_names import listed, uses
 
 LISTED = {name for each in listed.RELIANCES for name in each.names}
-# Attributes of Python's own, and _untyped_storage, which every torch.TypedStorage object has.
+# Attributes of Python's own; and of objects: every torch.TypedStorage, every stage of a pipeline.
 NOT_TORCH = {
+    "_config",
     "_current_frames",
     "_exit",
     "_extra_reducers",
+    "_forkserver",
     "_getframe",
     "_lru_cache_wrapper",
     "_replace",
 }
-OF_OBJECTS = {"_untyped_storage"}
+OF_OBJECTS = {"_untyped_storage", "_user_meta"}
 
 
 @pytest.fixture(scope="module", autouse=True)

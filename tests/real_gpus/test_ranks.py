@@ -28,7 +28,7 @@ def on(kind, ranks):
 
 def launched(monkeypatch, kind, ranks, function, *args):
     """``launch.run`` on such GPUs."""
-    monkeypatch.setenv("COURSE_DEVICES", {"real": "cuda", "virtual": "vgpu"}[kind])
+    monkeypatch.setenv("VGPU_DEVICES", {"real": "cuda", "virtual": "vgpu"}[kind])
     return launch.run(function, ranks, *args, gpu="V100", timeout_s=110)
 
 
@@ -39,9 +39,9 @@ def meets(rank, world_size):
     dist.all_reduce(total)
     dist.broadcast(first, src=0)
     everyone = torch.empty(4 * world_size, device=device)
-    dist.all_gather_into_tensor(everyone, mine)
+    dist.all_gather_single(everyone, mine)
     part = torch.empty(4, device=device)
-    dist.reduce_scatter_tensor(part, everyone)
+    dist.reduce_scatter_single(part, everyone)
     exchanged = torch.empty(world_size, device=device)
     dist.all_to_all_single(exchanged, torch.arange(world_size, device=device) + 10.0 * rank)
     found = [total, first, everyone, part, exchanged]

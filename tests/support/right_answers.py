@@ -108,13 +108,13 @@ def zero1_step(parameters, shards, optimizer):
     ranks = dist.get_world_size()
     rows = torch.cat([row_of(p.grad).view(ranks, -1) for p in parameters], 1)
     part = rows.new_empty(rows.size(1))
-    dist.reduce_scatter_tensor(part, rows.flatten())
+    dist.reduce_scatter_single(part, rows.flatten())
     for shard, gradient in zip(shards, part.split([len(s) for s in shards])):
         shard.grad = gradient / ranks
     optimizer.step()
     mine = torch.cat([shard.detach() for shard in shards])
     whole = mine.new_empty(ranks * len(mine))
-    dist.all_gather_into_tensor(whole, mine)
+    dist.all_gather_single(whole, mine)
     for p, row in zip(parameters, whole.view(ranks, -1).split([len(s) for s in shards], 1)):
         p.data, p.grad = row.flatten()[: p.numel()].view_as(p), None
 """,

@@ -11,7 +11,7 @@ import torch
 from private_names import listed
 
 import vgpu
-from vgpu.changes import Changes
+from vgpu.torch_patches.undo import Changes
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 LISTED = {name: each for each in listed.RELIANCES for name in each.names}
@@ -19,7 +19,7 @@ LISTED = {name: each for each in listed.RELIANCES for name in each.names}
 
 # In a process of its own: torch's test suites change settings of the process that imports them.
 LOOK = """
-import vgpu.launch.gc_off
+import gc; gc.disable()
 import json, os, pkgutil, sys
 import torch, torch.distributed.fsdp, torch.distributed.tensor, torch.utils.backend_registration
 missing = {}
@@ -54,6 +54,8 @@ def test_a_private_name_is_there(name, missing):
         pytest.skip("PyTorch's CPU builds lack it; lesson 01 makes it there for a moment")
     if listed.SINCE.get(name, VERSION) > VERSION:
         pytest.skip(f"came with torch {listed.SINCE[name]}")
+    if listed.UNTIL.get(name, VERSION) < VERSION:
+        pytest.skip(f"went after torch {listed.UNTIL[name]}")
     needed = LISTED[name]
     assert name not in missing, (
         f"torch {torch.__version__} has no {name} ({missing[name]}). It was needed for "

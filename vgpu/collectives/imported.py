@@ -11,7 +11,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from vgpu.changes import Changes
+from vgpu import torch_releases
+from vgpu.torch_patches.undo import Changes
 
 Change = Callable[[ModuleType, Changes], None]
 
@@ -21,7 +22,13 @@ def when_imported(name: str, change: Change, changes: Changes) -> None:
     if name in sys.modules:
         change(sys.modules[name], changes)
         return
-    finder = _Finder(name, lambda module: change(module, changes))
+
+    def then(module: ModuleType) -> None:
+        with torch_releases.noting_missing(changes.missing):
+            change(module, changes)
+        torch_releases.report_missing(changes.missing)
+
+    finder = _Finder(name, then)
     sys.meta_path.insert(0, finder)
     changes.callback(finder.remove)
 

@@ -21,10 +21,10 @@ if sys.platform == "linux":
     import resource
 
 ADOPTS = sys.platform == "linux"
-"""Whether a guard has everything below it, whatever it did to leave."""
+"""Whether a guard ends everything below it, whatever that did to leave."""
 
 GRACE_S = 0.5
-"""For processes to notice that the one above them has ended, and to tidy up."""
+"""For processes to notice that the one above them has ended, and to clean up."""
 
 _SUBREAPER, _SIGNAL_ON_PARENTS_DEATH = 36, 1  # linux/prctl.h
 _NOTICED = (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM) if sys.platform == "linux" else ()
@@ -33,11 +33,11 @@ _END_S = 5.0
 
 
 def enter(orphaned_s: float = _END_S) -> None:
-    """Go on as the child of a guard, in a session of its own; the guard keeps this process's id.
+    """Continue as the child of a guard, in a session of its own; the guard keeps this process's id.
 
     The guard ends as the child does, after everything that the child has started. It ends them all
     at SIGTERM; when its own parent dies, it does so as well, but lets them end in their own way
-    first, for ``orphaned_s`` seconds at most. Nothing happens on other systems than Linux. The
+    first, for ``orphaned_s`` seconds at most. Does nothing on systems other than Linux. The
     process must not have threads.
     """
     if sys.platform != "linux":
@@ -52,7 +52,7 @@ def enter(orphaned_s: float = _END_S) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
     try:
-        _end_as(_guarded(child, orphaned_s))
+        _end_as(_guard(child, orphaned_s))
     finally:
         os._exit(1)  # whatever happens, only the child goes on
 
@@ -66,40 +66,37 @@ def end(pid: int) -> None:
             # Very early the group does not exist yet, later it may be empty.
             os.killpg(pid, signal.SIGKILL)
         else:
-            _end_tree(pid)
+            with suppress(psutil.Error):
+                top = psutil.Process(pid)
+                _kill([top, *top.children(recursive=True)])
 
 
-def _end_tree(pid: int) -> None:
-    """End a process and its descendants, as far as the process table still shows them below it."""
-    with suppress(psutil.Error):
-        top = psutil.Process(pid)
-        for process in (top, *top.children(recursive=True)):
-            with suppress(psutil.Error):  # it has just ended, or belongs to another user
-                process.kill()
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):  # it has just ended, or belongs to another user
+            process.kill()
 
 
-def _guarded(child: int, orphaned_s: float) -> int:
-    """Wait for the child's end or the order to end it: its status once nothing of it is left."""
+def _guard(child: int, orphaned_s: float) -> int:
+    """Wait until the child ends or is to be ended; its status once nothing of it is left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A pipe's end tells its reader of the child's end; no copy of ours may delay that.
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             os.close(int(descriptor))
     statuses: dict[int, int] = {}
-    order = signal.SIGCHLD
-    while child not in statuses and order == signal.SIGCHLD:
-        order = signal.Signals(signal.sigwait(_NOTICED))
+    number = signal.SIGCHLD
+    while child not in statuses and number == signal.SIGCHLD:
+        number = signal.Signals(signal.sigwait(_NOTICED))
         _reap(statuses)
-    # At its parent's death a rank ends by itself, and removes its folder first.
-    grace_s = {signal.SIGCHLD: GRACE_S, signal.SIGHUP: orphaned_s, signal.SIGTERM: 0.0}[order]
+    # When its parent dies, a rank ends by itself, and removes its folder first.
+    grace_s = {signal.SIGCHLD: GRACE_S, signal.SIGHUP: orphaned_s, signal.SIGTERM: 0.0}[number]
     until_s = time.monotonic() + grace_s
     while _reap(statuses) and (left_s := until_s - time.monotonic()) > 0:
         signal.sigtimedwait(_NOTICED, left_s)
     until_s = time.monotonic() + _END_S
     while _reap(statuses) and time.monotonic() < until_s:
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):  # it has just ended, or belongs to another user
-                process.kill()
+        _kill(psutil.Process().children(recursive=True))
         signal.sigtimedwait(_NOTICED, 0.05)
     return statuses.get(child, signal.SIGKILL)
 

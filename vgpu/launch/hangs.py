@@ -3,67 +3,58 @@
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from vgpu.launch.call_sites import Collective, Place, Snapshot
-
-# To these every rank has to bring as many elements of the same type; shapes may differ.
-_ALIKE = {"all_reduce", "broadcast", "reduce"}
+from vgpu.collectives.table import SAME_ELEMENTS
+from vgpu.launch.call_sites import CallSite, CollectiveRecord, RankState
 
 
-def explain(snapshots: Sequence[Snapshot | None], label: Callable[[str], str]) -> str:
+def explain(states: Sequence[RankState | None], name_file: Callable[[str], str]) -> str:
     """One line for each rank, then which collectives wait for whom.
 
-    A rank without a snapshot did not answer. ``label`` turns a file name into what the reader
+    A rank without a state did not answer. ``name_file`` turns a file name into what the reader
     knows, such as "Cell In[3]".
     """
-    lines = [f"rank {rank} {_describe(s, label)}" for rank, s in enumerate(snapshots)]
-    return "\n".join(f"  {line}" for line in lines + _who_misses(snapshots))
+    lines = [f"rank {rank} {_describe(state, name_file)}" for rank, state in enumerate(states)]
+    return "\n".join(f"  {line}" for line in lines + _explain_collectives(states))
 
 
-def is_deadlock(snapshots: Sequence[Snapshot | None], within_s: float = float("inf")) -> bool:
+def is_deadlock(states: Sequence[RankState | None], within_s: float = float("inf")) -> bool:
     """Whether no rank can ever go on: each waits for one that has returned or waits in turn.
 
     Only collectives count, since the flight recorder knows for them who has come. The answer is
-    certain if no rank has moved on while the snapshots were taken. A rank whose collective times
+    certain if no rank has made progress while the states were taken. A rank whose collective times
     out within ``within_s`` seconds is no part of a deadlock: it will raise an error of its own.
     """
-    if any(s and s.unfinished and _gives_up(s) < within_s for s in snapshots):
+    if any(s and s.unfinished and _times_out_in_s(s) < within_s for s in states):
         return False
-    held_up = {rank for rank, s in enumerate(snapshots) if s and s.waits and s.unfinished}
-    returned = {rank for rank, s in enumerate(snapshots) if s and s.stage == "has returned"}
-    if not held_up or len(held_up) + len(returned) < len(snapshots):
+    waiting = {rank for rank, s in enumerate(states) if s and s.waits and s.unfinished}
+    returned = {rank for rank, s in enumerate(states) if s and s.stage == "has returned"}
+    if not waiting or len(waiting) + len(returned) < len(states):
         return False
     while True:
-        hopeless = set()
-        for rank in held_up:
-            snapshot = snapshots[rank]
-            assert snapshot is not None
-            first = snapshot.unfinished[0]
-            awaited = set(_missing(snapshots, first)) & (held_up | returned)
-            if awaited or _is_mismatch(_records(snapshots, first).values()):
-                hopeless.add(rank)
-        if hopeless == held_up:
-            return bool(held_up)
-        held_up = hopeless
+        stuck = set()
+        for rank in waiting:
+            state = states[rank]
+            assert state is not None
+            oldest = state.unfinished[0]
+            awaited = set(_missing(states, oldest)) & (waiting | returned)
+            if awaited or _is_mismatch(_records(states, oldest).values()):
+                stuck.add(rank)
+        if stuck == waiting:
+            return bool(waiting)
+        waiting = stuck
 
 
-def _gives_up(snapshot: Snapshot) -> float:
-    """Seconds, counted from its beginning, after which a rank's wait times out."""
-    if snapshot.place and re.search(r"\.wait\([^)]", snapshot.place.text):
-        return 0.0  # work.wait(timeout): only the rank knows for how long
-    group = snapshot.unfinished[0].group.partition("/")[0]
-    return snapshot.limits_s.get(group, float("inf"))
+def progress(states: Sequence[RankState | None]) -> tuple[object, ...]:
+    """Equal for two looks at the ranks between which none of them has gone on."""
+    return tuple(s and (s.stage, s.waits, s.call_site, tuple(s.collectives)) for s in states)
 
 
-def standstill(snapshots: Sequence[Snapshot | None]) -> tuple[object, ...]:
-    """Equal for two looks at the ranks between which none of them has moved on."""
-    return tuple(s and (s.stage, s.waits, s.place, tuple(s.collectives)) for s in snapshots)
-
-
-def at(place: Place | None, label: Callable[[str], str]) -> str:
+def at(call_site: CallSite | None, name_file: Callable[[str], str]) -> str:
     """A line of code as "Cell In[3], line 2: dist.barrier()"."""
-    if place is None:
+    if call_site is None:
         return "an unknown line"
-    return f"{label(place.filename)}, line {place.line}: {place.text}".removesuffix(": ")
+    file = name_file(call_site.filename)
+    return f"{file}, line {call_site.line}: {call_site.text}".removesuffix(": ")
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -74,83 +65,93 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
 
 
-def _describe(snapshot: Snapshot | None, label: Callable[[str], str]) -> str:
-    if snapshot is None:
+def _times_out_in_s(state: RankState) -> float:
+    """Seconds, counted from its beginning, after which a rank's wait times out."""
+    if state.call_site and re.search(r"\.wait\([^)]", state.call_site.text):
+        return 0.0  # work.wait(timeout): only the rank knows how long that is
+    group = state.unfinished[0].group.partition("/")[0]
+    return state.timeouts_s.get(group, float("inf"))
+
+
+def _describe(state: RankState | None, name_file: Callable[[str], str]) -> str:
+    if state is None:
         return "did not answer: it is stopped, or in C code that lets no other thread run"
-    if snapshot.stage == "is starting":
+    if state.stage == "is starting":
         return "is starting: it waits until every rank has joined the process group"
-    if snapshot.stage == "has returned":
+    if state.stage == "has returned":
         return "has returned from the function"
-    here = at(snapshot.place, label)
-    if not snapshot.waits:
-        text = f"is in {snapshot.call}, {here}" if snapshot.call else f"is at {here}"
-    elif snapshot.call == "backward":
-        name = snapshot.unfinished[0].name
+    here = at(state.call_site, name_file)
+    if not state.waits:
+        text = f"is in {state.call}, {here}" if state.call else f"is at {here}"
+    elif state.call == "backward":
+        name = state.unfinished[0].name
         return (
             f"waits in {name} inside backward (DistributedDataParallel averages gradients there), "
             f"{here}"
         )
     else:
-        text = f"waits in {snapshot.call or 'wait()'}, {here}"
-    begun = [c for c in snapshot.unfinished[:1] if c.place != snapshot.place]
-    if begun:
-        text += f"; unfinished: the {begun[0].name} begun at {at(begun[0].place, label)}"
+        text = f"waits in {state.call or 'wait()'}, {here}"
+    elsewhere = [c for c in state.unfinished[:1] if c.call_site != state.call_site]
+    for collective in elsewhere:
+        begun = at(collective.call_site, name_file)
+        text += f"; unfinished: the {collective.name} begun at {begun}"
     return text
 
 
-def _who_misses(snapshots: Sequence[Snapshot | None]) -> list[str]:
+def _explain_collectives(states: Sequence[RankState | None]) -> list[str]:
     """For the oldest unfinished collective of each rank: who is in it, and who never came."""
-    waiting: dict[tuple[str, int], dict[int, Collective]] = {}
-    for rank, snapshot in enumerate(snapshots):
-        for collective in (snapshot.unfinished if snapshot else [])[:1]:
-            waiting.setdefault((collective.group, collective.number), {})[rank] = collective
+    oldest: dict[tuple[str, int], CollectiveRecord] = {}
+    for state in states:
+        for record in (state.unfinished if state else [])[:1]:
+            oldest.setdefault((record.group, record.number), record)
+    silent = [rank for rank, state in enumerate(states) if state is None]
     lines = []
-    for (_, number), ranks in sorted(waiting.items()):
-        first = next(iter(ranks.values()))
-        records = _records(snapshots, first)
-        missing = _missing(snapshots, first)
-        silent = [rank for rank, s in enumerate(snapshots) if s is None]
+    for (_, number), record in sorted(oldest.items()):
+        records = _records(states, record)
+        missing = _missing(states, record)
         absent = f"{ranks_text(missing)} never came" if missing else "no rank is missing"
         if silent:
             absent += f"; nothing is known about {ranks_text(silent)}"
-        where = f"collective {number} of {_group_name(first.group)}"
+        where = f"collective {number} of {_group_name(record.group)}"
         if not _is_mismatch(records.values()):
-            lines.append(f"{first.name}, {where}: {ranks_text(records)} came, {absent}.")
+            lines.append(f"{record.name}, {where}: {ranks_text(records)} came, {absent}.")
         elif len({c.name for c in records.values()}) > 1:
             calls = "; ".join(f"rank {r} calls {c.name}" for r, c in sorted(records.items()))
             lines.append(f"Mismatch at {where}: {calls}; {absent}.")
         else:
             sizes = "; ".join(f"rank {r} brings {c.tensors}" for r, c in sorted(records.items()))
-            lines.append(f"Mismatch in {first.name}, {where}: {sizes}; {absent}.")
-    if not any(s is None or s.waits or s.stage == "is starting" for s in snapshots):
+            lines.append(f"Mismatch in {record.name}, {where}: {sizes}; {absent}.")
+    if not any(s is None or s.waits or s.stage == "is starting" for s in states):
         lines.append("No rank waits for another: they may just need more time (timeout_s).")
     return lines
 
 
-def _records(snapshots: Sequence[Snapshot | None], wanted: Collective) -> dict[int, Collective]:
+def _records(
+    states: Sequence[RankState | None], wanted: CollectiveRecord
+) -> dict[int, CollectiveRecord]:
     """The same collective as every rank that came to it has recorded it, finished or not."""
     return {
-        rank: collective
-        for rank, snapshot in enumerate(snapshots)
-        for collective in (snapshot.collectives if snapshot else [])
-        if (collective.group, collective.number) == (wanted.group, wanted.number)
+        rank: record
+        for rank, state in enumerate(states)
+        for record in (state.collectives if state else [])
+        if (record.group, record.number) == (wanted.group, wanted.number)
     }
 
 
-def _is_mismatch(records: Collection[Collective]) -> bool:
+def _is_mismatch(records: Collection[CollectiveRecord]) -> bool:
     """Whether ranks came to the same collective with what cannot go together."""
     names = {c.name for c in records}
-    return len(names) > 1 or (names <= _ALIKE and len({c.amounts for c in records}) > 1)
+    return len(names) > 1 or (names <= SAME_ELEMENTS and len({c.numels for c in records}) > 1)
 
 
-def _missing(snapshots: Sequence[Snapshot | None], wanted: Collective) -> list[int]:
+def _missing(states: Sequence[RankState | None], wanted: CollectiveRecord) -> list[int]:
     """Members of the group that have not started that collective."""
     name = wanted.group.partition("/")[0]
-    members = {rank for s in snapshots if s for rank in s.members.get(name, [])}
+    members = {rank for s in states if s for rank in s.members.get(name, [])}
     return [
         rank
         for rank in sorted(members)
-        if (snapshot := snapshots[rank]) and snapshot.started(wanted.group) < wanted.number
+        if (state := states[rank]) and state.last_number(wanted.group) < wanted.number
     ]
 
 

@@ -8,6 +8,7 @@ monotonic clock for all its processes.
 
 import codecs
 import io
+import itertools
 import os
 import re
 import sys
@@ -15,7 +16,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 MAX_OUTPUT_CHARACTERS = 1_000_000
 """What one rank may print in one run; the rest is counted and dropped, to keep the cell usable."""
@@ -67,6 +69,15 @@ def _write_all(data: bytes) -> None:
         data = data[os.write(1, data) :]
 
 
+class _Text(NamedTuple):
+    """A finished line, or one state of a progress bar, which begins with a carriage return."""
+
+    stamp_ns: int
+    rank: int
+    stream: str
+    text: str
+
+
 @dataclass
 class _Reader:
     """Turns the bytes of one rank back into lines."""
@@ -77,11 +88,11 @@ class _Reader:
     stream: str = "stdout"
     decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
     partial: dict[str, str] = field(default_factory=lambda: {"stdout": "", "stderr": ""})
-    taken: int = 0
-    dropped: int = 0
+    shown_characters: int = 0
+    dropped_characters: int = 0
 
-    def pieces(self, data: bytes) -> list[tuple[int, str, str]]:
-        """(stamp, stream, text) for each finished line, and for each state of a progress bar."""
+    def read(self, data: bytes) -> list[_Text]:
+        """The lines that these bytes finish."""
         data = self.rest + data
         # The last mark may have come only in part; it waits for the next read.
         cut = data.rfind(b"\0", max(0, len(data) - _LONGEST_MARK))
@@ -89,125 +100,92 @@ class _Reader:
         if cut < 0 or whole_mark:
             cut = len(data)
         self.rest, data = data[cut:], data[:cut]
-        found: list[tuple[int, str, str]] = []
+        texts: list[_Text] = []
         start = 0
         for mark in _MARK.finditer(data):
-            self._take(data[start : mark.start()], found)
+            texts += self._split(data[start : mark.start()])
             self.stamp_ns, self.stream = int(mark[1]), _STREAMS[mark[2]]
             start = mark.end()
-        self._take(data[start:], found)
-        return found
+        return texts + self._split(data[start:])
 
-    def last(self) -> list[tuple[int, str, str]]:
+    def finish(self) -> list[_Text]:
         """What was printed without a newline at the end."""
-        found = [(self.stamp_ns, s, text + "\n") for s, text in self.partial.items() if text]
-        if self.dropped:
-            note = f"[...] {self.dropped:,} more characters of this rank are not shown\n"
-            found.append((self.stamp_ns, "stderr", note))
-        return found
+        rests = [self._text(rest + "\n", stream) for stream, rest in self.partial.items() if rest]
+        if self.dropped_characters:
+            note = f"[...] {self.dropped_characters:,} more characters of this rank are not shown\n"
+            rests.append(self._text(note, "stderr"))
+        return rests
 
-    def _take(self, data: bytes, found: list[tuple[int, str, str]]) -> None:
+    def _split(self, data: bytes) -> list[_Text]:
         text = self.decoder.decode(data)
         if not text:
-            return
-        if self.taken + len(text) > MAX_OUTPUT_CHARACTERS:
-            self.dropped += len(text)
-            return
-        self.taken += len(text)
+            return []
+        if self.shown_characters + len(text) > MAX_OUTPUT_CHARACTERS:
+            self.dropped_characters += len(text)
+            return []
+        self.shown_characters += len(text)
         *lines, rest = (self.partial[self.stream] + text).split("\n")
-        for line in lines:
-            # A terminal would show only what follows the last carriage return.
-            shown = line.rstrip("\r").rpartition("\r")[2]
-            found.append((self.stamp_ns, self.stream, shown + "\n"))
+        # A terminal would show only what follows the last carriage return.
+        texts = [self._text(line.rstrip("\r").rpartition("\r")[2] + "\n") for line in lines]
         if "\r" in rest:
             rest = "\r" + rest.rstrip("\r").rpartition("\r")[2]
-            found.append((self.stamp_ns, self.stream, rest))
+            texts.append(self._text(rest))
         self.partial[self.stream] = rest
+        return texts
+
+    def _text(self, text: str, stream: str = "") -> _Text:
+        return _Text(self.stamp_ns, self.rank, stream or self.stream, text)
 
 
-@dataclass
-class _Event:
-    """Text that a rank printed, or an action that a rank asked for, and when."""
-
-    stamp_ns: int
-    rank: int
-    stream: str = ""
-    text: str = ""
-    action: Callable[[], object] | None = None
-
-
-class Output:
-    """On the parent's side: what all ranks print and report, given out in the order of time."""
+class RankOutput:
+    """On the parent's side: what all ranks print, live in order of time, or at the end by rank."""
 
     def __init__(self, world_size: int, *, by_rank: bool) -> None:
         self._readers = [_Reader(rank) for rank in range(world_size)]
         self._by_rank = by_rank
-        self._events: list[_Event] = []
+        self._texts: list[_Text] = []
         self._open_bar: int | None = None
 
     def feed(self, rank: int, data: bytes) -> None:
-        """Take bytes that came from a rank's pipe."""
-        for stamp_ns, stream, text in self._readers[rank].pieces(data):
-            self._events.append(_Event(stamp_ns, rank, stream, text))
-
-    def call(self, stamp_ns: int, rank: int, action: Callable[[], object]) -> None:
-        """Run an action when its turn among the printed lines comes."""
-        self._events.append(_Event(stamp_ns, rank, action=action))
+        """Decode bytes that came from a rank's pipe."""
+        self._texts += self._readers[rank].read(data)
 
     def show(self, before_ns: int) -> bool:
-        """Print what happened before a point in time; True if something is left for later.
+        """Print what was printed before a point in time; True if something is left for later.
 
         What is newer than the last look at the pipes waits for the next look: something older may
         still be on its way from another rank.
         """
-        now: list[_Event] = []
-        later: list[_Event] = []
-        for event in self._events:
-            due = event.stamp_ns < before_ns and not (self._by_rank and event.action is None)
-            (now if due else later).append(event)
-        self._events = later
-        self._give_out(sorted(now, key=lambda event: event.stamp_ns))
-        return any(event.action or not self._by_rank for event in later)
+        if self._by_rank:
+            return False
+        due = [text for text in self._texts if text.stamp_ns < before_ns]
+        self._texts = [text for text in self._texts if text.stamp_ns >= before_ns]
+        self._write(sorted(due, key=attrgetter("stamp_ns")))
+        return bool(self._texts)
 
-    def finish(self, *, act: bool) -> None:
-        """Print all that is left, unfinished lines included; run actions only with ``act``."""
+    def finish(self) -> None:
+        """Print all that is left, unfinished lines included."""
         for reader in self._readers:
-            for stamp_ns, stream, text in reader.last():
-                self._events.append(_Event(stamp_ns, reader.rank, stream, text))
-        events = [event for event in self._events if act or event.action is None]
-        self._events = []
+            self._texts += reader.finish()
         if self._by_rank:
             # Of a progress bar only its last state is worth a line.
-            events = [event for event in events if not event.text.startswith("\r")]
-            self._give_out(sorted(events, key=lambda event: (event.rank, event.stamp_ns)))
+            lines = [text for text in self._texts if not text.text.startswith("\r")]
+            self._write(sorted(lines, key=attrgetter("rank", "stamp_ns")))
         else:
-            self._give_out(sorted(events, key=lambda event: event.stamp_ns))
+            self._write(sorted(self._texts, key=attrgetter("stamp_ns")))
+        self._texts = []
 
-    def _give_out(self, events: list[_Event]) -> None:
+    def _write(self, texts: list[_Text]) -> None:
         # Lines that follow each other go out in one write: each write is a message to the browser.
-        text, stream = "", "stdout"
-        for event in events:
-            if text and (event.action or event.stream != stream):
-                _write(text, stream)
-                text = ""
-            if event.action:
-                event.action()
-            else:
-                text += self._marked(event)
-                stream = event.stream
-        if text:
-            _write(text, stream)
+        for stream, group in itertools.groupby(texts, attrgetter("stream")):
+            target = getattr(sys, stream)
+            target.write("".join(map(self._prefixed, group)))
+            target.flush()
 
-    def _marked(self, event: _Event) -> str:
+    def _prefixed(self, text: _Text) -> str:
         """The text with its rank; a progress bar is drawn over its own last state only."""
-        same_line = self._open_bar == event.rank
+        same_line = self._open_bar == text.rank
         before = "" if self._open_bar is None else "\r" if same_line else "\n"
-        is_bar = event.text.startswith("\r")
-        self._open_bar = event.rank if is_bar else None
-        return f"{before}[rank {event.rank}] {event.text.removeprefix(chr(13))}"
-
-
-def _write(text: str, stream: str) -> None:
-    target = getattr(sys, stream)
-    target.write(text)
-    target.flush()
+        is_bar = text.text.startswith("\r")
+        self._open_bar = text.rank if is_bar else None
+        return f"{before}[rank {text.rank}] {text.text.removeprefix(chr(13))}"

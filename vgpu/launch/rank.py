@@ -14,24 +14,32 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 
 import vgpu
 from vgpu import backend
-from vgpu.launch import call_sites as places
 from vgpu.launch import guard
+from vgpu.launch.call_sites import rank_state
 from vgpu.launch.forkserver import SOCKETS_FOLDER
+from vgpu.launch.messages import (
+    Failure,
+    Job,
+    Joined,
+    Result,
+    crash_path,
+    dump,
+    dumps,
+    function_path,
+    result_path,
+)
 from vgpu.launch.output import redirect
-from vgpu.launch.payload import dump, dumps
 
 
 def _end_forkserver(folder: str, forkserver: int) -> None:
@@ -41,93 +49,24 @@ def _end_forkserver(folder: str, forkserver: int) -> None:
         os._exit(0)
 
 
-if SOCKETS_FOLDER in os.environ:
+if SOCKETS_FOLDER in os.environ:  # the forkserver imports this module last
     atexit.register(_end_forkserver, os.environ[SOCKETS_FOLDER], os.getpid())
     backend.prepare()
     # A rank never frees what it was forked with. Each of its collections of garbage would go
     # through all of torch, and by touching every object make a copy of its page. What is garbage by
     # now stays as well: a megabyte, and to find it would take a quarter of a second.
     gc.freeze()
-    gc.enable()  # PRELOAD begins with vgpu.launch.gc_off
-
-
-@dataclass
-class Job:
-    """All that a rank has to know when it starts."""
-
-    rank: int
-    world_size: int
-    backend: str
-    threads: int
-    gpus: tuple[vgpu.GPUSpec, int] | None
-    """The kind and bytes of each rank's virtual GPU; None where ranks have none."""
-    connected: bool
-    """Whether NCCL connects the ranks' GPUs before the function begins."""
-    environment: dict[str, str]
-    sources: dict[str, Any]
-    """The parent's linecache entries of code that stands in no file: the notebook's cells."""
-
-
-@dataclass
-class Joined:
-    """The rank has its process group; the function begins."""
-
-
-@dataclass
-class Report:
-    """Something that a rank handed to ``report``, as cloudpickle bytes."""
-
-    stamp_ns: int
-    content: bytes
-
-
-@dataclass
-class Result:
-    """The function has returned; its value is in the file ``result_path``."""
-
-
-@dataclass
-class Failure:
-    """Why a rank has no result."""
-
-    stamp_ns: int
-    kind: str
-    """"raised", "exited" (SystemExit), "unpicklable" or "unwritten" (its result), or "unreadable" (the
-    job)."""
-    summary: str
-    """The last line of a traceback: type and message."""
-    traceback: str
-    exception: bytes | None
-    """The pickled exception, if it can be pickled."""
-
-
-def function_path(scratch: Path) -> Path:
-    """Where the parent leaves the cloudpickle of (function, arguments)."""
-    return scratch / "function.pkl"
-
-
-def result_path(scratch: Path, rank: int) -> Path:
-    """Where a rank leaves the cloudpickle of what the function returned.
-
-    A file takes large tensors about three times faster than the pipe, and holds them once.
-    """
-    return scratch / f"result-{rank}.pkl"
-
-
-def crash_path(scratch: Path, rank: int) -> Path:
-    """Where faulthandler writes when the process crashes."""
-    return scratch / f"crash-{rank}.txt"
+    gc.enable()
 
 
 class _Rank:
     """The state of this process as a rank; there is at most one for its whole life."""
 
-    def __init__(self, control: Connection, scratch: Path, parent: int) -> None:
+    def __init__(self, control: Connection, scratch: Path) -> None:
         self.scratch = scratch
         self.stage = "is starting"
         self.released = threading.Event()
         self._control = control
-        self._parent = parent
         self._sending = threading.Lock()
         self._main_thread = threading.get_ident()
 
@@ -135,47 +74,33 @@ class _Rank:
         with self._sending:
             self._control.send(message)
 
-    def next_order(self) -> Any:
-        """The parent's next order. If the parent is gone, this process ends."""
+    def receive(self) -> Any:
+        """The parent's next message. If the parent is gone, this process ends."""
         try:
-            order = self._control.recv_bytes()
+            message = self._control.recv_bytes()
         except (EOFError, OSError):
-            self._follow_parent()
-        return pickle.loads(order)
+            self._end_with_parent()
+        return pickle.loads(message)
 
-    def watch(self) -> None:
+    def serve(self) -> None:
         """Answer the parent for as long as it lives."""
         while True:
-            order = self.next_order()
-            if order == "where":
-                self.send(places.look(self._main_thread, self.stage))
-            elif order == "release":
+            message = self.receive()
+            if message == "state":
+                self.send(rank_state(self._main_thread, self.stage))
+            elif message == "release":
                 self.released.set()
 
-    def _follow_parent(self) -> NoReturn:
-        if not _has_ended(self._parent):
-            # Only this rank's pipe is broken: it has closed it. The folder is still the others'.
-            os._exit(1)
+    def _end_with_parent(self) -> NoReturn:
         # Children of a forkserver outlive the notebook's kernel. A killed kernel cleans nothing
         # up, so the ranks remove the folder and end their own children and themselves.
-        for _ in range(3):
+        for _ in range(3):  # another rank may be writing into it
             shutil.rmtree(self.scratch, ignore_errors=True)
             if not self.scratch.exists():
                 break
         if hasattr(os, "killpg"):
             os.killpg(os.getpid(), signal.SIGKILL)
         os._exit(1)
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether that process is gone; its pipes close a moment before it is."""
-    until_s = time.monotonic() + 1
-    with suppress(psutil.NoSuchProcess):  # it is gone, and somebody has taken its status
-        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            if time.monotonic() > until_s:
-                return False
-            time.sleep(0.01)
-    return True
 
 
 _rank: _Rank | None = None
@@ -186,21 +111,10 @@ def inside_rank() -> bool:
     return _rank is not None
 
 
-def report(content: Any) -> None:
-    """Hand something to the ``on_report`` of the ``launch.run`` that started this rank.
-
-    Outside such a rank it does nothing, so that the same function also runs by itself. Raises
-    whatever pickling ``content`` raises.
-    """
-    if _rank is not None:
-        _rank.send(Report(time.monotonic_ns(), dumps(content)))
-
-
-def main(control: Connection, output: Connection, scratch: Path, parent: int) -> None:
+def main(control: Connection, output: Connection, scratch: Path) -> None:
     """Be one rank: the entry point of the process.
 
-    ``scratch`` is a folder of this run alone, which the parent, the process with that id, makes once
-    its ranks are there.
+    ``scratch`` is a folder of this run alone, which the parent makes once its ranks are there.
     """
     global _rank
     if hasattr(os, "setsid"):
@@ -210,13 +124,13 @@ def main(control: Connection, output: Connection, scratch: Path, parent: int) ->
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     guard.enter()
     redirect(output)
-    _rank = _Rank(control, scratch, parent)
-    job: Job = _rank.next_order()
-    threading.Thread(target=_rank.watch, name="launch-watch", daemon=True).start()
+    _rank = _Rank(control, scratch)
+    job: Job = _rank.receive()
+    threading.Thread(target=_rank.serve, name="launch-serve", daemon=True).start()
     with crash_path(scratch, job.rank).open("w") as crash:
         faulthandler.enable(crash)
         _prepare(job)
-        outcome = _attempt(_rank, job)
+        outcome = _outcome(_rank, job)
         faulthandler.disable()
     _flush()
     _rank.send(outcome)
@@ -228,7 +142,7 @@ def main(control: Connection, output: Connection, scratch: Path, parent: int) ->
 
 
 def renew_autograd() -> None:
-    """In a fork: let autograd take note that it is one, before there are threads.
+    """In a fork: let autograd notice that it is one, before there are threads.
 
     The first that saves a tensor for backward makes a new engine in place of the old one, without a
     lock (``PythonEngine::get_python_engine`` in torch/csrc/autograd/python_engine.cpp). Two of
@@ -238,7 +152,7 @@ def renew_autograd() -> None:
 
 
 def as_if_fresh() -> None:
-    """In a fork: what a process that was started anew would have, of autograd and random numbers."""
+    """In a fork: give it the autograd engine and the random numbers of a new process."""
     renew_autograd()
     np.random.seed()  # NumPy would repeat those of the parent, Python's own random does not
 
@@ -256,7 +170,8 @@ def _prepare(job: Job) -> None:
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
 
 
-def _attempt(rank: _Rank, job: Job) -> Result | Failure:
+def _outcome(rank: _Rank, job: Job) -> Result | Failure:
+    """Call the function and write its result."""
     kind = "unreadable"
     try:
         with function_path(rank.scratch).open("rb") as file:
@@ -267,13 +182,11 @@ def _attempt(rank: _Rank, job: Job) -> Result | Failure:
         rank.stage = "runs"
         value = function(job.rank, job.world_size, *args)
         rank.stage = "has returned"
-        kind = "unpicklable"
+        kind = "unsendable"
         with result_path(rank.scratch, job.rank).open("wb") as file:
             dump(value, file)
     except SystemExit as error:
         return _failure("exited", error)
-    except OSError as error:
-        return _failure("unwritten" if kind == "unpicklable" else kind, error)
     except BaseException as error:
         return _failure(kind, error)
     return Result()
@@ -295,15 +208,17 @@ def _join_group(job: Job, scratch: Path) -> None:
     # A function may leave the group at once, and so close connections that others still make.
     store.set(f"joined/{job.rank}", "")
     store.wait([f"joined/{rank}" for rank in range(job.world_size)])
-    if job.connected:
+    if job.connect_nccl:
         # NCCL connects at its first collective. One that hangs there is in no flight recorder.
         dist.all_reduce(torch.zeros(1, device="cuda"))
 
 
 def _failure(kind: str, error: BaseException) -> Failure:
     stamp_ns = time.monotonic_ns()
-    _leave_out_own_frames(error)
-    trace = traceback.TracebackException.from_exception(error)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next  # the launcher's own frames
+    text = traceback.TracebackException(type(error), error, trace)
     try:
         content = dumps(error.with_traceback(None))
         pickle.loads(content)
@@ -313,17 +228,10 @@ def _failure(kind: str, error: BaseException) -> Failure:
     return Failure(
         stamp_ns,
         kind,
-        summary="".join(trace.format_exception_only()).strip(),
-        traceback="".join(trace.format()).rstrip(),
+        summary="".join(text.format_exception_only()).strip(),
+        traceback="".join(text.format()).rstrip(),
         exception=content,
     )
-
-
-def _leave_out_own_frames(error: BaseException) -> None:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    error.__traceback__ = trace
 
 
 def _flush() -> None:

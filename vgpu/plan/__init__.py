@@ -1,7 +1,9 @@
 """A training run on a cluster that does not exist, planned: ``python -m vgpu.plan``."""
 
-from vgpu.plan.layouts import Candidate, Found, search
-from vgpu.plan.rank import predict
-from vgpu.plan.step import CHECKPOINTS, Plan, Step
+from vgpu.plan.layout import Layout
+from vgpu.plan.layout_search import search
+from vgpu.plan.parallelize import RECOMPUTE
+from vgpu.plan.plan import Plan, Step
+from vgpu.plan.rank import extrapolate, predict
 
-__all__ = ["CHECKPOINTS", "Candidate", "Found", "Plan", "Step", "predict", "search"]
+__all__ = ["RECOMPUTE", "Layout", "Plan", "Step", "extrapolate", "predict", "search"]

@@ -1,11 +1,6 @@
-"""What can be said of a training run with a pencil: parameters, FLOPs, bytes."""
+"""Back-of-envelope estimates of a training run: FLOPs and bytes from sizes alone."""
 
 from vgpu.plan.transformer import TransformerSizes
-
-
-def parameters(sizes: TransformerSizes) -> int:
-    """All parameters of ``vgpu.plan.transformer.Transformer`` of these sizes."""
-    return sizes.parameters
 
 
 def flop_per_token(sizes: TransformerSizes, sequence: int) -> int:
@@ -19,12 +14,12 @@ def flop_per_token(sizes: TransformerSizes, sequence: int) -> int:
     return 6 * products + 12 * sizes.layers * sizes.width * sequence
 
 
-def kept_bytes(sizes: TransformerSizes, tokens: int, checkpoint: str = "full") -> int:
+def kept_bytes(sizes: TransformerSizes, tokens: int, recompute: str = "full") -> int:
     """What a block keeps for its backward pass at least, in bfloat16.
 
     Its input; with "selective" also queries, values, the gate's products and attention's output;
     with "none" what its norms, its products and attention were given or gave. tokens: of one rank,
-    or of all ranks that share tensors, among which it is then divided.
+    or of all ranks of ``tp``, among which it is then divided.
     """
     narrow = sizes.key_value_width
     numbers = {
@@ -32,30 +27,30 @@ def kept_bytes(sizes: TransformerSizes, tokens: int, checkpoint: str = "full") -
         "selective": 3 * sizes.width + narrow + sizes.feed_forward,
         "none": 6 * sizes.width + 2 * narrow + 3 * sizes.feed_forward,
     }
-    return 2 * tokens * numbers[checkpoint]
+    return 2 * tokens * numbers[recompute]
 
 
 def least_bytes(
     sizes: TransformerSizes,
     tokens: int,
-    shards: int = 1,
-    tensors: int = 1,
-    checkpoint: str = "full",
+    dp_shard: int = 1,
+    tp: int = 1,
+    recompute: str = "full",
     gathered_once: bool = False,
 ) -> int:
     """What a rank holds at least when its backward pass begins.
 
     Its part of the parameters and of Adam's two states in float32, what each block keeps, divided
-    among the ranks that share tensors, and the logits in float32; with ``gathered_once`` also the
-    blocks' parameters in bfloat16. tokens: of all ranks that share tensors.
+    among the ranks of ``tp``, and the logits in float32; with ``gathered_once`` also the blocks'
+    parameters in bfloat16. tokens: of all ranks of ``tp``.
     """
-    state = 12 * sizes.parameters // shards
-    kept = sizes.layers * kept_bytes(sizes, tokens, checkpoint)
+    state = 12 * sizes.parameters // dp_shard
+    kept = sizes.layers * kept_bytes(sizes, tokens, recompute)
     logits = 4 * tokens * sizes.vocabulary
     gathered = 2 * sizes.layers * sizes.block_parameters if gathered_once else 0
-    return (state + kept + logits + gathered) // tensors
+    return (state + kept + logits + gathered) // tp
 
 
-def state_bytes(sizes: TransformerSizes, shards: int = 1) -> int:
-    """Float32 parameters, gradients and Adam's two states, divided among ``shards`` ranks."""
-    return 16 * sizes.parameters // shards
+def state_bytes(sizes: TransformerSizes, dp_shard: int = 1) -> int:
+    """Float32 parameters, gradients and Adam's two states, divided among ``dp_shard`` ranks."""
+    return 16 * sizes.parameters // dp_shard

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 LLAMA_3_FAILURES_PER_GPU_S = 419 / (54 * 86_400 * 16_384)
 
 MOST_FAILURES = 10_000_000
-"""That a simulation may expect, and parts that it may have: each is played, some 400,000 a second."""
+"""Limit of what a simulation expects, and of its parts; it takes a second for some 400,000 of them."""
 
 
 def mean_time_between_failures_s(
@@ -97,7 +97,7 @@ def simulated(
     _check_training(training_s, interval_s, checkpoint_s, restart_s)
     _check_positive(between_failures_s=between_failures_s)
     if between_failures_s == math.inf:
-        return played(training_s, interval_s, checkpoint_s, restart_s, ())
+        return with_failures_at(training_s, interval_s, checkpoint_s, restart_s, ())
     costs = (checkpoint_s, restart_s, between_failures_s)
     share = expected_goodput(min(interval_s, training_s), *costs)
     if training_s / between_failures_s > MOST_FAILURES * share:
@@ -107,7 +107,8 @@ def simulated(
             f"rarely that more than {MOST_FAILURES:,} failures are expected in {training_s:,.0f} s "
             f"of training: save more often, or train for less. expected_goodput says {share:.3g}"
         )
-    return played(training_s, interval_s, checkpoint_s, restart_s, _drawn(between_failures_s, seed))
+    failures_s = _drawn(between_failures_s, seed)
+    return with_failures_at(training_s, interval_s, checkpoint_s, restart_s, failures_s)
 
 
 def _drawn(between_failures_s: float, seed: int) -> Iterator[float]:
@@ -117,7 +118,7 @@ def _drawn(between_failures_s: float, seed: int) -> Iterator[float]:
         yield time_s
 
 
-def played(
+def with_failures_at(
     training_s: float,
     interval_s: float,
     checkpoint_s: float,

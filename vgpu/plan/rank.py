@@ -7,30 +7,34 @@ import torch
 from torch.nn import functional as F
 
 import vgpu
-from vgpu.plan.model import Divided, on_cluster, progress, state_bytes, without_garbage
-from vgpu.plan.parallel import loss_context
+from vgpu.plan.parallelize import ParallelModel, loss_context, state_bytes, without_garbage
 from vgpu.plan.pipelines import predict_pipeline
-from vgpu.plan.step import Plan, Recorded, Step
+from vgpu.plan.plan import Plan, RecordedStep, Step, on_cluster
 from vgpu.plan.transformer import Transformer
+from vgpu.plan.workers import progress
 from vgpu.profiling.peaks import OTHER, PeakByCause
+
+LAYERS = (4, 5)
+"""What ``extrapolate`` records: neighbors, since what the last layer adds is what each one adds. With
+fewer than four layers the most bytes are allocated at another point of the step."""
 
 
 def predict(plan: Plan, **costs: Any) -> Step:
     """The second step of a rank whose GPU computes nothing and counts everything.
 
     It is rank 0, unless groups of others span more hosts and are slower: then one of those.
-    bfloat16 parameters and gradients with float32 master copies and reduction, AdamW fused. A plan
-    with stages is one rank of each kind of stage, and a schedule played (pipelines). costs: as for
+    bfloat16 parameters and gradients with float32 master copies and reduction, AdamW fused. Of a
+    pipeline, one rank of each kind of stage is recorded, and the schedule simulated. costs: as for
     ``vgpu.record`` (``arithmetic_share``, ``fuses``, ``async_tp`` and others); ``gpu`` and
     ``network`` take the place of the plan's.
     """
     plan, costs = plan.taking(costs)
-    if plan.layout.stages > 1:
+    if plan.layout.pp > 1:
         return predict_pipeline(plan, **costs)
     with (
         on_cluster(plan) as cluster,
         vgpu.record_memory() as memory,
-        progress("predicting: a step, one recorded, the allocator", 3, "part") as bar,
+        progress("predicting: a step, one recorded, the allocator", "part", 3) as bar,
     ):
         rank = Rank(plan)
         bar.update()
@@ -43,7 +47,7 @@ def predict(plan: Plan, **costs: Any) -> Step:
 class Rank:
     """The model and the optimizer of a rank, for plans that differ in what a step does.
 
-    Batch, checkpoints and whether parameters are gathered again may change from step to step.
+    Batch, recomputation and whether parameters are gathered again may change from step to step.
     """
 
     @without_garbage()
@@ -56,31 +60,30 @@ class Rank:
         self._layout = plan.layout
         mesh = plan.layout.mesh("vgpu")
         whole = Transformer(dataclasses.replace(plan.sizes, sequence=plan.sequence))
-        self._divided = Divided(whole, plan, mesh)
-        self.model = self._divided.module
+        self._parallel = ParallelModel(whole, plan.layout, mesh)
+        self.model = self._parallel.module
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         if takes_a_step:
             self.train(plan)  # and makes the optimizer's state
-        else:
-            self._make_state()
-
-    def _make_state(self) -> None:
+            return
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
+        self._update()
+
+    def _update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def train(self, plan: Plan) -> None:
         """One step."""
         assert plan.layout == self._layout
-        self._divided.set(plan)
+        self._parallel.configure(plan.recompute, plan.reshard_after_forward)
         size = (plan.batch, plan.sequence)
         tokens = torch.randint(plan.sizes.vocabulary, size, device="vgpu")
         with loss_context(self._layout):
             # Nothing but the loss holds the logits during the backward pass.
             F.cross_entropy(self.model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._update()
 
     def timed(self, plan: Plan, **costs: Any) -> tuple[vgpu.Timeline, dict[str, int]]:
         """One step, and what it has allocated at its peak, without what other ``Rank``s have."""
@@ -89,10 +92,83 @@ class Rank:
         assert not timeline.races, timeline.races
         return timeline, {cause: size for cause, size in peak.by_cause.items() if cause != OTHER}
 
-    def recorded(self, plan: Plan, **costs: Any) -> Recorded:
+    def recorded(self, plan: Plan, **costs: Any) -> RecordedStep:
         """One step, and what there is to know of it without an allocator."""
         timeline, by_cause = self.timed(plan, **costs)
-        return Recorded(plan, timeline, sum(by_cause.values()), self.state_bytes(), by_cause)
+        allocated_bytes = sum(by_cause.values())
+        return RecordedStep(plan, timeline, allocated_bytes, state_bytes(self.optimizer), by_cause)
 
-    def state_bytes(self) -> dict[str, int]:
-        return state_bytes(self.optimizer)
+
+# From few layers to all
+
+
+def extrapolated(layers: int, few: float, more: float) -> float:
+    """What a model of so many layers takes, from what models of ``LAYERS`` take."""
+    return more + (layers - LAYERS[1]) * (more - few)
+
+
+def with_layers(plan: Plan, layers: int) -> Plan:
+    """The plan for a model of so many layers."""
+    return dataclasses.replace(plan, sizes=dataclasses.replace(plan.sizes, layers=layers))
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtrapolatedStep:
+    """A plan's step from those with ``LAYERS`` of its layers, in seconds where the whole takes many.
+
+    All layers of a transformer are alike, so time and allocated bytes are those of the whole to a
+    few thousandths (``tests/vgpu/plan/test_extrapolate.py``). What the allocator reserves beyond that
+    is missing: it grows in leaps.
+    """
+
+    plan: Plan
+    steps: tuple[RecordedStep, RecordedStep]
+
+    def seconds(self, **costs: Any) -> float:
+        """Of a step of the whole model; costs: other ones than recorded, as for ``vgpu.replay``."""
+        few = [s.timeline if not costs else vgpu.replay(s.timeline, **costs) for s in self.steps]
+        return self._extrapolated(*(timeline.makespan_s for timeline in few))
+
+    def tokens_per_s(self, **costs: Any) -> float:
+        """Of one GPU."""
+        return self.plan.tokens / self.plan.layout.ranks / self.seconds(**costs)
+
+    @property
+    def bytes_by_cause(self) -> dict[str, float]:
+        """As ``Step.bytes_by_cause``; together, what is allocated at the peak."""
+        few, more = (step.bytes_by_cause for step in self.steps)
+        return {cause: self._extrapolated(few[cause], more[cause]) for cause in few}
+
+    @property
+    def time_by_cause(self) -> dict[str, float]:
+        few, more = (step.time_by_cause for step in self.steps)
+        names = [*more, *(name for name in few if name not in more)]
+        return {n: self._extrapolated(few.get(n, 0.0), more.get(n, 0.0)) for n in names}
+
+    def _extrapolated(self, few: float, more: float) -> float:
+        return extrapolated(self.plan.sizes.layers, few, more)
+
+
+def extrapolate(plan: Plan, **costs: Any) -> ExtrapolatedStep:
+    """The plan's step, from two recordings with few layers; costs: as for ``predict``.
+
+    ValueError for a pipeline, and for a model that has no more layers than those.
+    """
+    if plan.layout.pp > 1:
+        # A layer more is one more on one stage, and a whole model has as many more on each.
+        raise ValueError(
+            f"a plan of {plan.layout.pp} stages cannot be extrapolated from few layers, which are "
+            "too few to divide alike: ask predict() for the whole of it"
+        )
+    if plan.sizes.layers < LAYERS[1]:
+        raise ValueError(
+            f"a model of {plan.sizes.layers} layers is small enough for predict(); extrapolate() "
+            f"records {LAYERS[0]} and {LAYERS[1]}"
+        )
+    plan, costs = plan.taking(costs)
+    with on_cluster(plan):
+        few, more = (
+            Rank(small, takes_a_step=False).recorded(small, **costs)
+            for small in (with_layers(plan, layers) for layers in LAYERS)
+        )
+    return ExtrapolatedStep(plan, (few, more))

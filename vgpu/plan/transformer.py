@@ -58,7 +58,7 @@ class TransformerSizes:
 
     @property
     def block_products(self) -> int:
-        """Parameters of a block that stand in a matrix product."""
+        """Parameters of a block's matrix products."""
         attention = 2 * self.width * (self.width + self.key_value_width)
         return attention + 3 * self.width * self.feed_forward
 
@@ -81,8 +81,8 @@ LLAMA = {
     "405B": TransformerSizes(126, 16384, 128, 8, 53248, 128_256),
 }
 
-# A GPT of 352,896 parameters that learns letters (helpers.text) in about sixty steps. In 64
-# positions a base of 20 makes each pair of numbers turn far enough to be of use.
+# A GPT of 352,896 parameters, small enough to learn letters on a CPU. In 64 positions a base of 20
+# makes each pair of numbers turn far enough to be of use.
 LETTERS = TransformerSizes(2, 128, 4, 4, 256, 96, sequence=64, rotary_base=20.0)
 
 
@@ -211,7 +211,7 @@ def rotary_angles(length: int, head_width: int, base: float) -> torch.Tensor:
 
 
 def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """(B, heads, S, head_width), each two neighbouring numbers turned by their position's angle.
+    """(B, heads, S, head_width), each two neighboring numbers turned by their position's angle.
 
     As in Llama's own code, they are one complex number, so that one product turns them.
     """

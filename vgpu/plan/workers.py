@@ -5,6 +5,7 @@ from a notebook, and from a script without an ``if __name__ == "__main__"``.
 """
 
 import functools
+import multiprocessing
 import os
 import signal
 import threading
@@ -17,12 +18,16 @@ from typing import Any
 
 import psutil
 import torch
+from tqdm.auto import tqdm
 
-from vgpu.launch import machine
+from vgpu.launch import launcher
 from vgpu.launch.forkserver import context, main_module_hidden
 
 WORKER_BYTES = 2**30
 """Free memory for each. To predict 80 layers takes a tenth of it, or half where torch is not shared."""
+
+SHOW_AFTER_S = 2.0
+"""From here on a bar shows how far a prediction is."""
 
 _LOOK_S = 0.5  # Windows lets nobody interrupt a wait
 
@@ -30,10 +35,20 @@ Tasks = Sequence[tuple[Any, ...]]
 Each = Callable[[Callable[..., Any], Tasks], Iterator[tuple[int, Any]]]
 
 
+def progress(what: str, unit: str, total: int | None = None, items: Any = None) -> Any:
+    """A bar, shown if it takes long; of several processes that predict, their parent has one.
+
+    total: of its updates, or items to go through.
+    """
+    child = multiprocessing.parent_process() is not None
+    options = {"unit": unit, "leave": False, "delay": SHOW_AFTER_S, "disable": child}
+    return tqdm(items, what, total, **options)
+
+
 def at_once() -> int:
     """How many processes this machine's cores and free memory are enough for; at least 1."""
     free_bytes = psutil.virtual_memory().available
-    return max(1, min(machine.cores(), free_bytes // WORKER_BYTES))
+    return max(1, min(launcher.cores(), free_bytes // WORKER_BYTES))
 
 
 @contextmanager
@@ -50,7 +65,7 @@ def workers(processes: int) -> Iterator[Each]:
     starts = context()
     # Nobody writes into it: that it is closed, or its only writer gone, is the message.
     reader, writer = starts.Pipe(duplex=False)
-    with reader, writer, ProcessPoolExecutor(processes, starts, begin, (reader,)) as pool:
+    with reader, writer, ProcessPoolExecutor(processes, starts, _begin, (reader,)) as pool:
         try:
             yield functools.partial(_there, pool)
         except BaseException:
@@ -82,7 +97,7 @@ def _there(
         ) from error
 
 
-def begin(reader: Connection) -> None:
+def _begin(reader: Connection) -> None:
     """In a new process: compute with one thread, and end with whoever can write into ``reader``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the parent
     torch.set_num_threads(1)

@@ -1,6 +1,5 @@
 """Where the bytes of each GPU are, by cause: at one moment, or after every operation of a step."""
 
-import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from vgpu.memory import gpus
 from vgpu.memory.blocks import rounded
-from vgpu.profiling.watching import Watching
+from vgpu.profiling.operator_log import EagerDispatchMode
 
 OTHER = "activations and other"
 ACTIVATIONS, TEMPORARY = "activations", "temporary"
@@ -46,7 +45,7 @@ def snapshot(
     ``known`` maps a cause to its tensors, wherever they are. A tensor counts once, for the first
     cause that names it. What is allocated beyond the known tensors is ``OTHER``: mostly what
     autograd saved for the backward pass, and the allocator's rounding to 512 bytes. The device's
-    count of its peak starts anew.
+    count of its peak is reset.
     """
     module = torch.get_device_module(gpus[0])
     peak_bytes = {gpu: module.max_memory_allocated(gpu) for gpu in gpus}
@@ -69,47 +68,19 @@ def snapshot(
 def peaks_during(step: Callable[[], object], gpus: Sequence[torch.device]) -> list[int]:
     """The most bytes that ``step()`` had on each of ``gpus``, beyond what was there before it."""
     module = torch.get_device_module(gpus[0])
-    gc.collect()  # tensors in cycles would go whenever Python likes, during the step as well
     for gpu in gpus:
         module.reset_peak_memory_stats(gpu)
-    before = [module.memory_allocated(gpu) for gpu in gpus]
-    step()
-    peaks = [module.max_memory_allocated(gpu) for gpu in gpus]
-    return [peak - start for peak, start in zip(peaks, before, strict=True)]
-
-
-@functools.cache
-def has_frozen() -> bool:
-    """Whether the program had left what it began with out of collections, when this was first asked.
-
-    Asked once: Python counts what is frozen one by one, a tenth of a second if torch is among it.
-    """
-    return gc.get_freeze_count() > 10_000  # Python 3.12 freezes some hundreds of its own
-
-
-@contextmanager
-def frozen() -> Iterator[None]:
-    """Leave what lives now out of the collections inside.
-
-    A collection goes through every object: a tenth of a second once torch is imported. A program that
-    has frozen what it began with is left as it is: it has only new objects to go through.
-    """
-    ours = not has_frozen()
-    if ours:
-        gc.freeze()
+    # Tensors in cycles, from before the step too, would otherwise go whenever Python likes.
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        yield
+        before = [module.memory_allocated(gpu) for gpu in gpus]
+        step()
+        peaks = [module.max_memory_allocated(gpu) for gpu in gpus]
     finally:
-        if ours:
-            gc.unfreeze()
-
-
-@contextmanager
-def only_new_garbage() -> Iterator[None]:
-    """The same for what is no garbage now: none of it becomes garbage by what is measured inside."""
-    gc.collect()
-    with frozen():
-        yield
+        if was_enabled:
+            gc.enable()
+    return [peak - start for peak, start in zip(peaks, before, strict=True)]
 
 
 @contextmanager
@@ -155,7 +126,7 @@ class Moment:
         return sum(self.by_cause.values())
 
 
-class StepRecord(Watching):
+class StepRecord(EagerDispatchMode):
     """The bytes on one GPU after every operation of a training step, by cause.
 
     A context round one step; inside it, ``phase(name)`` says what comes next. The causes, in
@@ -180,7 +151,7 @@ class StepRecord(Watching):
         self._phase = "forward"
         self._running: list[str] = []
         # Storages that forward operations made: place → (whether it lives, bytes, module).
-        self._made: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        self._activations: dict[int, tuple[StorageWeakRef, int, str]] = {}
         # Looked up after every operation, so remembered: id → (the tensor, place, bytes).
         self._measured: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._hooks: list[Any] = []
@@ -213,15 +184,15 @@ class StepRecord(Watching):
         super().__exit__(*exc_info)
         for hook in self._hooks:
             hook.remove()
-        # The moments stay; what they tell of must not be kept from being freed.
+        # The moments stay, and keep nothing of the step from being freed.
         del self._model, self._optimizer, self._inputs, self._parameters, self._buffers
-        self._made.clear()
+        self._activations.clear()
         self._measured.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self._phase == "forward" or self._running:
-            self._note_made(result, (args, kwargs))
+            self._note_new(result, (args, kwargs))
         if func.namespace == "aten":  # not the profiler's own marks
             self.moments.append(self._moment(func.overloadpacket.__name__))
         return result
@@ -235,14 +206,14 @@ class StepRecord(Watching):
     def _allocated(self) -> int:
         return torch.get_device_module(self._gpu).memory_allocated(self._gpu)
 
-    def _note_made(self, result: Any, given: Any) -> None:
-        """Remember the storages that an operation has made: not those that it was given."""
-        old = {_place(tensor) for tensor in self._own(given)}
+    def _note_new(self, result: Any, inputs: Any) -> None:
+        """Remember the storages that an operation has made: not those of its inputs."""
+        old = {_place(tensor) for tensor in self._own(inputs)}
         for tensor in self._own(result):
             if _place(tensor) not in old:
                 module = self._running[-1] if self._running else ""
                 ref = StorageWeakRef(tensor.untyped_storage())
-                self._made[_place(tensor)] = (ref, _size_bytes(tensor), module)
+                self._activations[_place(tensor)] = (ref, _size_bytes(tensor), module)
 
     def _own(self, values: Any) -> list[torch.Tensor]:
         return [
@@ -286,9 +257,11 @@ class StepRecord(Watching):
 
     def _moment(self, operation: str) -> Moment:
         by_cause, places = self._known()
-        self._made = {place: made for place, made in self._made.items() if not made[0].expired()}
+        self._activations = {
+            place: entry for place, entry in self._activations.items() if not entry[0].expired()
+        }
         by_module: dict[str, int] = {}
-        for place, (_, size_bytes, module) in self._made.items():
+        for place, (_, size_bytes, module) in self._activations.items():
             if place not in places:
                 by_module[module] = by_module.get(module, 0) + size_bytes
         by_cause[ACTIVATIONS] = sum(by_module.values())

@@ -15,13 +15,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import vgpu
+from vgpu import torch_releases
+from vgpu.memory.gpus import in_backward
 from vgpu.memory.records import MemoryEvent
 from vgpu.tensor.tensor import VirtualTensor, block_of
-from vgpu.time.backward import in_backward
 
 PARAMETERS, STATE, GRADIENTS = "parameters", "optimizer state", "gradients"
 GATHERED, ACTIVATIONS, TEMPORARY = "gathered parameters", "activations", "temporary"
@@ -37,7 +39,7 @@ class PeakByCause:
     - parameters, with buffers, and optimizer state: what stays from step to step,
     - gradients of parameters, and what FSDP2 sends and receives of them,
     - gathered parameters: what FSDP2 has made whole, and what it receives,
-    - activations: what forward has made, also where checkpoints run it again,
+    - activations: what forward has made, also where recomputation runs it again,
     - temporary: gradients that flow back, and what the optimizer needs while it steps,
     - other: what lay on the GPU before the step and is none of these, and the buckets of DDP.
 
@@ -100,7 +102,7 @@ class PeakByCause:
 
     def _know(self, cause: str, tensors: Iterable[Any]) -> list[tuple[int, int]]:
         """Note the cause of tensors, if they have none yet; numbers and bytes of those blocks."""
-        found = []
+        blocks = []
         for tensor in tensors:
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             if isinstance(local, VirtualTensor) and local.device == self._device:
@@ -109,8 +111,8 @@ class PeakByCause:
                     number = self._record.number_of(block)
                     if number not in self._cause_of:
                         self._cause_of[number] = cause
-                        found.append((number, block.size_bytes))
-        return found
+                        blocks.append((number, block.size_bytes))
+        return blocks
 
     # While the step runs
 
@@ -144,7 +146,7 @@ class PeakByCause:
             frame = frame.f_back
             if cause := of_wrappers.get(frame.f_code):
                 return cause
-        # A checkpoint computes forward again inside of backward, and records it.
+        # Recomputation runs forward again inside of backward, and records it.
         flows_back = in_backward() and not torch.is_grad_enabled()
         return TEMPORARY if flows_back or self._is_stepping else ACTIVATIONS
 
@@ -180,6 +182,7 @@ def _of_wrappers() -> dict[CodeType, str]:
         FSDPParam.init_unsharded_param: GATHERED,
         FSDPParam.alloc_all_gather_outputs: GATHERED,
         collectives.foreach_reduce: GRADIENTS,
+        torch_releases.widens_gradients(FSDPParam, FSDPParamGroup): GRADIENTS,
         DistributedDataParallel._pre_forward: OTHER,  # buckets, in the second step
     }
     return {inspect.unwrap(function).__code__: cause for function, cause in causes.items()}

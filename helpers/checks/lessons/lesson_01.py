@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from helpers import devices
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 from helpers.checks.describing import describe
-from vgpu.profiling import Calls
+from vgpu.profiling import OperatorLog
 
 Sample = namedtuple("Sample", "image label")
 
@@ -40,7 +40,7 @@ def check_to_device(to_device: Callable[[Any, torch.device], Any]) -> dict[str, 
         crossing = sum(tensor.device != far for tensor in _tensors(batch))
         given = f"to_device({_sketch(batch)}, {far})"
         hint = _TENSOR if isinstance(batch, torch.Tensor) else _CONTAINERS
-        with for_input(given, hint), Calls() as calls:
+        with for_input(given, hint), OperatorLog() as calls:
             moved = to_device(batch, far)
         with for_input(given):
             if _shape_of(batch) != untouched:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 from helpers.checks.on_ranks import GPU, on_ranks, run_backward
 from helpers.checks.watchers import WatchedLinear, count_sent, expect_one_micro_batch
-from vgpu.profiling import counted_on_gpu, own_gpu
+from vgpu.profiling import count_collectives_on_gpu, own_gpu
 
 
 @exercise("7.1", "DDP by hand")
@@ -55,7 +55,7 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
         def run_counted(
             rank: int, world_size: int, x: torch.Tensor, y: torch.Tensor, wrap: Any
         ) -> Any:
-            return counted_on_gpu(rank, world_size, steps_of, x, y, wrap)
+            return count_collectives_on_gpu(rank, world_size, steps_of, x, y, wrap)
 
         given = (
             f"{ranks} ranks with seeds of their own, 3 steps of {len(x[0]) // ranks} samples each"
@@ -137,7 +137,7 @@ def sum_or_average(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, 
             return model.weight.grad.cpu()
 
         def run_counted(rank: int, world_size: int, *args: Any) -> torch.Tensor:
-            return counted_on_gpu(rank, world_size, gradient, *args)[0]
+            return count_collectives_on_gpu(rank, world_size, gradient, *args)[0]
 
         given = f"{ranks} ranks with {', '.join(map(str, sizes))} samples"
         # (samples, features): the gradient of each sample's squared error.

@@ -17,7 +17,7 @@ from vgpu.plan.schedules import (
     from_text,
     one_forward_one_backward,
     peaks_in_flight,
-    play,
+    simulate,
 )
 from vgpu.units import format_seconds
 
@@ -35,7 +35,7 @@ def one_forward_order(answer: Callable[[int, int], Sequence[str]]) -> dict[str, 
             schedule = _rows_as_schedule(rows, micro_batches)
         drawn = str(schedule)
         try:
-            played = play(schedule)
+            played = simulate(schedule)
         except DeadlockError as error:
             raise Wrong(
                 yours=drawn,
@@ -134,7 +134,7 @@ def _stage_times(layer_times: Sequence[float], counts: Sequence[int]) -> list[fl
 def _step(layer_times: Sequence[float], counts: Sequence[int]) -> float:
     """Units of time of one step with 1F1B; a layer's forward takes a third of its time."""
     times = Times(1 / 3, 1 / 3, 1 / 3, by_stage=_stage_times(layer_times, counts))
-    return play(one_forward_one_backward(len(counts), _PACE_MICRO_BATCHES), times).makespan
+    return simulate(one_forward_one_backward(len(counts), _PACE_MICRO_BATCHES), times).makespan
 
 
 def _shortest_step(layer_times: Sequence[float], devices: int) -> float:

@@ -15,7 +15,7 @@ from helpers import devices
 from helpers.checks.core import Wrong, exercise, expect_number, for_input
 from helpers.checks.on_ranks import on_ranks
 from helpers.checks.watchers import WatchedLinear, count_sent, expect_one_micro_batch
-from vgpu.profiling import Calls, counted
+from vgpu.profiling import OperatorLog, count_collectives
 from vgpu.profiling.memory import Moment, StepRecord, peaks_during
 from vgpu.units import format_bytes
 
@@ -28,7 +28,7 @@ def peak_of_a_step(answer: Callable[[list[int], int, str], float]) -> dict[str, 
     cases = _networks()
     for number, (sizes, batch_size, name) in enumerate(cases, 1):
         given = f"sizes {sizes}, a batch of {batch_size}, {name} (case {number} of {len(cases)})"
-        with for_input(given, _FROM_SIZES), Calls() as calls:
+        with for_input(given, _FROM_SIZES), OperatorLog() as calls:
             yours = answer(list(sizes), batch_size, name)
             expect_number(yours, "a number of bytes")
         if calls.names:
@@ -158,7 +158,7 @@ def _accumulate(
     model.weight.data.copy_(weight)
     parallel = DistributedDataParallel(model)
     sent = count_sent(parallel)
-    _, calls = counted(rank, world_size, lambda *_: answer(parallel, batches[rank]))
+    _, calls = count_collectives(rank, world_size, lambda *_: answer(parallel, batches[rank]))
     largest, held = max(model.samples, default=0), max(model.graphs_held, default=0)
     return model.weight.grad, len(sent), calls, largest, held
 

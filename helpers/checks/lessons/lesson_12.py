@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from helpers.checks.core import Wrong, exercise, expect_number, for_input, hint_by_value
 from helpers.checks.on_ranks import GPU, on_ranks
-from vgpu.profiling import counted_on_gpu, own_gpu
-from vgpu.profiling.collective_counters import ParametersGathered
+from vgpu.profiling import ParameterGatherCounter, count_collectives_on_gpu, own_gpu
 from vgpu.units import format_bytes
 
 _RANKS = 4
@@ -110,7 +109,7 @@ def _zero1_on_rank(
     for x, y in batches:
         own = slice(rank, None, world_size)
         F.mse_loss(net(x[own].to(gpu)), y[own].to(gpu)).backward()
-        _, called = counted_on_gpu(
+        _, called = count_collectives_on_gpu(
             rank, world_size, lambda *_: answer(parameters, shards, optimizer)
         )
         calls += called
@@ -336,7 +335,7 @@ def _fill_on_rank(
         dcp.save({"model": get_model_state_dict(other)}, checkpoint_id=folder)
     net = _sharded(width, seed=1)
     before = _whole(net)
-    with ParametersGathered() as gathered:
+    with ParameterGatherCounter() as gathered:
         try:
             answer(net, folder)
         except CheckpointException as error:  # its own text only names the ranks

@@ -22,8 +22,7 @@ import vgpu
 from helpers.checks.core import Wrong, exercise, expect_close, for_input
 from helpers.checks.on_ranks import GPU, on_ranks, run_backward
 from vgpu.plan.transformer import TransformerBlock, TransformerSizes, rotary_angles
-from vgpu.profiling import own_gpu
-from vgpu.profiling.collective_counters import Sent
+from vgpu.profiling import CollectiveCounter, own_gpu
 from vgpu.units import format_bytes, format_seconds
 
 _A_FUNCTION = "put it into an autograd.Function that says what comes back, "
@@ -47,11 +46,11 @@ def linear_split_by_rows(answer: Callable[..., Any]) -> dict[str, Any]:
             x, weight, bias, target = (tensor.to(own_gpu()) for tensor in tensors)
             x, weight = (part.chunk(world_size, 1)[rank].clone() for part in (x, weight))
             leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
-            with Sent() as forward:
+            with CollectiveCounter() as forward:
                 output = answer(*leaves)
             if not isinstance(output, torch.Tensor) or output.shape != target.shape:
                 return [torch.as_tensor(output).cpu()], forward.calls, []
-            with Sent() as backward:
+            with CollectiveCounter() as backward:
                 run_backward(
                     (output - target).square().sum(), instead=_A_FUNCTION + "as Enter does"
                 )
@@ -231,7 +230,7 @@ def _beside_whole_block(
     of_x, *others = torch.autograd.grad(loss, [theirs, *block.parameters()])
     gradients = dict(zip(dict(block.named_parameters()), others, strict=True))
     parallelize_module(block, init_device_mesh(gpu.type, (world_size,)), plan)
-    with Sent() as sent:
+    with CollectiveCounter() as sent:
         output = block(mine, angles.cos(), angles.sin())
         if isinstance(output, DTensor):
             raise TypeError("the block's output is a DTensor; it must be a plain tensor")
@@ -268,12 +267,12 @@ def split_cross_entropy(answer: Callable[..., Any]) -> dict[str, Any]:
             rank: int, world_size: int, answer: Any, logits: torch.Tensor, targets: torch.Tensor
         ) -> Any:
             mine = logits.chunk(world_size, 1)[rank].to(own_gpu()).requires_grad_()
-            with Sent() as forward:
+            with CollectiveCounter() as forward:
                 loss = answer(mine, targets.to(own_gpu()))
             if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
                 loss = loss.detach().cpu() if isinstance(loss, torch.Tensor) else loss
                 return loss, None, forward.calls, []
-            with Sent() as backward:
+            with CollectiveCounter() as backward:
                 run_backward(loss, instead=_A_FUNCTION + "as Leave does")
             gradient = None if mine.grad is None else mine.grad.cpu()
             return loss.detach().cpu(), gradient, forward.calls, backward.calls

@@ -10,8 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
-from vgpu.profiling import Calls
-from vgpu.profiling.watching import Watching
+from vgpu.profiling import EagerDispatchMode, OperatorLog
 
 
 @exercise("14.1", "The groups of a mesh")
@@ -131,7 +130,7 @@ def _one_at_a_time(blocks: Sequence[Any], held: list[int]) -> Iterator[Any]:
         held.append(sum(any(part() is not None for part in parts) for parts in given))
 
 
-class _Largest(Watching):
+class _Largest(EagerDispatchMode):
     """Notes the numbers of the largest tensor that a block makes."""
 
     def __init__(self) -> None:
@@ -217,7 +216,10 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
             chosen, capacity = torch.tensor([1, 0, 1, 1, 3, 1, 0, 3, 1, 0]), 2
         given = f"{tokens} tokens, {experts} experts, capacity {capacity}"
         given += f", chosen {chosen.tolist()}" if tokens == 10 else ""
-        with for_input(given, "Return a tensor of booleans, one for each token."), Calls() as calls:
+        with (
+            for_input(given, "Return a tensor of booleans, one for each token."),
+            OperatorLog() as calls,
+        ):
             yours = answer(chosen, experts, capacity)
         if isinstance(yours, torch.Tensor) and yours.dtype != torch.bool:
             raise Wrong(

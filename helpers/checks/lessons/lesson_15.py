@@ -7,10 +7,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from helpers.checks.core import Wrong, exercise, for_input
-from vgpu.plan import Plan, failures
-from vgpu.plan import estimate as napkin
-from vgpu.plan.few_layers import FewLayers, in_few_layers
-from vgpu.plan.parallel import Layout
+from vgpu.plan import Layout, Plan, estimate, extrapolate, failures
+from vgpu.plan.rank import ExtrapolatedStep
 from vgpu.plan.transformer import LLAMA, TransformerSizes
 from vgpu.tables import Table
 from vgpu.units import format_bytes, format_seconds
@@ -20,11 +18,11 @@ ROOM = 0.85
 
 
 @exercise("15.1", "A training run on paper")
-def on_a_napkin(answer: Callable[..., Any]) -> dict[str, Any]:
+def back_of_envelope(answer: Callable[..., Any]) -> dict[str, Any]:
     for name in (*LLAMA, *LLAMA):
         sizes, given = LLAMA[name], {}
         given = {
-            "parameters": napkin.parameters(sizes),
+            "parameters": sizes.parameters,
             "layers": sizes.layers,
             "width": sizes.width,
             "sequence": random.choice((4096, 8192, 32_768)),
@@ -43,9 +41,13 @@ def on_a_napkin(answer: Callable[..., Any]) -> dict[str, Any]:
                 given=told,
                 hint="Return days, state_bytes.",
             )
-        expected = _napkin(given)
+        expected = _estimate(given)
         for what, mine, right, hint in zip(
-            ("days", "bytes of each GPU"), yours, expected, _napkin_hints(yours, given), strict=True
+            ("days", "bytes of each GPU"),
+            yours,
+            expected,
+            _estimate_hints(yours, given),
+            strict=True,
         ):
             if not abs(mine / right - 1) <= 0.01:
                 raise Wrong(
@@ -60,27 +62,27 @@ def on_a_napkin(answer: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def _napkin(given: dict[str, Any]) -> tuple[float, float]:
+def _estimate(given: dict[str, Any]) -> tuple[float, float]:
     flop = 6 * given["parameters"] + 12 * given["layers"] * given["width"] * given["sequence"]
     seconds = flop * given["tokens"] / (given["gpus"] * given["flop_per_s"] * given["mfu"])
     return seconds / 86_400, 16 * given["parameters"] / given["gpus"]
 
 
-def _napkin_hints(yours: Any, given: dict[str, Any]) -> tuple[str, str]:
-    days, state = _napkin(given)
+def _estimate_hints(yours: Any, given: dict[str, Any]) -> tuple[str, str]:
+    days, state = _estimate(given)
     of_days = {
-        "Attention is missing: 12 · layers · width · sequence FLOPs a token.": _napkin(
+        "Attention is missing: 12 · layers · width · sequence FLOPs a token.": _estimate(
             {**given, "width": 0}
         )[0],
-        "That is attention's forward alone: with backward it is 12, not 4.": _napkin(
+        "That is attention's forward alone: with backward it is 12, not 4.": _estimate(
             {**given, "width": given["width"] / 3}
         )[0],
         "That is half of attention: what is behind the causal mask counts as well, by convention, "
-        "so it is 12, not 6.": _napkin({**given, "width": given["width"] / 2})[0],
+        "so it is 12, not 6.": _estimate({**given, "width": given["width"] / 2})[0],
         "That is forward alone: backward takes twice as much.": days / 3,
         "These are seconds; a day has 86,400.": days * 86_400,
         "These are hours; a day has 24.": days * 24,
-        "No GPU reaches its peak: the model FLOPs utilisation is missing.": days * given["mfu"],
+        "No GPU reaches its peak: the model FLOPs utilization is missing.": days * given["mfu"],
         "That is one GPU's time: all of them compute together.": days * given["gpus"],
     }
     of_state = {
@@ -108,7 +110,7 @@ TARGET = 1.15
 
 def _as_on_256() -> Plan:
     """The layout of the published training on 256 GPUs, on a quarter of them."""
-    return Plan(LLAMA["70B"], Layout(shards=8, tensors=8), batch=8, checkpoint="full")
+    return Plan(LLAMA["70B"], Layout(dp_shard=8, tp=8), batch=8, recompute="full")
 
 
 @exercise("15.2", "A layout for 70B on 64 H100s", callable_answer=False)
@@ -118,9 +120,9 @@ def layout(answer: Plan) -> dict[str, Any]:
             yours=f"{answer!r}",
             expected="a Plan of Llama 70B on 64 H100s",
             given="Llama 70B, 64 H100s",
-            hint='Plan(LLAMA["70B"], Layout(shards=..., tensors=...), batch=...).',
+            hint='Plan(LLAMA["70B"], Layout(dp_shard=..., tp=...), batch=...).',
         )
-    given = f"{answer.layout}, batch {answer.batch}, checkpoint {answer.checkpoint!r}"
+    given = f"{answer.layout}, batch {answer.batch}, recompute {answer.recompute!r}"
     known = _as_on_256()
     _same_task(answer, known, given)
     _check_room(answer, given)
@@ -140,18 +142,18 @@ def layout(answer: Plan) -> dict[str, Any]:
     }
 
 
-def _slow_hint(found: FewLayers) -> str:
+def _slow_hint(found: ExtrapolatedStep) -> str:
     waits = {n: s for n, s in found.time_by_cause.items() if n.startswith("waiting for")}
     waiting = sum(waits.values()) / found.seconds()
     if waiting > 0.15:
         return (
-            f"The GPU waits for {waiting:.0%} of the step: fewer tensors, or more tokens a GPU, hide "
-            "more."
+            f"The GPU waits for {waiting:.0%} of the step: a smaller tp, or more tokens a GPU, "
+            "hides more."
         )
-    if found.plan.checkpoint == "full":
+    if found.plan.recompute == "full":
         return (
-            "It computes all the time, and a fourth of that a second time: make room for fewer "
-            "checkpoints."
+            "It computes all the time, and a fourth of that a second time: make room to "
+            "recompute less."
         )
     return "Little is computed twice and little waited for: what is left of memory, tokens fill."
 
@@ -212,7 +214,7 @@ class _Task(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{napkin.parameters(self.sizes) / 1e9:.1f} billion parameters, sequence {self.sequence}, "
+            f"{self.sizes.parameters / 1e9:.1f} billion parameters, sequence {self.sequence}, "
             f"{self.gpus} {self.gpu} in hosts of {self.gpus_per_host}, {self.network}"
         )
 
@@ -220,7 +222,7 @@ class _Task(NamedTuple):
     def plain(self) -> Plan:
         return Plan(
             self.sizes,
-            Layout(shards=self.gpus),
+            Layout(dp_shard=self.gpus),
             1,
             self.sequence,
             "full",
@@ -254,7 +256,7 @@ def defend(answer: Callable[..., Any]) -> dict[str, Any]:
         _same_task(plan, task.plain, given)
         _check_room(plan, given)
         found, own = _few(plan), _few(task.plain).tokens_per_s()
-        state = 12 * napkin.parameters(task.sizes) / plan.layout.shards / plan.layout.tensors
+        state = 12 * task.sizes.parameters / plan.layout.dp_shard / plan.layout.tp
         for what, mine, right, within, hint in (
             ("bytes of state", state_bytes, state, 0.05, _state_hint(state_bytes, plan)),
             (
@@ -287,31 +289,31 @@ def defend(answer: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _state_hint(mine: float, plan: Plan) -> str:
-    count, parts = napkin.parameters(plan.sizes), plan.layout.shards * plan.layout.tensors
+    count, parts = plan.sizes.parameters, plan.layout.dp_shard * plan.layout.tp
     if math.isclose(mine, 16 * count / parts, rel_tol=0.05):
         return "Gradients come and go: parameters and Adam's state are 12 bytes, not 16."
     if math.isclose(mine, 12 * count, rel_tol=0.05):
         return "Divide by the GPUs that share one copy of it."
-    return "12 bytes a parameter, over shards times tensors."
+    return "12 bytes a parameter, over dp_shard times tp."
 
 
-def _speed_hint(mine: float, found: FewLayers) -> str:
+def _speed_hint(mine: float, found: ExtrapolatedStep) -> str:
     plan = found.plan
-    at_peak = plan.spec.tensor_flop_per_s / napkin.flop_per_token(plan.sizes, plan.sequence)
+    at_peak = plan.spec.tensor_flop_per_s / estimate.flop_per_token(plan.sizes, plan.sequence)
     if math.isclose(mine, at_peak, rel_tol=0.1):
         return "That is the whole peak: arithmetic reaches half of it."
     if math.isclose(mine, at_peak / 2 * plan.layout.ranks, rel_tol=0.4):
         return "Tokens/s of one GPU, not of all."
-    if plan.checkpoint == "full" and math.isclose(mine, at_peak / 2, rel_tol=0.05):
-        return "Full checkpoints compute forward twice: four thirds of the FLOPs."
+    if plan.recompute == "full" and math.isclose(mine, at_peak / 2, rel_tol=0.05):
+        return "Full recomputation computes forward twice: four thirds of the FLOPs."
     return f"A step is, in virtual time, {_where(found)}."
 
 
 def _same_task(plan: Plan, wanted: Plan, given: str) -> None:
-    if plan.layout.stages > 1:
+    if plan.layout.pp > 1:
         raise Wrong(
-            yours=f"a layout of {plan.layout.stages} stages",
-            expected="replicas × shards × tensors, without stages",
+            yours=f"a layout of {plan.layout.pp} stages",
+            expected="dp_replicate × dp_shard × tp, without stages",
             given=given,
             hint="A pipeline may well do it: predict(plan) says so. This check records few layers, "
             "and stages do not divide those as they do the whole.",
@@ -328,7 +330,7 @@ def _same_task(plan: Plan, wanted: Plan, given: str) -> None:
             expected=f"{wanted.layout.ranks} {wanted.spec.name.removeprefix('Virtual ')}, and the "
             "model, sequence, hosts and network that were asked for",
             given=given,
-            hint="replicas × shards × tensors are all GPUs, and the plan names what it is for.",
+            hint="dp_replicate × dp_shard × tp are all GPUs, and the plan names what it is for.",
         )
 
 
@@ -343,22 +345,22 @@ def _check_room(plan: Plan, given: str) -> None:
             yours=f"{format_bytes(allocated)} allocated\n{causes}",
             expected=f"at most {format_bytes(room)}",
             given=given,
-            hint="More shards make parameters, state and gradients smaller; fewer sequences, more "
-            "tensors or more checkpoints the activations."
+            hint="A larger dp_shard makes parameters, state and gradients smaller; fewer sequences, a "
+            "larger tp or more recomputation the activations."
             if plan.reshard_after_forward
             else "With reshard_after_forward=False what is gathered stays until backward.",
         )
 
 
-def _allocated(found: FewLayers) -> float:
+def _allocated(found: ExtrapolatedStep) -> float:
     return sum(found.bytes_by_cause.values())
 
 
-def _where(found: FewLayers) -> str:
+def _where(found: ExtrapolatedStep) -> str:
     shares = {name: time_s / found.seconds() for name, time_s in found.time_by_cause.items()}
     return ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share > 0.01)
 
 
 @functools.cache
-def _few(plan: Plan) -> FewLayers:
-    return in_few_layers(plan)
+def _few(plan: Plan) -> ExtrapolatedStep:
+    return extrapolate(plan)

@@ -11,7 +11,7 @@ from helpers.train import Settings, Training, tasks
 from helpers.train import __main__ as command_line
 from helpers.train.tasks import DEFAULTS, GPTTask
 from vgpu import launch
-from vgpu.plan.parallel import KINDS, Layout, check_tensors, named_layout
+from vgpu.plan.layout import KINDS, Layout, check_tp, named_layout
 
 # In double precision the layouts differ by rounding only.
 SHORT = Settings("gpt", epochs=1, batch_size=48, learning_rate=0.01, width=16)
@@ -129,18 +129,18 @@ def test_what_cannot_be_divided_is_refused_in_a_sentence(options, message, capsy
 
 def test_a_layer_is_shared_by_as_many_ranks_as_it_has_heads():
     sizes = GPTTask(DEFAULTS["gpt"]).sizes
-    check_tensors(sizes, 4)
+    check_tp(sizes, 4)
     with pytest.raises(ValueError, match="heads 4, key-value heads 4; all of them divide by 4"):
-        check_tensors(sizes, 8)
+        check_tp(sizes, 8)
 
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "expected"),
     [
-        ("ddp", 4, Layout(replicas=4)),
-        ("hsdp", 16, Layout(replicas=2, shards=8)),
-        ("tp", 4, Layout(tensors=4)),
-        ("fsdp+tp", 8, Layout(shards=4, tensors=2)),
+        ("ddp", 4, Layout(dp_replicate=4)),
+        ("hsdp", 16, Layout(dp_replicate=2, dp_shard=8)),
+        ("tp", 4, Layout(tp=4)),
+        ("fsdp+tp", 8, Layout(dp_shard=4, tp=2)),
     ],
 )
 def test_a_layout_by_name(kind, ranks, expected):
@@ -149,12 +149,12 @@ def test_a_layout_by_name(kind, ranks, expected):
 
 
 def test_a_training_says_that_its_layout_is_for_other_ranks():
-    with pytest.raises(launch.RankRaised, match="2 shards is one for 2 ranks, and 1 run here"):
+    with pytest.raises(launch.RankRaised, match="dp_shard 2 is one for 2 ranks, and 1 run here"):
         launch.run(with_two_shards, 1)
 
 
 def with_two_shards(rank, world_size):
-    Training(SHORT, layout=Layout(shards=2))
+    Training(SHORT, layout=Layout(dp_shard=2))
 
 
 def test_a_training_has_no_stages():
@@ -163,4 +163,4 @@ def test_a_training_has_no_stages():
 
 
 def with_two_stages(rank, world_size):
-    Training(SHORT, layout=Layout(stages=2))
+    Training(SHORT, layout=Layout(pp=2))

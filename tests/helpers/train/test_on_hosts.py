@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from helpers.train import Settings, Training
 from teaching import lessons
 from vgpu import launch
-from vgpu.launch.machine import free_port
+from vgpu.launch.launcher import free_port
 
 LESSON = next(path for path in lessons.NOTEBOOKS if lessons.number(path) == "07")
 

@@ -33,7 +33,7 @@ BROKEN = [
         "the second half is left out",
         edits=[
             (
-                "        dist.all_gather_into_tensor(joined, part)",
+                "        dist.all_gather_single(joined, part)",
                 "        joined[: len(part)] = part",
             )
         ],

@@ -13,7 +13,7 @@ _FEW_LAYERS = [
 _TWO_ROWS = [
     *_FEW_LAYERS,
     (
-        '    "70B on 256, shards 32 × tensors 8": (llama("70B", 32, 8, 16, "full"), True, 597),\n',
+        '    "70B on 256, dp_shard 32 × tp 8": (llama("70B", 32, 8, 16, "full"), True, 597),\n',
         "",
     ),
 ]
@@ -33,8 +33,8 @@ BROKEN = [
         ],
         edits=[
             (
-                "ways = {how: dataclasses.replace(first, checkpoint=how)",
-                'ways = {how: dataclasses.replace(first, checkpoint="none")',
+                "ways = {how: dataclasses.replace(first, recompute=how)",
+                'ways = {how: dataclasses.replace(first, recompute="none")',
             )
         ],
     ),
@@ -45,8 +45,8 @@ BROKEN = [
         shorter=_TWO_ROWS,
         edits=[
             (
-                "return Plan(LLAMA[model], layout, batch, checkpoint=checkpoint, gpu=H100_96)",
-                "return Plan(LLAMA[model], layout, batch, checkpoint=checkpoint, gpu=H100_96, "
+                "return Plan(LLAMA[model], layout, batch, recompute=recompute, gpu=H100_96)",
+                "return Plan(LLAMA[model], layout, batch, recompute=recompute, gpu=H100_96, "
                 'network="Ethernet 25")',
             )
         ],
@@ -60,7 +60,7 @@ BROKEN = [
     ),
     Broken(
         "I05",
-        "chunks are not played",
+        "chunks are not simulated",
         edits=[
             (
                 "schedules.interleaved(8, micro_batches, chunks)",
@@ -78,8 +78,8 @@ BROKEN = [
         edits=[
             (
                 "tera = {row.name: megatron.tera(row.run, of_a100) for row in trainings}",
-                "tera = {row.name: megatron.tera(row.run._replace(batch=row.run.replicas * row.run.micro_batch"
-                " * row.run.pipeline), of_a100) for row in trainings}",
+                "tera = {row.name: megatron.tera(row.run._replace(batch=row.run.dp * row.run.micro_batch"
+                " * row.run.pp), of_a100) for row in trainings}",
             )
         ],
     ),

@@ -6,7 +6,7 @@ def largest(scores, k):
     best = scores.topk(min({room}, len(scores))).values
     mine[: len(best)] = best
     everyone = mine.new_empty({room} * dist.get_world_size())
-    dist.all_gather_into_tensor(everyone, mine)
+    dist.all_gather_single(everyone, mine)
     return {result}
 """
 
@@ -30,7 +30,7 @@ def likeliest(logits):
     {shift}
     mine = torch.stack([{value}, {word}])
     everyone = mine.new_empty(dist.get_world_size(), *mine.shape)
-    dist.all_gather_into_tensor(everyone, mine)
+    dist.all_gather_single(everyone, mine)
     winner = everyone[:, 0].argmax(0, keepdim=True)
     return everyone[:, 1].gather(0, winner)[0].long()
 """
@@ -123,7 +123,7 @@ WRONG = {
             "def likeliest(logits):\n"
             "    rows, words = logits.shape\n"
             "    everyone = logits.new_empty(dist.get_world_size(), rows, words)\n"
-            "    dist.all_gather_into_tensor(everyone, logits)\n"
+            "    dist.all_gather_single(everyone, logits)\n"
             "    return everyone.transpose(0, 1).reshape(rows, -1).argmax(-1)",
             "not within the budget",
         ),

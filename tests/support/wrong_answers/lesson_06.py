@@ -64,7 +64,7 @@ WRONG = {
             """
 def sum_over_ranks(tensor):
     part = tensor.new_empty(len(tensor) // dist.get_world_size())
-    dist.reduce_scatter_tensor(part, tensor)
+    dist.reduce_scatter_single(part, tensor)
     return part
 """,
             "Collect the parts",
@@ -84,7 +84,7 @@ def sum_over_ranks(tensor):
     parts = torch.empty_like(tensor)
     dist.all_to_all_single(parts, tensor)
     total = torch.empty_like(tensor)
-    dist.all_gather_into_tensor(total, parts.view(dist.get_world_size(), -1).sum(0))
+    dist.all_gather_single(total, parts.view(dist.get_world_size(), -1).sum(0))
     return total
 """,
             "one call does both",
@@ -93,9 +93,9 @@ def sum_over_ranks(tensor):
             """
 def sum_over_ranks(tensor):
     part = torch.empty(len(tensor) // dist.get_world_size(), device=tensor.device)
-    dist.reduce_scatter_tensor(part, tensor)
+    dist.reduce_scatter_single(part, tensor)
     total = torch.empty(len(tensor), device=tensor.device)
-    dist.all_gather_into_tensor(total, part)
+    dist.all_gather_single(total, part)
     return total
 """,
             "dtype",
@@ -104,8 +104,8 @@ def sum_over_ranks(tensor):
             """
 def sum_over_ranks(tensor):
     part = tensor.new_empty(len(tensor) // dist.get_world_size())
-    dist.reduce_scatter_tensor(part, tensor)
-    dist.all_gather_into_tensor(torch.empty_like(tensor), part)
+    dist.reduce_scatter_single(part, tensor)
+    dist.all_gather_single(torch.empty_like(tensor), part)
     return tensor
 """,
             "rank's own tensor",
@@ -114,13 +114,13 @@ def sum_over_ranks(tensor):
             """
 def sum_over_ranks(tensor):
     part = tensor.new_empty(len(tensor) // dist.get_world_size())
-    dist.reduce_scatter_tensor(part, tensor)
+    dist.reduce_scatter_single(part, tensor)
     if dist.get_rank() == 0:
         total = torch.empty_like(tensor)
-        dist.all_gather_into_tensor(total, part)
+        dist.all_gather_single(total, part)
         return total
 """,
-            "rank 0 waits in all_gather_into_tensor",
+            "rank 0 waits in all_gather_single",
         ),
         (
             """
@@ -137,9 +137,9 @@ def sum_over_ranks(tensor):
             """
 def sum_over_ranks(tensor):
     part = torch.empty(len(tensor) // dist.get_world_size(), dtype=tensor.dtype)
-    dist.reduce_scatter_tensor(part, tensor)
+    dist.reduce_scatter_single(part, tensor)
     total = torch.empty_like(tensor)
-    dist.all_gather_into_tensor(total, part)
+    dist.all_gather_single(total, part)
     return total
 """,
             "reduce_scatter was given a CPU tensor, and NCCL carries only what is on the rank's GPU",
@@ -148,9 +148,9 @@ def sum_over_ranks(tensor):
             """
 def sum_over_ranks(tensor):
     part = tensor.new_empty(len(tensor) // dist.get_world_size())
-    dist.reduce_scatter_tensor(part, tensor)
+    dist.reduce_scatter_single(part, tensor)
     total = torch.empty_like(tensor)
-    dist.all_gather_into_tensor(total, part)
+    dist.all_gather_single(total, part)
     return total.cpu()
 """,
             re.compile(

@@ -1,7 +1,7 @@
 """Typical mistakes in the exercises of lesson 15, and what the learner must be told."""
 
-_NAPKIN = """
-def on_a_napkin(parameters, layers, width, sequence, tokens, gpus, flop_per_s, mfu):
+_ENVELOPE = """
+def back_of_envelope(parameters, layers, width, sequence, tokens, gpus, flop_per_s, mfu):
     flop_per_token = {flop}
     seconds = flop_per_token * tokens / ({speed})
     return {days}, {state}
@@ -14,8 +14,8 @@ _RIGHT = {
 }
 
 
-def _napkin(**changes):
-    return _NAPKIN.format(**{**_RIGHT, **changes})
+def _envelope(**changes):
+    return _ENVELOPE.format(**{**_RIGHT, **changes})
 
 
 _INTERVAL = """
@@ -26,17 +26,17 @@ def best_interval(checkpoint_s, gpus, gpu_years):
 
 _DEFEND = """
 def defend(sizes, sequence, gpus, gpus_per_host, gpu, network):
-    plan = Plan(sizes, Layout({layout}), batch={batch}, sequence=sequence, checkpoint="{checkpoint}",
+    plan = Plan(sizes, Layout({layout}), batch={batch}, sequence=sequence, recompute="{recompute}",
                 gpu=gpu, gpus_per_host=gpus_per_host, network=network)
-    tokens_per_s = {speed} * plan.spec.tensor_flop_per_s / napkin.flop_per_token(sizes, sequence)
+    tokens_per_s = {speed} * plan.spec.tensor_flop_per_s / estimate.flop_per_token(sizes, sequence)
     return plan, {state}, tokens_per_s
 """
 _SOUND = {
-    "layout": "shards=gpus",
+    "layout": "dp_shard=gpus",
     "batch": 1,
-    "checkpoint": "full",
+    "recompute": "full",
     "speed": "0.5 / (4 / 3)",
-    "state": "12 * napkin.parameters(sizes) / gpus",
+    "state": "12 * sizes.parameters / gpus",
 }
 
 
@@ -46,35 +46,35 @@ def _defend(**changes):
 
 WRONG = {
     "15.1": [
-        (_napkin(flop="6 * parameters"), "Attention is missing"),
-        (_napkin(flop="2 * parameters + 4 * layers * width * sequence"), "backward takes twice"),
-        (_napkin(flop="6 * parameters + 4 * layers * width * sequence"), "it is 12, not 4"),
-        (_napkin(flop="6 * parameters + 6 * layers * width * sequence"), "it is 12, not 6"),
-        (_napkin(days="seconds"), "a day has 86,400"),
-        (_napkin(days="seconds / 3600"), "a day has 24"),
-        (_napkin(speed="gpus * flop_per_s"), "No GPU reaches its peak"),
-        (_napkin(speed="flop_per_s * mfu"), "all of them compute together"),
-        (_napkin(state="16 * parameters"), "divide by the GPUs"),
-        (_napkin(state="4 * parameters / gpus"), "4 of the 16 bytes"),
-        (_napkin(state="12 * parameters / gpus"), "Gradients are missing"),
-        (_napkin(state="16 * parameters / gpus / 2**30"), "These are GiB"),
-        (_napkin(days="tokens"), "in days"),
-        (_napkin().replace("return seconds / 86_400,", "return"), "Return days, state_bytes"),
+        (_envelope(flop="6 * parameters"), "Attention is missing"),
+        (_envelope(flop="2 * parameters + 4 * layers * width * sequence"), "backward takes twice"),
+        (_envelope(flop="6 * parameters + 4 * layers * width * sequence"), "it is 12, not 4"),
+        (_envelope(flop="6 * parameters + 6 * layers * width * sequence"), "it is 12, not 6"),
+        (_envelope(days="seconds"), "a day has 86,400"),
+        (_envelope(days="seconds / 3600"), "a day has 24"),
+        (_envelope(speed="gpus * flop_per_s"), "No GPU reaches its peak"),
+        (_envelope(speed="flop_per_s * mfu"), "all of them compute together"),
+        (_envelope(state="16 * parameters"), "divide by the GPUs"),
+        (_envelope(state="4 * parameters / gpus"), "4 of the 16 bytes"),
+        (_envelope(state="12 * parameters / gpus"), "Gradients are missing"),
+        (_envelope(state="16 * parameters / gpus / 2**30"), "These are GiB"),
+        (_envelope(days="tokens"), "in days"),
+        (_envelope().replace("return seconds / 86_400,", "return"), "Return days, state_bytes"),
     ],
     "15.2": [
-        ("my_plan = 64", "Layout(shards="),
-        ('my_plan = Plan(LLAMA["8B"], Layout(shards=64))', "the plan names what it is for"),
-        ('my_plan = Plan(LLAMA["70B"], Layout(shards=32))', "all GPUs"),
-        ('my_plan = Plan(LLAMA["70B"], Layout(shards=32, stages=2), 2)', "A pipeline may well"),
-        ('my_plan = Plan(LLAMA["70B"], Layout(shards=64))', "more checkpoints"),
+        ("my_plan = 64", "Layout(dp_shard="),
+        ('my_plan = Plan(LLAMA["8B"], Layout(dp_shard=64))', "the plan names what it is for"),
+        ('my_plan = Plan(LLAMA["70B"], Layout(dp_shard=32))', "all GPUs"),
+        ('my_plan = Plan(LLAMA["70B"], Layout(dp_shard=32, pp=2), 2)', "A pipeline may well"),
+        ('my_plan = Plan(LLAMA["70B"], Layout(dp_shard=64))', "more recomputation"),
         (
-            'my_plan = Plan(LLAMA["70B"], Layout(shards=64), checkpoint="full", '
+            'my_plan = Plan(LLAMA["70B"], Layout(dp_shard=64), recompute="full", '
             "reshard_after_forward=False)",
             "stays until backward",
         ),
         (
-            'my_plan = Plan(LLAMA["70B"], Layout(shards=8, tensors=8), batch=8, checkpoint="full")',
-            "fewer tensors",
+            'my_plan = Plan(LLAMA["70B"], Layout(dp_shard=8, tp=8), batch=8, recompute="full")',
+            "a smaller tp",
         ),
     ],
     "15.3": [
@@ -97,14 +97,14 @@ WRONG = {
         (_INTERVAL.format(gpus=" / gpus", interval="between_failures_s / 2"), "Too seldom"),
     ],
     "15.4": [
-        (_defend(state="16 * napkin.parameters(sizes) / gpus"), "12 bytes, not 16"),
-        (_defend(state="12 * napkin.parameters(sizes)"), "Divide by the GPUs"),
+        (_defend(state="16 * sizes.parameters / gpus"), "12 bytes, not 16"),
+        (_defend(state="12 * sizes.parameters"), "Divide by the GPUs"),
         (_defend(state="'8 GiB'"), "a Plan and two numbers"),
         (_defend(speed="1.0"), "the whole peak"),
         (_defend(speed="0.5"), "four thirds"),
         (_defend(speed="0.375 * gpus"), "one GPU, not of all"),
-        (_defend(layout="replicas=gpus", state="12 * napkin.parameters(sizes)"), "More shards"),
-        (_defend(layout="shards=gpus // 2"), "all GPUs"),
+        (_defend(layout="dp_replicate=gpus", state="12 * sizes.parameters"), "A larger dp_shard"),
+        (_defend(layout="dp_shard=gpus // 2"), "all GPUs"),
         (
             "def defend(sizes, sequence, gpus, gpus_per_host, gpu, network):\n    return 1, 2, 3",
             "The plan comes first",

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import psutil
 import pytest
@@ -55,21 +56,19 @@ def is_alive(pid):
         ("time.sleep(600)", launch.RanksHung),
     ],
 )
-def test_what_left_its_session_ends_with_the_call(start, ending, error):
-    body = f"def main(rank, world_size):\n    launch.report({start}())\n    {ending}"
+def test_what_left_its_session_ends_with_the_call(start, ending, error, tmp_path):
+    body = f"""
+def main(rank, world_size, folder):
+    pid = {start}()
+    os.kill(pid, 0)  # it runs
+    (folder / str(pid)).touch()
+    {ending}
+"""
     function = cell(STARTS + body)["main"]
-    started = []
-
-    def note(rank, pid):
-        assert is_alive(pid)
-        started.append(pid)
-
     timeout_s = 1.5 if error is launch.RanksHung else 300.0
-    if error is None:
-        launch.run(function, 2, on_report=note, timeout_s=timeout_s)
-    else:
-        with pytest.raises(error):
-            launch.run(function, 2, on_report=note, timeout_s=timeout_s)
+    with pytest.raises(error) if error else nullcontext():
+        launch.run(function, 2, tmp_path, timeout_s=timeout_s)
+    started = [int(path.name) for path in tmp_path.iterdir()]
     assert started and not any(map(is_alive, started))
 
 

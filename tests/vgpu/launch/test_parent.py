@@ -15,8 +15,8 @@ from rights import needs_shared_memory
 
 # What ranks need least: a forkserver then takes a second less to begin.
 FEW_IMPORTS = """
-from vgpu.launch.forkserver import server
-server.PRELOAD = ("vgpu.launch.gc_off", "torch", "vgpu.launch.rank")
+from vgpu.launch import forkserver
+forkserver.PRELOAD = ("torch", "vgpu.launch.rank")
 """
 PARENT = f"""{FEW_IMPORTS}
 import os, time

@@ -22,7 +22,7 @@ from levels import ALL
 import vgpu
 from helpers.data import Digits
 from teaching import lessons
-from vgpu.launch.machine import free_port
+from vgpu.launch.launcher import free_port
 
 LESSON = next(path for path in lessons.NOTEBOOKS if lessons.number(path) == "07")
 LOST_IN_EPOCH = 2

@@ -9,14 +9,14 @@ from vgpu.plan.failures import (
     best_interval_s,
     expected_goodput,
     mean_time_between_failures_s,
-    played,
     simulated,
+    with_failures_at,
 )
 
 
 def test_by_hand():
     # 10 s, 2 s of checkpoint; a failure at 20 s undoes 8 s; 3 s to restart; then two more parts.
-    found = played(30, 10, 2, 3, [20])
+    found = with_failures_at(30, 10, 2, 3, [20])
     assert found == Goodput(training_s=30, lost_s=8, checkpoints_s=6, restarts_s=3, failures=1)
     assert found.total_s == 47
     assert found.share == 30 / 47
@@ -24,12 +24,12 @@ def test_by_hand():
 
 def test_a_checkpoint_and_a_restart_may_fail():
     # At 11 s during the checkpoint, at 13 s during the restart, which begins anew.
-    found = played(10, 10, 2, 3, [11, 13])
+    found = with_failures_at(10, 10, 2, 3, [11, 13])
     assert found == Goodput(training_s=10, lost_s=11, checkpoints_s=2, restarts_s=5, failures=2)
 
 
 def test_a_last_part_may_be_short():
-    found = played(25, 10, 1, 3, [])
+    found = with_failures_at(25, 10, 1, 3, [])
     assert found == Goodput(training_s=25, lost_s=0, checkpoints_s=3, restarts_s=0, failures=0)
 
 
@@ -49,7 +49,7 @@ def test_without_failures_only_checkpoints_take_time():
         == 100 / 120
         == expected_goodput(10, 2, 3, math.inf)
     )
-    assert played(100, math.inf, 2, 3, []).total_s == 102  # saved at the end
+    assert with_failures_at(100, math.inf, 2, 3, []).total_s == 102  # saved at the end
 
 
 def test_what_hardly_ever_lasts():
@@ -97,12 +97,12 @@ def test_llama_3_failed_every_three_hours():
         (lambda: expected_goodput(9, -9, 1, 1), "checkpoint_s must .* not negative, got -9"),
         (lambda: expected_goodput(9, 1, -30_000, 99), "restart_s must .* not negative, got -30000"),
         (lambda: expected_goodput(9, 1, math.nan, 99), "restart_s must be finite .* got nan"),
-        (lambda: played(1, 1, -1, 0, []), "checkpoint_s must .* not negative, got -1"),
-        (lambda: played(math.inf, 1, 1, 0, []), "training_s must be finite"),
-        (lambda: played(1e12, 1e-3, 1, 0, []), "more than 10,000,000 parts of 0.001 s"),
-        (lambda: played(1000, 100, 10, 10, [500, 50, 700]), "in order, got 50 after 500"),
-        (lambda: played(1000, 100, 10, 10, [-5]), "in order, got -5 after 0"),
-        (lambda: played(1000, 100, 10, 10, [math.nan]), "in order, got nan"),
+        (lambda: with_failures_at(1, 1, -1, 0, []), "checkpoint_s must .* not negative, got -1"),
+        (lambda: with_failures_at(math.inf, 1, 1, 0, []), "training_s must be finite"),
+        (lambda: with_failures_at(1e12, 1e-3, 1, 0, []), "more than 10,000,000 parts of 0.001 s"),
+        (lambda: with_failures_at(1000, 100, 10, 10, [500, 50, 700]), "in order, got 50 after 500"),
+        (lambda: with_failures_at(1000, 100, 10, 10, [-5]), "in order, got -5 after 0"),
+        (lambda: with_failures_at(1000, 100, 10, 10, [math.nan]), "in order, got nan"),
         (lambda: simulated(1, 1, 1, 1, -5), "between_failures_s must be positive, got -5"),
     ],
 )

@@ -13,15 +13,12 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vgpu
-from vgpu.plan import Plan, model, predict, search
+from vgpu.plan import Layout, Plan, pipelines, predict, search, workers
 from vgpu.plan import __main__ as command
-from vgpu.plan.model import Divided, on_cluster
-from vgpu.plan.parallel import Layout, Stage, parts
-from vgpu.plan.pipelines import simulation as playing
-from vgpu.plan.pipelines import times
-from vgpu.plan.pipelines.ranks import recorded
-from vgpu.plan.pipelines.states import moments, shortened
-from vgpu.plan.remedies import _changes
+from vgpu.plan.layout import split_layers
+from vgpu.plan.parallelize import ParallelModel, TransformerStage
+from vgpu.plan.pipelines import action_contexts, ready_s, record_rank, shortened
+from vgpu.plan.plan import on_cluster
 from vgpu.plan.schedules import Action, peaks_in_flight
 from vgpu.plan.transformer import LLAMA, Transformer, TransformerSizes
 
@@ -33,22 +30,7 @@ def plan(layout, batch, **options):
     return Plan(SIZES, layout, batch, **options)
 
 
-FILE = """\
-stages = 2
-tensors = 2
-gpus-per-host = 4
-batch = 4
-sequence = 128
-
-[model]
-layers = 4
-width = 256
-heads = 8
-key_value_heads = 4
-feed_forward = 512
-vocabulary = 1024
-"""
-TWO = plan(Layout(shards=2, stages=2), 2, gpus_per_host=2)  # a host for each stage
+TWO = plan(Layout(dp_shard=2, pp=2), 2, gpus_per_host=2)  # a host for each stage
 
 # A rank's launches run ahead of its GPU; where each action is recorded, they begin anew.
 NO_LAUNCHES = {"python_launch_s": 0.0, "engine_launch_s": 0.0}
@@ -69,7 +51,7 @@ NO_LAUNCHES = {"python_launch_s": 0.0, "engine_launch_s": 0.0}
     ],
 )
 def test_embedding_and_output_count_as_a_layer_each(layers, stages, counts):
-    found = parts(layers, stages)
+    found = split_layers(layers, stages)
     assert [part.layers for part in found] == counts
     assert [part.first for part in found] == [True, *[False] * (stages - 1)]
     assert [part.last for part in found] == [*[False] * (stages - 1), True]
@@ -79,8 +61,8 @@ def test_stages_one_after_another_are_the_whole_transformer():
     torch.manual_seed(0)
     whole, begin = Transformer(SIZES), 0
     tokens = hidden = torch.randint(SIZES.vocabulary, (2, SIZES.sequence))
-    for part in parts(SIZES.layers, 4):
-        stage = Stage(SIZES, part)
+    for part in split_layers(SIZES.layers, 4):
+        stage = TransformerStage(SIZES, part)
         own = {
             name.replace(f"blocks.{begin + number}.", f"blocks.{number}."): value
             for number in range(part.layers)
@@ -97,16 +79,16 @@ def test_stages_one_after_another_are_the_whole_transformer():
 # What plays
 
 
-def test_the_makespan_is_what_a_pencil_says():
+def test_the_makespan_is_what_a_calculation_by_hand_gives():
     schedule = TWO.schedule
-    first, second = (recorded(TWO, schedule, device) for device in (0, 1))
-    ready_s = {
-        action: times.ready_s(timeline)
+    first, second = (record_rank(TWO, schedule, device) for device in (0, 1))
+    computed_s = {
+        action: ready_s(timeline)
         for rank in (first, second)
         for action, timeline in rank.actions.items()
     }
-    f, b = ([ready_s[Action(kind, 0, stage)] for stage in (0, 1)] for kind in "FB")
-    f_again, b_last = ([ready_s[Action(kind, 1, stage)] for stage in (0, 1)] for kind in "FB")
+    f, b = ([computed_s[Action(kind, 0, stage)] for stage in (0, 1)] for kind in "FB")
+    f_again, b_last = ([computed_s[Action(kind, 1, stage)] for stage in (0, 1)] for kind in "FB")
     hidden_bytes = 2 * 128 * SIZES.width
     network = vgpu.NETWORKS[TWO.network]
     sent_s = network.latency_s + hidden_bytes / (0.8 * network.bytes_per_s_per_gpu(2))
@@ -122,13 +104,13 @@ def test_the_makespan_is_what_a_pencil_says():
 
 
 def test_all_stages_together_compute_what_one_would():
-    one, two = (predict(plan(Layout(stages=n), 4, gpus_per_host=1)) for n in (1, 2))
+    one, two = (predict(plan(Layout(pp=n), 4, gpus_per_host=1)) for n in (1, 2))
     assert one.timeline.flop == two.timeline.flop
 
 
 def test_parameters_are_gathered_once_and_gradients_summed_once():
     def sent(**options):
-        step = predict(plan(Layout(shards=2, stages=2), 3, micro_batches=3, **options))
+        step = predict(plan(Layout(dp_shard=2, pp=2), 3, micro_batches=3, **options))
         events = step.timeline.of("vgpu:1")
         return [sum(e.name == name for e in events) for name in ("all_gather", "reduce_scatter")]
 
@@ -141,7 +123,7 @@ def test_parameters_are_gathered_once_and_gradients_summed_once():
 def test_each_stage_has_its_slowest_rank_and_sends_over_what_its_groups_have():
     six = dataclasses.replace(SIZES, layers=6)
     one = {"batch": 1, "sequence": 128, "gpus_per_host": 3, "micro_batches": 1}
-    step = predict(Plan(six, Layout(shards=2, stages=6), **one))
+    step = predict(Plan(six, Layout(dp_shard=2, pp=6), **one))
     links = [
         {event.link for event in step.timeline.of(gpu) if event.kind == "collective"}
         for gpu in step.timeline.devices
@@ -149,13 +131,13 @@ def test_each_stage_has_its_slowest_rank_and_sends_over_what_its_groups_have():
     inside, between = ({vgpu.get_spec("H100").link.name}, {vgpu.NETWORKS[TWO.network].name})
     # Hosts of 3: ranks (2, 3) and (8, 9) lie in two.
     assert links == 2 * [inside, between, inside]
-    several = plan(Layout(replicas=3, shards=2, stages=2), 2, gpus_per_host=3)
+    several = plan(Layout(dp_replicate=3, dp_shard=2, pp=2), 2, gpus_per_host=3)
     assert [several.slowest(stage).rank for stage in (0, 1)] == [2, 8]
 
 
 def test_pytorch_s_own_pipeline_takes_as_long_and_as_many_bytes():
     """Two ranks of torch.distributed.pipelining recorded, and played together."""
-    layout = Layout(stages=2)
+    layout = Layout(pp=2)
     whole = plan(layout, 6, micro_batches=3, gpus_per_host=1)
     timelines, peaks = [], []
     for rank in range(2):
@@ -174,9 +156,9 @@ def _loss(logits, tokens):
 
 
 def _torch_s_own(whole, rank, gpu):
-    mesh, part = whole.layout.mesh("vgpu"), parts(SIZES.layers, 2)[rank]
-    divided = Divided(Stage(SIZES, part), whole, mesh)
-    divided.set(whole)
+    mesh, part = whole.layout.mesh("vgpu"), split_layers(SIZES.layers, 2)[rank]
+    divided = ParallelModel(TransformerStage(SIZES, part), whole.layout, mesh)
+    divided.configure(whole.recompute, whole.reshard_after_forward)
     hidden = torch.empty(2, 128, SIZES.width, dtype=torch.bfloat16, device=gpu).requires_grad_()
     tokens = torch.randint(SIZES.vocabulary, (6, 128), device=gpu)
     logits = torch.empty(2, 128, SIZES.vocabulary, dtype=torch.bfloat16, device=gpu)
@@ -187,12 +169,13 @@ def _torch_s_own(whole, rank, gpu):
         gpu,
         input_args=(tokens[:2] if part.first else hidden,),
         output_args=(logits if part.last else hidden,),
-        group=mesh["stages"].get_group(),
+        group=mesh["pp"].get_group(),
     )
     running = Schedule1F1B(stage, 3, loss_fn=_loss, scale_grads=False)
     optimizer = torch.optim.AdamW(divided.module.parameters(), fused=True)
 
     def step():
+        tokens = torch.randint(SIZES.vocabulary, (6, 128), device=gpu)
         given, right = ((tokens,), {}) if part.first else ((), {"target": tokens})
         running.step(*given, **right, return_outputs=False)
         optimizer.step()
@@ -209,8 +192,8 @@ def _torch_s_own(whole, rank, gpu):
 
 
 def test_micro_batches_in_flight_are_counted_and_so_are_their_bytes():
-    whole = plan(Layout(stages=2), 3, micro_batches=3, gpus_per_host=2)
-    found = [recorded(whole, whole.schedule, device) for device in (0, 1)]
+    whole = plan(Layout(pp=2), 3, micro_batches=3, gpus_per_host=2)
+    found = [record_rank(whole, whole.schedule, device) for device in (0, 1)]
     assert [rank.in_flight for rank in found] == peaks_in_flight(whole.schedule) == [2, 1]
     for rank in found:
         bytes_of = rank.peak_by_cause
@@ -221,11 +204,11 @@ def test_micro_batches_in_flight_are_counted_and_so_are_their_bytes():
 
 @pytest.mark.parametrize("chunks", sample([2, 1], 1))
 def test_few_micro_batches_show_what_many_do(chunks, monkeypatch):
-    whole = plan(Layout(stages=2), 8, chunks=chunks, micro_batches=8, gpus_per_host=2)
+    whole = plan(Layout(pp=2), 8, chunks=chunks, micro_batches=8, gpus_per_host=2)
     short = shortened(whole)
     assert short.micro_batches < 8
     few = predict(whole)
-    monkeypatch.setattr(playing, "shortened", lambda plan: plan.schedule)
+    monkeypatch.setattr(pipelines, "shortened", lambda plan: plan.schedule)
     many = predict(whole)
     assert few.seconds == pytest.approx(many.seconds, rel=1e-6)
     assert few.allocated_bytes == many.allocated_bytes and few.in_flight == many.in_flight
@@ -233,14 +216,14 @@ def test_few_micro_batches_show_what_many_do(chunks, monkeypatch):
 
 
 def test_a_schedule_with_all_its_states_is_not_shortened():
-    whole = plan(Layout(stages=4), 4)
+    whole = plan(Layout(pp=4), 4)
     assert shortened(whole) == whole.schedule
-    seen = moments(whole.schedule, 0)
-    assert [action for action, moment in seen.items() if moment.last] == [Action("B", 3, 0)]
+    seen = action_contexts(whole.schedule, 0)
+    assert [action for action, context in seen.items() if context.last] == [Action("B", 3, 0)]
 
 
 def test_interleaving_shortens_the_bubble_and_the_step():
-    one, two = (plan(Layout(stages=2), 8, chunks=n, gpus_per_host=2) for n in (1, 2))
+    one, two = (plan(Layout(pp=2), 8, chunks=n, gpus_per_host=2) for n in (1, 2))
     plain, interleaved = predict(one), predict(two)
     assert interleaved.idle_s < plain.idle_s
 
@@ -249,7 +232,7 @@ def test_chunks_gradients_share_a_link_and_the_update_waits_for_all():
     """One chunk's are on their way when the next one's are made."""
     wide = dataclasses.replace(SIZES, layers=5, width=1024, feed_forward=4096)
     options = {"sequence": 128, "chunks": 2, "gpus_per_host": 2, "network": "Ethernet 100"}
-    step = predict(Plan(wide, Layout(2, 2, stages=2), 4, **options))
+    step = predict(Plan(wide, Layout(2, 2, pp=2), 4, **options))
     assert sum(step.time_by_cause.values()) == pytest.approx(step.seconds)
     assert min(step.time_by_cause.values()) > -1e-12
     for device in step.timeline.devices:
@@ -275,7 +258,7 @@ def test_a_step_played_again_is_the_step_predicted_anew(gpu, fused):
 
 
 def _compare_played_again(gpu):
-    whole = plan(Layout(shards=2, tensors=2, stages=2), 4, chunks=2, gpus_per_host=4)
+    whole = plan(Layout(dp_shard=2, tp=2, pp=2), 4, chunks=2, gpus_per_host=4)
     step = predict(whole, fuses=True, **NO_LAUNCHES)
     assert step.replayed().timeline == step.timeline
     costs = {"arithmetic_share": 0.2, "speed_spread": 0.1, "async_tp": True}
@@ -289,10 +272,10 @@ def _compare_played_again(gpu):
 
 def test_what_takes_long_shows_how_far_it_is(capsys, monkeypatch):
     one = plan(Layout(), 1, gpus_per_host=1)
-    monkeypatch.setattr(model, "SHOW_AFTER_S", 1e9)
+    monkeypatch.setattr(workers, "SHOW_AFTER_S", 1e9)
     predict(TWO), predict(one)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(model, "SHOW_AFTER_S", 1e-9)
+    monkeypatch.setattr(workers, "SHOW_AFTER_S", 1e-9)
     predict(TWO)
     assert "recording stages" in capsys.readouterr().err
     predict(one)
@@ -300,11 +283,14 @@ def test_what_takes_long_shows_how_far_it_is(capsys, monkeypatch):
 
 
 def test_the_trace_has_a_lane_for_each_stage_s_rank(tmp_path, capsys):
-    trace, file = tmp_path / "step.json", tmp_path / "plan.toml"
-    file.write_text(FILE)
-    command.main(["--file", str(file), "--chunks", "2", "--trace", str(trace)])
+    trace = tmp_path / "step.json"
+    sizes = (
+        "--layers 4 --width 256 --heads 8 --key-value-heads 4 --feed-forward 512 --vocabulary 1024"
+    )
+    layout = "--pp 2 --tp 2 --chunks 2 --batch 4 --sequence 128 --gpus-per-host 4"
+    command.main([*sizes.split(), *layout.split(), "--trace", str(trace)])
     shown = capsys.readouterr().out
-    assert "2 stages × 2 tensors on 4 H100" in shown
+    assert "pp 2 × tp 2 on 4 H100" in shown
     assert "interleaved 1F1B, 2 chunks: 2 micro-batches of 2 on each" in shown
     assert "layers of the stages: 1, 2, 1, 0" in shown
     assert "waiting for other stages" in shown and "micro-batches in flight" in shown
@@ -316,12 +302,12 @@ def test_the_trace_has_a_lane_for_each_stage_s_rank(tmp_path, capsys):
 
 def test_what_does_not_fit_may_take_smaller_micro_batches():
     def tried(whole):
-        return {text: other for text, other in _changes(whole) if "batch" in text}
+        return {text: other for text, other in command._changes(whole) if "batch" in text}
 
-    changes = tried(plan(Layout(stages=2), 4))
+    changes = tried(plan(Layout(pp=2), 4))
     assert changes["--micro-batches 4"].micro_batch == 1
     assert changes["--batch 2"].schedule.micro_batches == 2
-    assert not tried(plan(Layout(stages=2), 2))  # each micro-batch is one sequence
+    assert not tried(plan(Layout(pp=2), 2))  # each micro-batch is one sequence
 
 
 # Bad input
@@ -330,20 +316,23 @@ def test_what_does_not_fit_may_take_smaller_micro_batches():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layout": Layout(stages=8)}, "8 stages .* too many for a model of 4 layers: at most 4"),
-        ({"layout": Layout(stages=4), "chunks": 2}, "8 stages .* too many"),
-        ({"layout": Layout(stages=2), "batch": 3}, "a batch of 3 cannot .* 2 micro-batches"),
+        ({"layout": Layout(pp=8)}, "8 stages .* too many for a model of 4 layers: at most 4"),
+        ({"layout": Layout(pp=4), "chunks": 2}, "8 stages .* too many"),
+        ({"layout": Layout(pp=2), "batch": 3}, "a batch of 3 cannot .* 2 micro-batches"),
         (
-            {"layout": Layout(stages=4), "chunks": 1, "batch": 6, "micro_batches": 4},
+            {"layout": Layout(pp=4), "chunks": 1, "batch": 6, "micro_batches": 4},
             "a batch of 6 cannot be divided into 4 micro-batches",
         ),
         (
-            {"layout": Layout(stages=2), "chunks": 2, "micro_batches": 3, "batch": 3},
+            {"layout": Layout(pp=2), "chunks": 2, "micro_batches": 3, "batch": 3},
             "3 is not a multiple",
         ),
-        ({"layout": Layout(stages=2), "micro_batches": 0}, "micro_batches must be at least 1"),
-        ({"layout": Layout(), "chunks": 2}, "belong to a pipeline: give the layout at least 2"),
-        ({"layout": Layout(shards=4), "micro_batches": 2}, "belong to a pipeline"),
+        ({"layout": Layout(pp=2), "micro_batches": 0}, "micro_batches must be at least 1"),
+        (
+            {"layout": Layout(), "chunks": 2},
+            "belong to a pipeline: give the layout a pp of at least 2",
+        ),
+        ({"layout": Layout(dp_shard=4), "micro_batches": 2}, "belong to a pipeline"),
     ],
 )
 def test_a_pipeline_that_cannot_be_is_refused(options, message):
@@ -357,6 +346,6 @@ def test_a_search_tries_no_pipelines():
 
 
 def test_405b_is_cut_as_the_command_says():
-    whole = Plan(LLAMA["405B"], Layout(1, 8, 8, 8), 32, checkpoint="full")
+    whole = Plan(LLAMA["405B"], Layout(1, 8, 8, 8), 32, recompute="full")
     assert whole.schedule.micro_batches == 8 and whole.micro_batch == 4
     assert command._pipeline(whole).endswith("layers of the stages: 15, 6 × 16, 15")

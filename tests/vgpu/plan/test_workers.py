@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from vgpu.launch import machine
+from vgpu.launch import launcher
 from vgpu.plan.workers import WORKER_BYTES, at_once, workers
 
 
@@ -78,11 +78,11 @@ def test_no_process_outlives_a_script_that_is_killed(tmp_path):
 
 
 def test_as_many_as_cores_and_memory_allow(monkeypatch):
-    monkeypatch.setattr(machine, "cores", lambda: 4)
+    monkeypatch.setattr(launcher, "cores", lambda: 4)
     for free_bytes, processes in ((2**40, 4), (3 * WORKER_BYTES, 3), (0, 1)):
         free = SimpleNamespace(available=free_bytes)
         monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: free)
         assert at_once() == processes
-    monkeypatch.setattr(machine, "cores", lambda: 1)
+    monkeypatch.setattr(launcher, "cores", lambda: 1)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**40))
     assert at_once() == 1

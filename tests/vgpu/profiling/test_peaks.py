@@ -119,12 +119,16 @@ def test_a_rank_with_fsdp2_gathers_parameters_and_keeps_its_shards(reshard, mixe
         assert 1 <= found["gathered parameters"] / whole <= 4  # of six layers
     else:
         assert found["gathered parameters"] >= 5 * whole
-    assert found["gradients"] >= weight // ranks
+    if found["gathered parameters"] == 8 * whole:
+        # The peak is at the end of forward, since FSDP2 before torch 2.15 keeps the last layer's
+        # gather in a local variable until the next one's is unpacked.
+        assert not reshard and found["gradients"] == 0
+    else:
+        assert found["gradients"] >= weight // ranks
     assert found["activations"] + found["temporary"] < 20 * x.nbytes
     assert found["other"] == x.nbytes
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
 def test_buckets_of_ddp_are_no_activations_in_any_step():
     with vgpu.cluster(1, 4, memory_bytes=2**40), vgpu.shapes_only():
         model = DistributedDataParallel(mlp().to("vgpu"))

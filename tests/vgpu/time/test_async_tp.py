@@ -16,13 +16,6 @@ from toy_gpu import SPEC
 import vgpu
 from vgpu import launch
 
-# torch 2.13 renames collectives.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
-all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-reduce_scatter = (
-    getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
-)
-
 FAST = vgpu.Link("1 kB in 1 µs", 1e9, 0.0, "made for these tests")
 SLOW = vgpu.Link("1 kB in 5 µs", 0.2e9, 0.0, "made for these tests")
 EXACT = {
@@ -69,13 +62,13 @@ def times(timeline):
 
 
 def one_product(shard, whole, weight, *others):
-    return all_gather(shard, 0, dist.group.WORLD) @ weight
+    return functional.all_gather_single(shard, 0, dist.group.WORLD) @ weight
 
 
 # First its own piece is copied to where the others find it, 2 µs. On the fast link, pieces come while
 # others are multiplied. On the slow one, three come in 5 µs each, and the last is multiplied then.
 @pytest.mark.parametrize(("link", "wanted"), [(FAST, 2 + 4 * PIECE), (SLOW, 2 + 3 * 5 + PIECE)])
-def test_a_gather_and_its_product(link, wanted):
+def test_a_gather_runs_beside_the_pieces_of_its_product(link, wanted):
     timeline = recorded(one_product, link)
     assert timeline.makespan_s == timeline.host_s == near(wanted)
     assert sorted(launched(timeline)) == ["copy", *["mm"] * 4, *["permute"] * 3]
@@ -91,7 +84,7 @@ def test_a_gather_and_its_product(link, wanted):
 
 def test_products_share_the_pieces_of_their_gather():
     def program(shard, whole, first, second, third):
-        gathered = all_gather(shard, 0, dist.group.WORLD)
+        gathered = functional.all_gather_single(shard, 0, dist.group.WORLD)
         hidden = (gathered @ first).relu()
         return hidden * (gathered @ second)
 
@@ -104,9 +97,9 @@ def test_products_share_the_pieces_of_their_gather():
 
 
 @pytest.mark.parametrize(("link", "wanted"), [(FAST, 4 * PIECE), (SLOW, PIECE + 3 * 10)])
-def test_a_product_and_its_reduce_scatter(link, wanted):
+def test_a_reduce_scatter_runs_beside_the_pieces_of_its_product(link, wanted):
     def program(shard, whole, weight, *others):
-        return reduce_scatter(whole @ weight, "sum", 0, dist.group.WORLD).wait()
+        return functional.reduce_scatter_single(whole @ weight, "sum", 0, dist.group.WORLD).wait()
 
     timeline = recorded(program, link)
     # 2 kB a piece are sent. At the end four pieces are read, and their sum is written.
@@ -116,10 +109,12 @@ def test_a_product_and_its_reduce_scatter(link, wanted):
 
 def test_pieces_of_another_dimension_need_no_copy():
     def program(shard, whole, weight, second, third):
-        gathered = all_gather(shard.view(2, 25, 5), 1, dist.group.WORLD)
+        gathered = functional.all_gather_single(shard.view(2, 25, 5), 1, dist.group.WORLD)
         product = gathered @ weight
         del gathered
-        return reduce_scatter((product * 2) @ empty(10, 5), "sum", 1, dist.group.WORLD)
+        return functional.reduce_scatter_single(
+            (product * 2) @ empty(10, 5), "sum", 1, dist.group.WORLD
+        )
 
     timeline, plain = recorded(program), recorded(program, async_tp=False)
     assert launched(plain) == [
@@ -136,9 +131,9 @@ def test_pieces_of_another_dimension_need_no_copy():
     assert timeline.makespan_s == near(2 + 4 * PIECE + 16 + 4 * PIECE + 4 + 1)
 
 
-def test_what_else_reads_a_gather_reads_it_afterwards():
+def test_other_readers_of_a_gather_start_after_its_products():
     def program(shard, whole, weight, *others):
-        gathered = all_gather(shard, 0, dist.group.WORLD)
+        gathered = functional.all_gather_single(shard, 0, dist.group.WORLD)
         return gathered @ weight, gathered.t() @ whole
 
     # Its own piece is copied to where the gathered ones lie, 2 µs. (5, 200) by (200, 5) are 8.1 µs.
@@ -148,7 +143,7 @@ def test_what_else_reads_a_gather_reads_it_afterwards():
 @pytest.mark.parametrize("outlives", [False, True])
 def test_a_copy_that_outlives_the_recording_is_made(outlives):
     def program(shard, whole, weight, *others):
-        gathered = all_gather(shard.view(2, 25, 5), 1, dist.group.WORLD)
+        gathered = functional.all_gather_single(shard.view(2, 25, 5), 1, dist.group.WORLD)
         return gathered @ weight, gathered if outlives else None
 
     # As a forward pass whose backward pass is recorded on its own.
@@ -156,43 +151,45 @@ def test_a_copy_that_outlives_the_recording_is_made(outlives):
     assert recorded(program).makespan_s == near(wanted)
 
 
-# What stays as it was
+# Operations that make no pair
 
 
 def elementwise_between(shard, whole, weight, *others):
-    return all_gather(shard, 0, dist.group.WORLD).relu() @ weight
+    return functional.all_gather_single(shard, 0, dist.group.WORLD).relu() @ weight
 
 
 def gathered_on_the_right(shard, whole, *others):
-    return whole.view(5, 200) @ all_gather(shard, 0, dist.group.WORLD)
+    return whole.view(5, 200) @ functional.all_gather_single(shard, 0, dist.group.WORLD)
 
 
 def summed_over_what_was_gathered(shard, whole, *others):
-    return all_gather(shard, 0, dist.group.WORLD).t() @ whole
+    return functional.all_gather_single(shard, 0, dist.group.WORLD).t() @ whole
 
 
 def both_factors(shard, whole, *others):
-    gathered = all_gather(shard.view(5, 50), 0, dist.group.WORLD)  # (20, 50)
+    gathered = functional.all_gather_single(shard.view(5, 50), 0, dist.group.WORLD)  # (20, 50)
     return gathered @ gathered.view(50, 20)
 
 
 def a_weight_of_it(shard, whole, weight, *others):
-    gathered = all_gather(shard, 0, dist.group.WORLD)
+    gathered = functional.all_gather_single(shard, 0, dist.group.WORLD)
     return gathered @ (weight + gathered.sum())
 
 
 def product_read_twice(shard, whole, weight, *others):
     product = whole @ weight
-    return reduce_scatter(product, "sum", 0, dist.group.WORLD).wait(), product.neg()
+    return functional.reduce_scatter_single(
+        product, "sum", 0, dist.group.WORLD
+    ).wait(), product.neg()
 
 
 def sum_of_products(shard, whole, first, second, *others):
     both = whole @ first + whole @ second
-    return reduce_scatter(both, "sum", 0, dist.group.WORLD).wait()
+    return functional.reduce_scatter_single(both, "sum", 0, dist.group.WORLD).wait()
 
 
 def on_another_stream(shard, whole, weight, *others):
-    gathered = all_gather(shard, 0, dist.group.WORLD).wait()
+    gathered = functional.all_gather_single(shard, 0, dist.group.WORLD).wait()
     other = torch.vgpu.Stream()
     other.wait_stream(torch.vgpu.current_stream())
     with other:
@@ -212,19 +209,19 @@ STAY = [
 
 
 @pytest.mark.parametrize("program", STAY)
-def test_what_is_no_such_pair_stays(program):
+def test_operations_that_make_no_pair_keep_their_times(program):
     timeline = recorded(program)
     assert {"all_gather", "reduce_scatter"} & set(launched(timeline))
     assert times(timeline) == times(recorded(program, async_tp=False))
 
 
-def test_a_group_across_hosts_stays():
+def test_a_group_across_hosts_keeps_its_times():
     timeline = recorded(one_product, hosts=2)
     assert launched(timeline) == ["all_gather", "mm"]
     assert times(timeline) == times(recorded(one_product, hosts=2, async_tp=False))
 
 
-def test_it_is_a_pass_of_the_compiler():
+def test_async_tp_needs_fusion():
     with pytest.raises(ValueError, match="needs fuses=True"):
         recorded(one_product, fuses=False)
     plain = recorded(one_product, fuses=False, async_tp=False)
@@ -232,10 +229,10 @@ def test_it_is_a_pass_of_the_compiler():
         vgpu.replay(plain, async_tp=True)
 
 
-# Played again, and several ranks
+# Replays, and several ranks
 
 
-def test_a_replay_takes_a_program_to_pieces_and_together():
+def test_a_replay_can_switch_async_tp_on_and_off():
     timeline, plain = recorded(one_product), recorded(one_product, async_tp=False)
     assert times(vgpu.replay(plain, async_tp=True)) == times(timeline)
     assert times(vgpu.replay(timeline, async_tp=False)) == times(plain)

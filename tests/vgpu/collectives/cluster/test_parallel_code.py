@@ -3,7 +3,6 @@
 import subprocess
 import sys
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,9 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from toy_cluster import collectives, toy
 
 import vgpu
-
-# torch 2.13 renames collectives.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
 
 
 def mlp(width=256):
@@ -128,8 +124,7 @@ FROZEN = """
 import functools, gc
 import torch.distributed.tensor.parallel
 from vgpu.plan.transformer import TransformerSizes
-from vgpu.plan.parallel import Layout
-from vgpu.plan import Plan, predict
+from vgpu.plan import Layout, Plan, predict
 gc.freeze()
 sizes = TransformerSizes(2, 64, 4, 4, 128, 256, sequence=32)
 predict(Plan(sizes, Layout(2, 2, 2), sequence=32))
@@ -151,7 +146,7 @@ def test_no_plan_of_dtensor_of_a_frozen_process_outlives_a_cluster():
 def collectives_so_far():
     from vgpu.time import recording
 
-    return [e for e in recording.under_way.clock.player.events if e.kind == "collective"]
+    return [e for e in recording.under_way.recorder.simulated().trace if e.kind == "collective"]
 
 
 def test_dtensor_is_a_shape():

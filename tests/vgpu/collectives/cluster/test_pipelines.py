@@ -22,7 +22,7 @@ from vgpu.plan.schedules import (
     all_forward_all_backward,
     interleaved,
     one_forward_one_backward,
-    play,
+    simulate,
 )
 
 US = 1e-6
@@ -154,7 +154,7 @@ def test_every_action_begins_when_the_schedule_s_own_player_says(schedule):
     chunks = 2 if schedule is ScheduleInterleaved1F1B else 1
     timeline = together(schedule, 4, 8, chunks=chunks)
     times = Times(2 * chunks, chunks, chunks)  # in µs, of all chunks of a device
-    for rank, row in enumerate(play(PLAYED[schedule], times).boxes):
+    for rank, row in enumerate(simulate(PLAYED[schedule], times).boxes):
         assert work(timeline, rank) == [(box.action.kind, round(box.start)) for box in row]
 
 

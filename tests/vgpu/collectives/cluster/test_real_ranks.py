@@ -13,9 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 import vgpu
 from vgpu import launch
 
-# torch 2.13 renames collectives.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
-
 RANKS = 4
 
 

@@ -1,0 +1,31 @@
+"""Which lines are the learner's: not a library's, not the course's own."""
+
+import pytest
+
+import helpers.checks.on_ranks
+from helpers.checks import blame, core
+from teaching.exam import planning as exam
+from vgpu.launch.call_sites import is_library
+
+
+@pytest.mark.parametrize("path", [helpers.checks.on_ranks.__file__, core.__file__, exam.__file__])
+def test_the_course_itself_is_neither(path):
+    assert not is_library(path) and not blame.is_learners(path)
+
+
+@pytest.mark.parametrize("path", ["<cell 1>", "/tmp/ipykernel_7/2718281828.py", "train.py"])
+def test_a_cell_or_script_is_the_learners(path):
+    assert blame.is_learners(path) and not is_library(path)
+
+
+def test_a_wrong_answer_is_reported_at_the_learners_line_although_a_package_raised():
+    """The error came from a compiled package's own folder, which the checks once forgot."""
+    names = {}
+    source = "def pick(numbers):\n    raise LookupError('no such row')\n"
+    exec(compile(source, "/usr/lib64/python3.13/site-packages/frames/pick.py", "exec"), names)
+    exec(compile("def answer():\n    return pick([])\n", "<cell 1>", "exec"), names)
+    try:
+        names["answer"]()
+    except LookupError as error:
+        line = blame.own_line(error)
+    assert "in line 2 of your cell" in line

@@ -1,0 +1,146 @@
+"""What a rank of a cluster that does not exist sends: what is refused, and how long the rest takes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from toy_cluster import EXACT, LINK, collectives, toy
+
+import vgpu
+
+
+def test_values_are_not_sent():
+    with toy():
+        with pytest.raises(RuntimeError, match=r"all_reduce of a tensor with values.*shapes_only"):
+            dist.all_reduce(torch.ones(2, device="vgpu"))
+        with pytest.raises(RuntimeError, match=r"[Nn]o backend"):
+            dist.all_reduce(torch.ones(2))
+        with pytest.raises(RuntimeError, match=r"[Nn]o backend"):
+            dist.all_reduce(torch.ones(2), group=dist.new_group([0, 1]))
+        with vgpu.shapes_only(), pytest.raises(RuntimeError, match="all_reduce of a tensor on the"):
+            dist.all_reduce(torch.empty(2))
+
+
+MS = 1e-3
+MEGABYTES_8 = 2_000_000  # elements of float32
+
+
+@pytest.mark.parametrize(
+    ("call", "milliseconds"),
+    [
+        # 6 steps inside and 1 between hosts, 7/8 of the bytes at 4 × 0.5 GB/s, but at most 1 GB/s.
+        (lambda x, parts: dist.all_gather_single(x, parts[0]), 0.016 + 7),
+        (lambda x, parts: dist.reduce_scatter_single(parts[0], x), 0.016 + 7),
+        (lambda x, parts: dist.all_gather(parts, parts[0].clone()), 0.016 + 7),
+        (lambda x, parts: dist.reduce_scatter(parts[0], list(parts)), 0.016 + 7),
+        # The ring takes 2 × 7.016, a tree 2 (3 × 0.001 + 0.01) + 16 / 0.92.
+        (lambda x, parts: dist.all_reduce(x), 14.032),
+        (lambda x, parts: dist.broadcast(x, 0), 0.016 + 8),
+        (lambda x, parts: dist.reduce(x, 0), 0.016 + 8),
+        # Half of the bytes go to the other host, at 0.5 GB/s.
+        (lambda x, parts: dist.all_to_all_single(x, x.clone()), 0.010 + 8),
+        (lambda x, parts: dist.all_to_all(parts, list(parts)), 0.010 + 8),
+        (lambda x, parts: dist.gather(parts[0], list(parts)), 0.010 + 8),
+        (lambda x, parts: dist.scatter(parts[0], list(parts)), 0.010 + 8),
+        (lambda x, parts: dist.send(x, 1), 0.001 + 8),
+        (lambda x, parts: dist.send(x, 4), 0.010 + 16),
+        (lambda x, parts: dist.recv(x, 1), 0.001 + 8),
+        (lambda x, parts: dist.barrier(), 2 * 0.013 + 2e-6 / 0.92),  # one byte, over a tree
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:barrier.*device under current context")
+def test_times_worked_out_by_hand(call, milliseconds):
+    with toy(), vgpu.shapes_only():
+        x = torch.empty(MEGABYTES_8, device="vgpu")
+        parts = list(torch.empty(8, MEGABYTES_8 // 8, device="vgpu").unbind())
+        with vgpu.record(**EXACT) as timeline:
+            call(x, parts)
+        (event,) = collectives(timeline)
+        assert event.duration_s == pytest.approx(milliseconds * MS, rel=1e-9)
+        assert timeline.races == []
+
+
+def test_a_group_inside_a_host_uses_its_link():
+    with toy(), vgpu.shapes_only():
+        mesh = init_device_mesh("vgpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        x = torch.empty(MEGABYTES_8, device="vgpu")
+        with vgpu.record(**EXACT) as timeline:
+            dist.all_reduce(x, group=mesh["tp"].get_group())
+            dist.all_reduce(x, group=mesh["dp"].get_group())
+    inside, between = collectives(timeline)
+    assert (inside.link, inside.ranks) == ("toy link", (0, 1, 2, 3))
+    assert inside.duration_s == pytest.approx((2 * 3 * 0.001 + 2 * 6) * MS)
+    # Four such groups share the host's adapters: each GPU has one.
+    assert (between.link, between.ranks) == ("toy network", (0, 4))
+    assert between.duration_s == pytest.approx((2 * 0.010 + 16) * MS)
+
+
+def test_every_gpu_multiplies_at_the_pace_of_the_slowest_of_all():
+    with vgpu.cluster(hosts=16), vgpu.shapes_only():
+        factor = torch.empty(16384, 16384, device="vgpu", dtype=torch.bfloat16)
+        with vgpu.record(speed_spread=0.1, kernel_s=0.0) as step:
+            factor @ factor
+            factor.neg()
+    alike, of_eight = (
+        vgpu.replay(step, **costs) for costs in ({"speed_spread": 0}, {"slowest_of": 8})
+    )
+    (product, read), eight, (first, second) = (
+        [event.duration_s for event in timeline.events if event.kind == "kernel"]
+        for timeline in (step, of_eight, alike)
+    )
+    # 128 GPUs: 2.5946 standard deviations; 8: 1.4236. What is left is writing the result.
+    assert 1 + 0.95 * 0.25946 < product / first < 1.25946
+    assert 1 + 0.95 * 0.14236 < eight[0] / first < 1.14236
+    assert read == eight[1] == second
+
+
+def test_one_adapter_for_four_gpus_is_shared():
+    network = vgpu.Network("one", 0.5e9, 0.0, "made for this test", adapters_per_host=1)
+    with vgpu.cluster(2, 4, gpu="A100", link=LINK, network=network), vgpu.shapes_only():
+        mesh = init_device_mesh("vgpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        x = torch.empty(MEGABYTES_8, device="vgpu")
+        with vgpu.record(**EXACT) as timeline:
+            dist.broadcast(x, 0, group=mesh["dp"].get_group())
+    assert collectives(timeline)[0].duration_s == pytest.approx(64 * MS)
+
+
+def test_the_current_stream_waits_and_work_in_between_does_not():
+    with toy(), vgpu.shapes_only():
+        x = torch.empty(MEGABYTES_8, device="vgpu")
+        y = torch.empty(MEGABYTES_8, device="vgpu")
+        with vgpu.record(**EXACT) as timeline:
+            work = dist.all_reduce(x, async_op=True)
+            y.add_(1)
+            work.wait()
+            x.add_(1)
+    (sent,) = collectives(timeline)
+    beside, after = [event for event in timeline.events if event.kind == "kernel"]
+    assert sent.start_s == beside.start_s == 0.0
+    assert after.start_s == sent.end_s
+    assert timeline.races == []
+
+
+def test_a_forgotten_wait_is_a_race():
+    with toy(), vgpu.shapes_only():
+        x = torch.empty(MEGABYTES_8, device="vgpu")
+        with vgpu.record(**EXACT) as timeline:
+            dist.all_reduce(x, async_op=True)
+            x.add_(1)
+    (race,) = timeline.races
+    assert (race.operation, race.other_operation) == ("add_", "all_reduce")
+
+
+def test_functional_collectives_wait_when_they_are_used():
+    with toy(), vgpu.shapes_only():
+        x = torch.empty(8, 250_000, device="vgpu")
+        with vgpu.record(**EXACT) as timeline:
+            total = functional.all_reduce(x, "sum", dist.group.WORLD)
+            gathered = functional.all_gather_single(x, 0, dist.group.WORLD)
+            x + total
+        assert gathered.shape == (64, 250_000)
+    first, second = collectives(timeline)
+    (added,) = [event for event in timeline.events if event.name == "add"]
+    assert added.start_s == first.end_s
+    assert second.start_s == first.end_s  # one after the other on the group's stream
+    assert timeline.races == []

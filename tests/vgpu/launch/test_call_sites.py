@@ -1,0 +1,144 @@
+"""Where a rank is: the user's line, found without changing anything for what runs there."""
+
+import subprocess
+import sys
+import sysconfig
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from vgpu.launch import launcher
+from vgpu.launch.call_sites import is_library, rank_state, user_call_site
+
+# Fedora keeps compiled packages apart from the others, and Debian has folders of its own.
+LIBRARIES = [
+    Path(sysconfig.get_path("stdlib"), "threading.py"),
+    Path(sysconfig.get_path("platlib"), "numpy", "linalg.py"),
+    Path("/usr/lib64/python3.13/site-packages/numpy/linalg.py"),
+    Path("/usr/lib/python3/dist-packages/yaml/loader.py"),
+    Path("/home/ada/.local/lib/python3.12/site-packages/einops/layers.py"),
+    Path(torch.__file__).parent / "nn" / "parallel" / "distributed.py",
+    Path(launcher.__file__),
+]
+
+
+@pytest.mark.parametrize("path", [*map(str, LIBRARIES), "<frozen importlib._bootstrap>"])
+def test_a_file_of_python_of_a_package_or_of_vgpu_is_a_librarys(path):
+    assert is_library(path)
+
+
+def test_a_torch_that_was_built_from_source_is_a_library():
+    assert is_library(torch.__file__)
+
+
+def test_a_file_is_looked_up_once_however_many_frames_are_in_it(monkeypatch, tmp_path):
+    """A look at a rank asks of thousands of frames; it took 0.15 s of each rank's time."""
+    looked_up, resolve = [], Path.resolve
+
+    def counted(path, *args):
+        looked_up.append(path)
+        return resolve(path, *args)
+
+    monkeypatch.setattr(Path, "resolve", counted)
+    train = str(tmp_path / "train.py")
+    for line in range(100):
+        assert user_call_site([(torch.__file__, line), (train, line)]).filename == train
+    assert len(looked_up) < 10
+
+
+def test_the_innermost_line_of_a_cell_counts_before_files_that_it_calls():
+    module, cell = __file__, "<cell 1>"
+    assert user_call_site([(dist.__file__, 1), (module, 2), (cell, 3)]).filename == cell
+    assert user_call_site([(dist.__file__, 1), (module, 2)]).line == 2
+    assert user_call_site([(dist.__file__, 1), (launcher.__file__, 2)]) is None
+
+
+@pytest.fixture
+def often():
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+class Thing:
+    pass
+
+
+def left_behind():
+    """What a function had in a variable, if that still lives when it has returned."""
+    thing = Thing()
+    return weakref.ref(thing)
+
+
+def test_asking_for_the_state_keeps_nothing_of_the_rank_alive(often):
+    rank, done, late = threading.get_ident(), threading.Event(), 0
+    seen = []
+
+    def watch():
+        for _ in range(20):
+            seen.append(rank_state(rank, "runs").call_site)
+        done.set()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    while not done.is_set():
+        late += left_behind()() is not None
+    watcher.join()
+    assert late == 0
+    assert any(site is not None and site.filename == __file__ for site in seen)
+
+
+THREADS_OF_C = """
+import ctypes, threading
+from vgpu.launch.call_sites import rank_state
+
+c = ctypes.CDLL(None)
+nothing = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+done = threading.Event()
+
+def start():
+    thread = ctypes.c_ulong()
+    while not done.is_set():
+        c.pthread_create(ctypes.byref(thread), None, nothing, None)
+        c.pthread_join(thread, None)
+
+starting = [threading.Thread(target=start) for _ in range(3)]
+for each in starting:
+    each.start()
+for _ in range(60_000):
+    rank_state(threading.main_thread().ident, "runs")
+done.set()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="starts threads as POSIX does")
+def test_asking_for_the_state_survives_threads_that_c_starts_meanwhile(tmp_path):
+    """faulthandler, asked for all threads, reads what such a thread has not filled in yet."""
+    script = tmp_path / "script.py"
+    script.write_text(THREADS_OF_C)
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_line_is_found_in_a_file_of_any_name(tmp_path):
+    script = tmp_path / "größe 数.py"
+    script.write_text("def wait(here, go):\n    here.set()\n    go.wait()  # this one\n", "utf-8")
+    names = {}
+    exec(compile(script.read_text("utf-8"), str(script), "exec"), names)
+    here, go = threading.Event(), threading.Event()
+    rank = threading.Thread(target=names["wait"], args=(here, go))
+    rank.start()
+    here.wait()
+    try:
+        site = rank_state(rank.ident, "runs").call_site
+    finally:
+        go.set()
+        rank.join()
+    assert site.filename == str(script)
+    assert site.line in (2, 3)

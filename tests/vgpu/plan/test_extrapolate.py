@@ -1,0 +1,85 @@
+"""A step from few of its layers is that of the whole model."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from levels import sample
+from torch.nn.parallel import DistributedDataParallel
+
+import vgpu
+from vgpu.plan import Layout, Plan, extrapolate, predict
+from vgpu.plan.plan import on_cluster
+from vgpu.plan.rank import Rank
+from vgpu.plan.transformer import TransformerSizes
+
+SIZES = TransformerSizes(8, 1024, 8, 8, 2752, 2048, sequence=1024)
+
+
+@pytest.mark.parametrize(
+    "layout", sample([Layout(dp_shard=4, tp=4), Layout(dp_shard=16)], 1), ids=str
+)
+def test_time_and_bytes_are_those_of_all_layers(layout):
+    plan = Plan(SIZES, layout, 4, 1024, "full")
+    few = extrapolate(dataclasses.replace(plan, gpu="A100"), gpu=plan.gpu)  # a cost is the plan's
+    whole = predict(plan)
+    assert few.plan == plan
+    assert few.seconds() == pytest.approx(whole.seconds, rel=0.01)
+    assert few.tokens_per_s() == pytest.approx(whole.tokens_per_s, rel=0.01)
+    percent = 0.01 * whole.allocated_bytes
+    parts = [step.bytes_by_cause for step in few.steps]
+    assert few.bytes_by_cause == pytest.approx(whole.bytes_by_cause, abs=percent), parts
+    assert sum(few.bytes_by_cause.values()) == pytest.approx(whole.allocated_bytes, rel=0.01)
+    for cause in whole.state_bytes:
+        assert few.bytes_by_cause[cause] == pytest.approx(whole.bytes_by_cause[cause], rel=1e-3)
+    assert sum(few.time_by_cause.values()) == pytest.approx(few.seconds())
+
+
+def test_a_pipeline_is_not_extrapolated():
+    with pytest.raises(ValueError, match="a plan of 2 stages cannot be extrapolated"):
+        extrapolate(Plan(SIZES, Layout(dp_shard=8, pp=2), 4, 1024))
+
+
+@pytest.mark.parametrize("layout", sample([Layout(2, 4, 2), Layout(dp_replicate=16)], 1), ids=str)
+def test_a_rank_need_not_have_trained(layout):
+    plan = Plan(dataclasses.replace(SIZES, layers=4), layout, 2, 1024, "selective")
+    with on_cluster(plan):
+        first, second = (Rank(plan, takes_a_step).recorded(plan) for takes_a_step in (False, True))
+    parts = [
+        [
+            (one.name, one.module, one.start_s, one.end_s, one.size_bytes)
+            for one in step.timeline.events
+        ]
+        for step in (first, second)
+    ]
+    assert parts[0] == parts[1] and first.seconds == second.seconds
+    assert first.bytes_by_cause == second.bytes_by_cause
+    assert first.state_bytes == second.state_bytes and first.allocated_bytes > 0
+
+
+def test_a_ddp_in_the_same_process_before_changes_no_bytes(tmp_path):
+    """Its group is gone, and the next one gets its name."""
+    store = (tmp_path / "store").as_uri()
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    with vgpu.enable(1):
+        model = DistributedDataParallel(torch.nn.Linear(4, 4).to("vgpu:0"))
+        model(torch.ones(2, 4, device="vgpu:0")).sum().backward()
+    dist.destroy_process_group()
+    plan = Plan(dataclasses.replace(SIZES, layers=3), Layout(dp_shard=16), 4, 1024, "full")
+    first, second = predict(plan), predict(plan)
+    assert first.bytes_by_cause == second.bytes_by_cause
+
+
+def test_other_costs_need_no_other_recording():
+    plan = Plan(SIZES, Layout(dp_shard=16), 1, 1024)
+    few = extrapolate(plan)
+    again = predict(plan, arithmetic_share=0.3)
+    assert few.seconds(arithmetic_share=0.3) == pytest.approx(again.seconds, rel=0.01)
+    assert few.seconds() < few.seconds(arithmetic_share=0.3)
+
+
+def test_a_small_model_has_no_fewer_layers():
+    plan = Plan(dataclasses.replace(SIZES, layers=4), Layout(dp_shard=16), 1, 1024)
+    with pytest.raises(ValueError, match="a model of 4 layers is small enough"):
+        extrapolate(plan)

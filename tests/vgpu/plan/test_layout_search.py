@@ -1,0 +1,172 @@
+"""The search among layouts: what it skips, what it extrapolates, and what it says."""
+
+import dataclasses
+import itertools
+
+import pytest
+from levels import sample
+
+from vgpu.plan import Layout, Plan, estimate, layout_search, predict, search
+from vgpu.plan import __main__ as command
+from vgpu.plan.plan import on_cluster
+from vgpu.plan.rank import Rank
+from vgpu.plan.transformer import TransformerSizes
+
+SIZES = TransformerSizes(6, 256, 8, 4, 512, 1024, sequence=128)
+GUESS = Plan(SIZES, Layout(dp_shard=2), sequence=128, gpus_per_host=2)
+# Two hosts of one GPU: no tensor parallelism, and fewer plans are left to try.
+APART = dataclasses.replace(GUESS, sizes=dataclasses.replace(SIZES, layers=5), gpus_per_host=1)
+
+
+def with_memory(plan, size_bytes):
+    return dataclasses.replace(plan, gpu=dataclasses.replace(plan.spec, memory_bytes=size_bytes))
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute", "again"),
+    sample(
+        [
+            (Layout(1, 2, 2), "selective", True),
+            (Layout(2, 2), "full", False),
+            (Layout(dp_shard=4), "none", True),
+            (Layout(1, 2, 2), "full", False),
+        ],
+        2,
+    ),
+)
+def test_a_few_blocks_tell_time_and_bytes_of_all(layout, again, recompute):
+    plan = dataclasses.replace(
+        GUESS, layout=layout, batch=4, recompute=recompute, reshard_after_forward=again
+    )
+    step = predict(plan)
+    (one,) = layout_search._tried([layout_search.Candidate(plan)], {})
+    assert one.seconds == pytest.approx(step.seconds, rel=1e-3)
+    assert one.allocated_bytes == pytest.approx(step.allocated_bytes, rel=1e-3)
+    least = estimate.least_bytes(
+        SIZES, 4 * 128, layout.dp_shard, layout.tp, recompute, gathered_once=not again
+    )
+    assert least < step.allocated_bytes
+
+
+def test_what_is_skipped_is_neither_faster_nor_fits():
+    """Every plan is predicted whole beside the search, those of one layout by one rank."""
+    plan = with_memory(APART, 34_000_000)
+    found = search(plan, sequences=2, whole=0)
+    whole = {}
+    for _, group in itertools.groupby(found.candidates, key=lambda one: one.plan.layout):
+        alike = list(group)
+        with on_cluster(alike[0].plan):
+            rank = Rank(alike[0].plan, takes_a_step=False)
+            whole |= {id(one): rank.recorded(one.plan) for one in alike}
+    fitting = [
+        one for one in found.candidates if whole[id(one)].allocated_bytes <= plan.spec.memory_bytes
+    ]
+    again = [one for one in fitting if one.reason]
+    assert {one.reason for one in again} == {layout_search._MORE_WORK}
+    assert [one for one in found.best if one not in fitting] == []
+    fastest = max(whole[id(one)].tokens_per_s for one in fitting)
+    assert found.best[0].tokens_per_s == pytest.approx(fastest, rel=1e-3)
+    assert 0 < len(found.best) < len(fitting) < len(found.candidates)
+
+
+def test_every_layout_that_divides_is_a_candidate_once():
+    found = list(
+        layout_search._plans(dataclasses.replace(GUESS, layout=Layout(dp_shard=4)), sequences=4)
+    )
+    assert len({(p.layout, p.batch, p.recompute, p.reshard_after_forward) for p in found}) == len(
+        found
+    )
+    assert {p.layout.ranks for p in found} == {4}
+    assert {p.layout.tp for p in found} == {1, 2}  # in one host
+    assert max(p.batch * p.layout.dp for p in found) == 4
+    assert {p.reshard_after_forward for p in found if p.layout.dp_shard == 1} == {True}
+
+
+def test_ranks_of_tp_are_neighbors_in_one_host():
+    def degrees(ranks):
+        plan = dataclasses.replace(GUESS, layout=Layout(dp_shard=ranks), gpus_per_host=6)
+        return {p.layout.tp for p in layout_search._plans(plan, sequences=None)}
+
+    assert degrees(12) == {1, 2}  # of 4, ranks 4 to 7 would lie in two hosts
+    assert degrees(4) == {1, 2, 4}
+
+
+@pytest.fixture(scope="module")
+def free():
+    """A search where everything fits."""
+    return search(APART, sequences=2, whole=1, processes=1)
+
+
+@pytest.fixture(scope="module")
+def tight(free):
+    """A plan with room for what the fastest allocates, and not for what is reserved for it."""
+    plan = with_memory(APART, free.best[0].step.reserved_bytes - 1)
+    return plan, search(plan, sequences=2, processes=1)
+
+
+def test_the_fastest_are_predicted_whole_until_some_fit(free, tight):
+    assert [one.step is not None for one in free.best] == [True, False]
+    first = free.best[0]
+    assert first.tokens_per_s == first.step.tokens_per_s
+    # What was left out because it gathers more has its chance where the fastest does not fit.
+    _, found = tight
+    assert found.reasons[layout_search._RESERVED] == 1
+    assert found.best[0].step.fits and found.best[0].plan.layout == first.plan.layout
+    assert found.best[0].plan.reshard_after_forward > first.plan.reshard_after_forward
+
+
+def test_other_processes_find_the_same(tight):
+    plan, alone = tight
+    together = search(plan, sequences=2, processes=2)
+    assert _figures(together) == _figures(alone)
+    assert str(together) == str(alone)
+    # A step comes back with its timeline, and costs reach the process that predicts it.
+    step = search(APART, sequences=2, processes=2, arithmetic_share=0.1).best[0].step
+    assert step.timeline.events
+    assert step.seconds == predict(step.plan, arithmetic_share=0.1).seconds
+
+
+def _figures(found):
+    return [
+        (one.plan, one.reason, one.seconds, one.allocated_bytes, one.reserved_bytes)
+        for one in found.candidates
+    ]
+
+
+def test_where_nothing_fits_the_search_says_why():
+    found = search(GUESS, sequences=2, gpu=with_memory(GUESS, 10_000_000).gpu)
+    assert found.best == [] and sum(found.reasons.values()) == len(found.candidates)
+    assert "0 of" in str(found) and layout_search._STATE_TOO_LARGE in str(found)
+
+
+OWN = (
+    "--layers 4 --width 256 --heads 8 --key-value-heads 4 --feed-forward 512 --vocabulary 1024 "
+    "--sequence 128 --gpus-per-host 2"
+)
+
+
+def test_the_command_prints_the_best_and_why_others_fell_out(capsys):
+    command.main([*OWN.split(), "--search", "--hosts", "1", "--sequences", "2", "--processes", "1"])
+    shown = capsys.readouterr().out
+    assert "dp_shard 2" in shown and "not tried" in shown and layout_search._MORE_WORK in shown
+    for options, message in (
+        (["--hosts", "2"], "--hosts: only of use with --search"),
+        (["--search", "--hosts", "0"], "--hosts must be at least 1, got 0"),
+        (["--search", "--sequences", "0"], "sequences must be at least 1, got 0"),
+        (["--search", "--processes", "0"], "processes must be at least 1, got 0"),
+        (["--search", "--hosts", "2", "--dp-shard", "2"], "--hosts 2 beside a layout (dp_shard 2)"),
+        (["--search", "--whole", "-3"], "whole must be at least 0, got -3"),
+        (["--search", "--trace", "step.json"], "--trace: only of use without --search"),
+        (
+            ["--search", "--no-reshard-after-forward"],
+            "--reshard-after-forward: only of use without",
+        ),
+        # Two ranks at most share a layer, so that four hosts have samples of their own.
+        (
+            ["--search", "--hosts", "4", "--sequences", "3"],
+            "no layout of 8 GPUs has as few as 3 sequences a step: at least 4",
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            command.main([*OWN.split(), *options])
+        assert message in capsys.readouterr().err

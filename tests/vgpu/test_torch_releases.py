@@ -1,0 +1,80 @@
+"""A torch that is older than the range, one that is newer than any tried, and names that are gone."""
+
+import importlib
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import vgpu
+from vgpu import torch_releases
+from vgpu.collectives.imported import when_imported
+from vgpu.torch_patches.undo import Changes
+
+NEWER = "2.99.0"
+
+
+def test_an_older_torch_is_refused_in_one_sentence():
+    code = 'import torch; torch.__version__ = "2.12.1+cpu"; import vgpu'
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: found torch 2.12.1+cpu, and virtual GPUs need 2.13 or newer: "
+        'install one, as in python -m pip install "torch>=2.13"'
+    )
+    # Before anything of the library that might not load there.
+    assert "backend.py" not in done.stderr
+
+
+def test_this_torch_is_in_the_range():
+    torch_releases.check()
+    assert torch_releases.was_tried()
+
+
+def test_a_missing_name_is_an_error_where_it_was_tried(monkeypatch):
+    monkeypatch.delattr(torch.nn.init, "_no_grad_trunc_normal_")
+    with pytest.raises(AttributeError, match=r"has no torch\.nn\.init\._no_grad_trunc_normal_, "):
+        vgpu.enable(2)
+    assert not vgpu.is_enabled()
+
+
+def test_a_newer_torch_is_told_once_what_is_missing_and_the_rest_works(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", NEWER)
+    monkeypatch.setattr(torch_releases, "_reported", set())
+    monkeypatch.delattr(torch.nn.init, "_no_grad_trunc_normal_")
+    monkeypatch.delattr(torch.nn.modules.linear_cross_entropy, "_ChunkContext")
+    with pytest.warns(RuntimeWarning) as told, vgpu.enable(2):
+        assert torch.ones(2, device="vgpu:1").sum().item() == 2
+    assert [str(one.message) for one in told] == [
+        "torch 2.99.0 has no torch.nn.modules.linear_cross_entropy._ChunkContext, "
+        "torch.nn.init._no_grad_trunc_normal_: virtual GPUs were tried with torch 2.13 to 2.15, "
+        "and go on without what rests on that"
+    ]
+    with warnings.catch_warnings(action="error"), vgpu.enable(2):
+        pass
+
+
+def test_a_newer_torch_without_a_missing_name_is_not_mentioned(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", NEWER)
+    with warnings.catch_warnings(action="error"), vgpu.enable(2):
+        pass
+
+
+def test_a_name_that_is_missing_from_a_late_import_is_told_then(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch, "__version__", NEWER)
+    monkeypatch.setattr(torch_releases, "_reported", set())
+    (tmp_path / "lacking.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with Changes() as changes:
+        when_imported("lacking", lambda module, c: c.wrap(module, "_setup", None), changes)
+        with pytest.warns(RuntimeWarning, match=r"torch 2\.99\.0 has no lacking\._setup: "):
+            importlib.import_module("lacking")
+
+
+def test_a_private_name_is_replaced_and_never_added():
+    with Changes() as changes:
+        changes.set(torch.nn, "_not_there", 1)
+        changes.set(torch.nn, "not_there", 1)
+        assert changes.missing == ["torch.nn._not_there"]
+        assert not hasattr(torch.nn, "_not_there") and torch.nn.not_there == 1

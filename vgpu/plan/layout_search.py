@@ -1,0 +1,302 @@
+"""Every layout of a model on a cluster, and which of those that fit is fastest.
+
+Each plan is tried with few layers, and extrapolated. For Llama 70B that was the whole model's time
+and allocated bytes to within 0.01 % wherever it was tried. What the allocator reserves grows by steps
+and cannot be extrapolated: the best plans are therefore predicted whole.
+
+Layouts know nothing of each other, so several processes try them at once.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from tqdm import tqdm
+
+from vgpu.plan import estimate
+from vgpu.plan.layout import Layout
+from vgpu.plan.parallelize import RECOMPUTE
+from vgpu.plan.plan import Plan, Step, on_cluster
+from vgpu.plan.rank import LAYERS, Rank, extrapolated, predict, with_layers
+from vgpu.plan.transformer import check_count
+from vgpu.plan.workers import Each, at_once, workers
+from vgpu.tables import Table
+from vgpu.units import format_bytes
+
+_MOST_SEQUENCES = 64
+
+_STATE_TOO_LARGE = "parameters and optimizer state alone are too large"
+_ACTIVATIONS_TOO_LARGE = "activations are too large, on paper"
+_ALLOCATED = "more is allocated than a GPU has"
+_RESERVED = "more is reserved than a GPU has"
+_MORE_WORK = "computes or gathers again, though it fits without"
+
+
+@dataclasses.dataclass
+class Candidate:
+    """A plan that was looked at, and what is known of it."""
+
+    plan: Plan
+    reason: str = ""
+    """Why it fell out; empty for one that fits, as far as is known."""
+    seconds: float | None = None
+    allocated_bytes: int | None = None
+    step: Step | None = None
+    """Only of a plan that was predicted whole; then the figures are the step's."""
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of one GPU; None for a plan that nobody timed."""
+        if self.seconds is None:
+            return None
+        return self.plan.tokens / self.plan.layout.ranks / self.seconds
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        return None if self.step is None else self.step.reserved_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchResult:
+    """All plans. It prints as the best ten, and why the others fell out."""
+
+    candidates: list[Candidate]
+
+    @property
+    def best(self) -> list[Candidate]:
+        """Those that fit, fastest first. Only where ``step`` is given is it sure that they do."""
+        fitting = [one for one in self.candidates if not one.reason]
+        return sorted(fitting, key=lambda one: -(one.tokens_per_s or 0))
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why the others fell out, and how many."""
+        return dict(Counter(one.reason for one in self.candidates if one.reason).most_common())
+
+    def __str__(self) -> str:
+        best, rows = self.best, []
+        for one in best[:10]:
+            assert one.allocated_bytes is not None
+            rows.append(
+                (
+                    str(one.plan.layout),
+                    one.plan.batch,
+                    one.plan.recompute,
+                    "twice" if one.plan.reshard_after_forward else "once",
+                    f"{one.tokens_per_s:,.0f}",
+                    format_bytes(one.allocated_bytes),
+                    format_bytes(one.reserved_bytes) if one.reserved_bytes else "not tried",
+                )
+            )
+        header = "layout, batch, recompute, gathered, tokens/s a GPU, allocated, reserved"
+        table = Table(header.split(", "), rows)
+        others = Table(("why the others fell out", "plans"), list(self.reasons.items()))
+        head = f"{len(best)} of {len(self.candidates)} plans fit."
+        return "\n\n".join([head, *([str(table)] if rows else []), str(others)])
+
+
+def search(
+    plan: Plan,
+    sequences: int | None = None,
+    whole: int = 1,
+    processes: int | None = None,
+    **costs: Any,
+) -> SearchResult:
+    """Plans for the model, the GPUs and the network of ``plan``: all that divide, and their speed.
+
+    Layout, batch, recomputation and ``reshard_after_forward`` are searched. Batches are powers of two;
+    sequences: the most in a step, on all GPUs together. From the fastest on, plans are predicted
+    whole until ``whole`` of them fit. processes: how many predict at once, by default as many as
+    cores and memory allow; the result is the same. costs: as for ``predict``. Nothing is
+    accumulated over micro-batches, and the ranks of ``tp`` are neighbors in one host.
+    Pipelines are not tried: ValueError for a plan with stages, for less than one process, and for
+    fewer sequences than any layout takes.
+    """
+    for name, count in (("sequences", sequences), ("processes", processes)):
+        if count is not None:
+            check_count(name, count)
+    if whole < 0:
+        raise ValueError(f"whole must be at least 0, got {whole}")
+    if plan.layout.pp > 1:
+        raise ValueError(
+            f"a search tries no pipelines, and this layout has {plan.layout.pp} stages: leave "
+            "them out, or predict plans with stages one by one"
+        )
+    plan, costs = plan.taking(costs)
+    candidates = [Candidate(other) for other in _plans(plan, sequences)]
+    if not candidates:
+        least = min(other.layout.dp for other in _plans(plan, None))
+        raise ValueError(
+            f"no layout of {plan.layout.ranks} GPUs has as few as {sequences} sequences a step: at "
+            f"least {least}, one on each rank that has samples of its own"
+        )
+    for one in candidates:
+        one.reason = _too_large_on_paper(one.plan)
+    left = [one for one in candidates if not one.reason]
+    groups = [list(group) for _, group in itertools.groupby(left, key=lambda one: one.plan.layout)]
+    if processes is None:
+        processes = min(at_once(), max(1, len(groups)))
+    result = SearchResult(candidates)
+    with (
+        tqdm(desc="trying layouts", total=len(left) + whole, leave=False, unit="plan") as bar,
+        workers(processes) as each,
+    ):
+        _try(groups, costs, each, bar)
+        _confirm(result, whole, processes, costs, each, bar)
+    return result
+
+
+def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
+    ranks = plan.layout.ranks
+    for tp, dp_replicate in itertools.product(range(1, plan.gpus_per_host + 1), _divisors(ranks)):
+        if ranks % (dp_replicate * tp) or _spans_hosts(plan, tp):
+            continue
+        layout = Layout(dp_replicate, ranks // (dp_replicate * tp), tp)
+        gathers = (False, True) if layout.dp_shard > 1 else (True,)
+        at_most = math.inf if sequences is None else sequences
+        most = min(_MOST_SEQUENCES, at_most / layout.dp)
+        for power in range(_MOST_SEQUENCES.bit_length()):
+            if 2**power > most:
+                break
+            for recompute, again in itertools.product(RECOMPUTE, gathers):
+                try:
+                    yield dataclasses.replace(
+                        plan,
+                        layout=layout,
+                        batch=2**power,
+                        recompute=recompute,
+                        reshard_after_forward=again,
+                    )
+                except ValueError:  # the model's heads do not divide so
+                    continue
+
+
+def _spans_hosts(plan: Plan, tp: int) -> bool:
+    """Whether some groups of so many neighbors span two hosts."""
+    return plan.hosts > 1 and plan.gpus_per_host % tp > 0
+
+
+def _divisors(ranks: int) -> list[int]:
+    return [parts for parts in range(1, ranks + 1) if ranks % parts == 0]
+
+
+def _too_large_on_paper(plan: Plan) -> str:
+    capacity = plan.spec.memory_bytes
+    least = functools.partial(
+        estimate.least_bytes, plan.sizes, dp_shard=plan.layout.dp_shard, tp=plan.layout.tp
+    )
+    if least(0) > capacity:
+        return _STATE_TOO_LARGE
+    tokens, once = plan.batch * plan.sequence, not plan.reshard_after_forward
+    if least(tokens, recompute=plan.recompute, gathered_once=once) > capacity:
+        return _ACTIVATIONS_TOO_LARGE
+    return ""
+
+
+def _try(groups: list[list[Candidate]], costs: dict[str, Any], each: Each, bar: Any) -> None:
+    """Time and bytes of plans, each group's of one layout."""
+    for index, tried in each(_tried, [(group, costs) for group in groups]):
+        for one, result in zip(groups[index], tried, strict=True):
+            vars(one).update(vars(result))
+        bar.update(len(tried))
+
+
+def _tried(group: list[Candidate], costs: dict[str, Any]) -> list[Candidate]:
+    """The plans of one layout share two models of few layers."""
+    plan = group[0].plan
+    few = LAYERS if plan.sizes.layers > LAYERS[0] else (plan.sizes.layers,)
+    with on_cluster(plan):
+        ranks = {n: Rank(with_layers(plan, n), takes_a_step=False) for n in few}
+        for number, one in enumerate(group):
+            if one.reason or one.seconds is not None:
+                continue
+            one.reason = _known(one.plan, group[:number])
+            if not one.reason:
+                _predict_from_few(one, ranks, costs)
+    return group
+
+
+def _known(plan: Plan, earlier: list[Candidate]) -> str:
+    """What is known of a plan from others of the same layout.
+
+    Taken for granted: to compute and gather less again takes no less memory and no more time.
+    """
+    for one in earlier:
+        other = one.plan
+        if other.batch <= plan.batch and _works_no_more(plan, other) and one.reason == _ALLOCATED:
+            return _ALLOCATED
+        if other.batch == plan.batch and _works_no_more(other, plan) and not one.reason:
+            return _MORE_WORK
+    return ""
+
+
+def _works_no_more(plan: Plan, other: Plan) -> bool:
+    """Whether a plan computes and gathers no more than another again."""
+    again, other_again = (
+        (RECOMPUTE.index(p.recompute), p.reshard_after_forward) for p in (plan, other)
+    )
+    return again[0] <= other_again[0] and again[1] <= other_again[1]
+
+
+def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, Any]) -> None:
+    plan, seconds, sizes_bytes = one.plan, [], []
+    kept_bytes = estimate.kept_bytes(plan.sizes, plan.batch * plan.sequence, plan.recompute)
+    least_added_bytes = kept_bytes // plan.layout.tp
+    for layers, rank in ranks.items():
+        timeline, by_cause = rank.timed(with_layers(plan, layers), **costs)
+        allocated_bytes = sum(by_cause.values())
+        missing = plan.sizes.layers - layers
+        if allocated_bytes + missing * least_added_bytes > plan.spec.memory_bytes:
+            one.reason = _ALLOCATED
+            return
+        seconds.append(timeline.makespan_s)
+        sizes_bytes.append(allocated_bytes)
+    if len(ranks) == 1:  # all layers of a small model
+        (one.seconds,), (one.allocated_bytes,) = seconds, sizes_bytes
+    else:
+        one.seconds = extrapolated(plan.sizes.layers, *seconds)
+        one.allocated_bytes = int(extrapolated(plan.sizes.layers, *sizes_bytes))
+    if one.allocated_bytes > plan.spec.memory_bytes:
+        one.reason = _ALLOCATED
+
+
+def _confirm(
+    result: SearchResult, whole: int, processes: int, costs: dict[str, Any], each: Each, bar: Any
+) -> None:
+    """Predict plans whole, the fastest first, until so many fit."""
+    done, steps = 0, dict[Plan, Step]()
+    while done < whole and (rest := [one for one in result.best if one.step is None]):
+        one = rest[0]
+        if one.plan not in steps:
+            # While one process predicts it, others predict those that come next if it does not fit.
+            ahead = [other.plan for other in rest[:processes] if other.plan not in steps]
+            for index, step in each(_whole, [(plan, costs) for plan in ahead]):
+                steps[ahead[index]] = step
+        one.step = steps[one.plan]
+        one.seconds, one.allocated_bytes = one.step.seconds, one.step.allocated_bytes
+        bar.update()
+        if one.step.fits:
+            done += 1
+            continue
+        one.reason = _RESERVED
+        bar.total += 1
+        # What would have computed or gathered more, and was left out for that, has its chance now.
+        group = [c for c in result.candidates if _alike(c.plan, one.plan)]
+        for other in group:
+            if other.reason == _MORE_WORK:
+                other.reason = ""
+        if any(other.seconds is None and not other.reason for other in group):
+            bar.total += len(group)
+            _try([group], costs, each, bar)
+
+
+def _whole(plan: Plan, costs: dict[str, Any]) -> Step:
+    return predict(plan, **costs)
+
+
+def _alike(plan: Plan, other: Plan) -> bool:
+    return plan.layout == other.layout and plan.batch == other.batch

@@ -1,0 +1,428 @@
+"""Plans with stages: a rank of each kind of stage is recorded, and the schedule simulated over all.
+
+PyTorch's own FSDP2 and tensor parallelism divide the stages. Between the micro-batches FSDP2 adds up
+gradients whole, in float32, and in a stage's last backward it sums them over the ranks. PyTorch's
+pipelines do that after the last backward; here it hides behind it as far as it can.
+
+What a stage sends arrives after the time of a message between neighboring stages, the slowest of
+them, and holds up nobody's computing. Not modelled: messages that wait for one another, or for
+collectives of the same adapters.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
+
+import vgpu
+from vgpu.plan import schedules
+from vgpu.plan.layout import StageLayers, split_layers
+from vgpu.plan.parallelize import (
+    ParallelModel,
+    TransformerStage,
+    loss_context,
+    state_bytes,
+    without_garbage,
+)
+from vgpu.plan.plan import Plan, Step, on_cluster
+from vgpu.plan.schedules import BACKWARD, FORWARD, Action, Box, Schedule, SimulatedSchedule
+from vgpu.plan.workers import progress
+from vgpu.profiling.peaks import PeakByCause
+from vgpu.time.simulate import replay_beside
+from vgpu.time.timeline import TraceEvent, in_order, union_s
+
+
+def predict_pipeline(plan: Plan, **costs: Any) -> "PipelineStep":
+    """As ``predict``, for a plan with stages."""
+    short = shortened(plan)
+    ranks: dict[int, RecordedRank] = {}
+    actions: dict[tuple[_Kind, ActionContext], vgpu.Timeline] = {}
+    with progress("recording stages", "stage", plan.schedule.devices) as bar:
+        # The rank in front is the one with most micro-batches in flight of those that are alike.
+        for device in range(plan.schedule.devices):
+            kind, contexts = _kind(plan, device), action_contexts(short, device)
+            if not all((kind, context) in actions for context in contexts.values()):
+                ranks[device] = record_rank(plan, short, device, **costs)
+                for action, timeline in ranks[device].actions.items():
+                    actions.setdefault((kind, contexts[action]), timeline)
+            bar.update()
+    return _simulated(_Recordings(plan, actions, ranks))
+
+
+# What a rank is in before each action: equal states take equal time and bytes. So of ranks with the
+# same stages, and of many micro-batches, only those are recorded that bring a state which no other has
+# had.
+
+
+class ActionContext(NamedTuple):
+    """What decides how long an action takes."""
+
+    chunk: int
+    kind: str
+    before: str
+    """The kind of the stage's action before: whether parameters are gathered. Empty: none."""
+    has_gradients: bool
+    """Whether the stage has had a backward, so that there are gradients to add to."""
+    last: bool
+    """Whether it is the stage's last backward, which reduces the gradients."""
+
+
+class RankState(NamedTuple):
+    """What decides how many bytes it takes as well."""
+
+    context: ActionContext
+    in_flight: tuple[int, ...]
+    """Micro-batches that each chunk keeps."""
+    has_gradients: tuple[bool, ...]
+    """Of each chunk."""
+
+
+def rank_states(schedule: Schedule, device: int) -> Iterator[tuple[Action, RankState]]:
+    """The actions of a device of the pipeline, and its state before each."""
+    kept, done = [0] * schedule.chunks, [0] * schedule.chunks
+    before: dict[int, str] = {}
+    for action in schedule.rows[device]:
+        chunk = action.stage // schedule.devices
+        last = action.kind == BACKWARD and done[chunk] == schedule.micro_batches - 1
+        has_gradients = tuple(number > 0 for number in done)
+        context = ActionContext(
+            chunk, action.kind, before.get(chunk, ""), has_gradients[chunk], last
+        )
+        yield action, RankState(context, tuple(kept), has_gradients)
+        kept[chunk] += 1 if action.kind == FORWARD else -1
+        done[chunk] += action.kind == BACKWARD
+        before[chunk] = action.kind
+
+
+def action_contexts(schedule: Schedule, device: int) -> dict[Action, ActionContext]:
+    return {action: state.context for action, state in rank_states(schedule, device)}
+
+
+def shortened(plan: Plan) -> Schedule:
+    """The plan's schedule with as few micro-batches as bring each rank into all the same states."""
+    whole = plan.schedule
+    step = whole.devices if plan.chunks > 1 else 1
+    wanted = _all_states(whole)
+    for fewer in range(step, whole.micro_batches, step):
+        schedule = plan.schedule_of(fewer)
+        if _all_states(schedule) == wanted:
+            return schedule
+    return whole
+
+
+def _all_states(schedule: Schedule) -> list[set[RankState]]:
+    return [{state for _, state in rank_states(schedule, d)} for d in range(schedule.devices)]
+
+
+# One rank takes a step as shapes, each of its actions recorded for itself
+
+
+class RecordedRank(NamedTuple):
+    """A step of one rank: its actions in virtual time, and its bytes."""
+
+    actions: dict[Action, vgpu.Timeline]
+    update: vgpu.Timeline
+    """The optimizer's step."""
+    peak_by_cause: dict[str, int]
+    reserved_bytes: int
+    state_bytes: dict[str, int]
+    in_flight: int
+    """Micro-batches that it keeps at the peak, as in ``Step``."""
+
+
+def record_rank(plan: Plan, schedule: Schedule, device: int, **costs: Any) -> RecordedRank:
+    """A step of the slowest rank of the device's stages; costs: as for ``vgpu.record``.
+
+    schedule: the plan's, or with fewer micro-batches.
+    """
+    with on_cluster(plan, plan.slowest(device).rank) as cluster, vgpu.record_memory() as memory:
+        rank = _StageRank(plan, device, cluster.device)
+        with PeakByCause(rank.modules, rank.optimizer) as peak:
+            actions, in_flight = rank.step(rank_states(schedule, device), costs)
+            with vgpu.record(**costs) as update:
+                rank.update()
+        reserved = memory.reserved(cluster.device, expandable_segments=True)
+        return RecordedRank(
+            actions,
+            update,
+            peak.by_cause,
+            reserved.peak_reserved_bytes,
+            state_bytes(rank.optimizer),
+            in_flight,
+        )
+
+
+class _StageRank:
+    """The stages of one rank, and what it keeps of micro-batches in flight."""
+
+    @without_garbage()
+    def __init__(self, plan: Plan, device: int, gpu: torch.device) -> None:
+        self._plan, self._device = plan, gpu
+        mesh = plan.layout.mesh("vgpu")
+        sizes = dataclasses.replace(plan.sizes, sequence=plan.sequence)
+        self._layers = dict(_stages_of(plan, device))
+        self._models = {
+            stage: ParallelModel(TransformerStage(sizes, layers), plan.layout, mesh)
+            for stage, layers in self._layers.items()
+        }
+        for model in self._models.values():
+            model.configure(plan.recompute, plan.reshard_after_forward)
+        self.modules = nn.ModuleList(model.module for model in self._models.values())
+        self.optimizer = torch.optim.AdamW(self.modules.parameters(), fused=True)
+        for parameter in self.modules.parameters():  # a first step makes the optimizer's state
+            parameter.grad = torch.zeros_like(parameter)
+        self.update()
+        self._in_flight: dict[Action, torch.Tensor | GradientEdge] = {}
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(
+        self, row: Iterator[tuple[Action, RankState]], costs: dict[str, Any]
+    ) -> tuple[dict[Action, vgpu.Timeline], int]:
+        """All micro-batches, forward and backward, in the order of the rank's row.
+
+        Returns also how many are in flight where most is allocated, the one at work included.
+        """
+        gpu = torch.get_device_module("vgpu")
+        actions: dict[Action, vgpu.Timeline] = {}
+        peaks: list[tuple[int, int]] = []
+        for action, state in row:
+            gpu.reset_peak_memory_stats()
+            is_forward = action.kind == FORWARD
+            with vgpu.record(**costs) as timeline, loss_context(self._plan.layout):
+                if is_forward:
+                    self._forward(action)
+                else:
+                    self._backward(action, state.context.last)
+            assert not timeline.races, timeline.races
+            actions[action] = timeline
+            peaks.append((gpu.max_memory_allocated(), sum(state.in_flight) + is_forward))
+        return actions, max(peaks)[1]
+
+    def _forward(self, action: Action) -> None:
+        plan, layers = self._plan, self._layers[action.stage]
+        tokens = torch.randint(
+            plan.sizes.vocabulary, (plan.micro_batch, plan.sequence), device=self._device
+        )
+        received = tokens if layers.first else self._hidden().requires_grad_()
+        output = self._models[action.stage].module(received)
+        if layers.last:
+            output = F.cross_entropy(output.flatten(0, 1).float(), tokens.flatten())
+        # What was sent is not kept, only the graph behind it. PyTorch's stages do so, too.
+        self._in_flight[action] = output if layers.last else get_gradient_edge(output)
+
+    def _backward(self, action: Action, last: bool) -> None:
+        module = self._models[action.stage].module
+        module.set_is_last_backward(last)
+        module.set_reshard_after_backward(last)
+        module.set_requires_gradient_sync(last)
+        output = self._in_flight.pop(action._replace(kind=FORWARD))
+        gradient = None if self._layers[action.stage].last else self._hidden()
+        torch.autograd.backward(output, gradient)
+
+    def _hidden(self) -> torch.Tensor:
+        """What a stage receives: a rank's part of each sequence."""
+        plan = self._plan
+        size = (plan.micro_batch, plan.sequence // plan.layout.tp, plan.sizes.width)
+        return torch.empty(size, device=self._device, dtype=torch.bfloat16)
+
+
+_Kind = tuple[Any, ...]  # what the stages of a rank have, and where its groups lie
+
+
+def _stages_of(plan: Plan, device: int) -> list[tuple[int, StageLayers]]:
+    """The stages of a device of the pipeline, by number."""
+    every = split_layers(plan.sizes.layers, plan.layout.pp * plan.chunks)
+    return list(enumerate(every))[device :: plan.layout.pp]
+
+
+def _kind(plan: Plan, device: int) -> _Kind:
+    layers = (layers for _, layers in _stages_of(plan, device))
+    return (*layers, plan.slowest(device).placements)
+
+
+# The schedule over all stages, with a lane for each stage's rank
+
+
+class RecordedTimes(schedules.Times):
+    """Times of each action from its timeline, for one simulation of one schedule.
+
+    The last backward of a chunk reduces its gradients, and what is not reduced when it has computed
+    all goes on beside the rank's next actions. Their own collectives wait for it, wherever they use
+    the same links, and computing for those: such an action is simulated again.
+    """
+
+    def __init__(
+        self, timelines: Mapping[Action, vgpu.Timeline], devices: int, transfer: float
+    ) -> None:
+        super().__init__(transfer=transfer)
+        self.timelines = dict(timelines)
+        """Of each action, as it went in the end."""
+        self._devices = devices
+        self._under_way: dict[int, list[TraceEvent]] = defaultdict(list)
+        """By device: collectives that their actions have left behind, in the schedule's time."""
+
+    def end(self, action: Action, chunks: int, start: float) -> float:
+        device = action.stage % self._devices
+        left = [event for event in self._under_way[device] if event.end_s > start]
+        if left:
+            others = [_later(event, -start) for event in left]
+            self.timelines[action] = replay_beside(self.timelines[action], others)
+        timeline = self.timelines[action]
+        ready = ready_s(timeline)
+        if timeline.makespan_s > ready:
+            left += [
+                _later(event, start)
+                for event in timeline.events
+                if event.kind == "collective" and event.end_s > ready
+            ]
+        self._under_way[device] = left
+        return start + ready
+
+
+def ready_s(timeline: vgpu.Timeline) -> float:
+    """When the default stream has computed all; gradients may still be on their way."""
+    return max(e.end_s for e in timeline.events if e.kind == "kernel" and e.stream == 0)
+
+
+def _later(event: TraceEvent, by_s: float) -> TraceEvent:
+    return event._replace(start_s=event.start_s + by_s, end_s=event.end_s + by_s)
+
+
+class _Recordings(NamedTuple):
+    """What the ranks of a pipeline have recorded, each of those that are alike once."""
+
+    plan: Plan
+    actions: dict[tuple[_Kind, ActionContext], vgpu.Timeline]
+    ranks: dict[int, RecordedRank]
+    """By device. Of their actions, those in ``actions`` count."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineStep(Step):
+    """A step of all stages."""
+
+    recordings: _Recordings = dataclasses.field(kw_only=True, repr=False)
+
+    def replayed(self, **changes: Any) -> "PipelineStep":
+        """As ``Step.replayed``: each rank's actions are replayed, and the schedule with them."""
+        plan, actions, ranks = self.recordings
+        again = {key: vgpu.replay(timeline, **changes) for key, timeline in actions.items()}
+        updates = {
+            device: rank._replace(update=vgpu.replay(rank.update, **changes))
+            for device, rank in ranks.items()
+        }
+        changed, _ = plan.taking(changes)
+        return _simulated(_Recordings(changed, again, updates))
+
+
+def _simulated(recordings: _Recordings) -> PipelineStep:
+    plan, actions, ranks = recordings
+    schedule = plan.schedule
+    alike = {_kind(plan, device): rank for device, rank in reversed(ranks.items())}
+    timelines = {
+        action: actions[_kind(plan, device), context]
+        for device in range(schedule.devices)
+        for action, context in action_contexts(schedule, device).items()
+    }
+    updates = [alike[_kind(plan, device)].update for device in range(schedule.devices)]
+    transfer_s = _transfer_s(plan, updates[0].programs[0].costs)
+    times = RecordedTimes(timelines, schedule.devices, transfer_s)
+    simulated = schedules.simulate(schedule, times)
+    timeline = _timeline(plan, simulated, times.timelines, updates)
+    stage = max(ranks, key=lambda device: ranks[device].reserved_bytes)
+    fullest = ranks[stage]
+    return PipelineStep(
+        plan,
+        timeline,
+        sum(fullest.peak_by_cause.values()),
+        fullest.state_bytes,
+        fullest.peak_by_cause,
+        stage,
+        fullest.in_flight,
+        _idle_s(timeline, stage, simulated.boxes[stage], times.timelines, updates[stage]),
+        reserved_bytes=fullest.reserved_bytes,
+        recordings=recordings,
+    )
+
+
+def _transfer_s(plan: Plan, model: vgpu.CostModel) -> float:
+    """A rank sends its part of a micro-batch to its neighbor in the next stage."""
+    tokens = plan.micro_batch * plan.sequence // plan.layout.tp
+    each = plan.layout.ranks_per_stage
+    return max(
+        model.group_time_s("send", 2 * tokens * plan.sizes.width, [rank, rank + each])
+        for rank in range(0, plan.layout.ranks - each, each)
+    )
+
+
+def _reduced_s(row: tuple[Box, ...], timelines: Mapping[Action, vgpu.Timeline]) -> float:
+    """When a rank has the gradients of all its chunks, and can begin the update."""
+    return max(box.start + timelines[box.action].makespan_s for box in row)
+
+
+def _idle_s(
+    timeline: vgpu.Timeline,
+    device: int,
+    row: tuple[Box, ...],
+    timelines: Mapping[Action, vgpu.Timeline],
+    update: vgpu.Timeline,
+) -> float:
+    """How long a rank waits for other stages, and has no collective under way meanwhile."""
+    taken = [(event.start_s, event.end_s) for event in timeline.of(timeline.devices[device])]
+    taken += [(box.start, box.end) for box in row]
+    taken.append((row[-1].end, _reduced_s(row, timelines) + update.makespan_s))
+    return timeline.makespan_s - union_s(taken)
+
+
+def _timeline(
+    plan: Plan,
+    simulated: SimulatedSchedule,
+    timelines: Mapping[Action, vgpu.Timeline],
+    updates: list[vgpu.Timeline],
+) -> vgpu.Timeline:
+    """All ranks' events; modules bear the action in front, such as "2F0 blocks.1"."""
+    count = simulated.schedule.devices
+    devices = [torch.device("vgpu", index) for index in range(count)]
+    events: list[TraceEvent] = []
+    makespan_s = 0.0
+    for device, row, update in zip(devices, simulated.boxes, updates, strict=True):
+        for box in row:
+            name = simulated.schedule.text(box.action)
+            events += _moved(timelines[box.action], device, box.start, name)
+        reduced_s = _reduced_s(row, timelines)
+        events += _moved(update, device, reduced_s, "update")
+        makespan_s = max(makespan_s, reduced_s + update.makespan_s)
+    return vgpu.Timeline(
+        plan.spec.name.removeprefix("Virtual "),
+        devices,
+        in_order(events),
+        [],
+        makespan_s,
+        makespan_s,
+        [plan.slowest(index).rank for index in range(count)],
+    )
+
+
+def _moved(
+    timeline: vgpu.Timeline, device: torch.device, by_s: float, name: str
+) -> list[TraceEvent]:
+    return [
+        event._replace(
+            device=device,
+            start_s=event.start_s + by_s,
+            end_s=event.end_s + by_s,
+            launch_s=event.launch_s + by_s,
+            ready_s=None if event.ready_s is None else event.ready_s + by_s,
+            module=f"{name} {event.module}".rstrip(),
+        )
+        for event in timeline.events
+        if event.kind != "wait"
+    ]

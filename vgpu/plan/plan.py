@@ -1,0 +1,250 @@
+"""A plan of a training run on a cluster, and what one step of it takes: time, bytes, tokens."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import vgpu
+from vgpu.plan import estimate, schedules
+from vgpu.plan.layout import Layout, SlowestRank, check_tp, slowest_rank, split_layers
+from vgpu.plan.parallelize import RECOMPUTE
+from vgpu.plan.transformer import TransformerSizes, check_count
+from vgpu.time.timeline import covered_s
+from vgpu.units import format_bytes
+
+MOST_RANKS = 32_768
+"""Of a plan. FSDP2 splits each parameter into as many parts as ``dp_shard``, so time grows with it."""
+
+_NO_LIMIT_BYTES = 2**50  # a plan that does not fit is still counted
+_MOST_BYTES = 2**45  # by the estimate, which leaves a lot out
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A transformer of some sizes, a cluster, and how one is spread over the other."""
+
+    sizes: TransformerSizes
+    layout: Layout
+    batch: int = 1
+    """Sequences a step on each rank; ranks of ``tp`` compute on the same ones."""
+    sequence: int = dataclasses.field(default=None)  # type: ignore[assignment]
+    """Tokens of a sequence; the model's own unless given. For longer ones the model is made longer."""
+    recompute: str = "none"
+    """What of a block backward computes again: one of ``RECOMPUTE``."""
+    reshard_after_forward: bool = True
+    gpu: str | vgpu.GPUSpec = "H100"
+    gpus_per_host: int = 8
+    network: str = "InfiniBand NDR"
+    chunks: int = 1
+    """Stages of each rank in a pipeline: above 1 it is interleaved 1F1B, else 1F1B."""
+    micro_batches: int | None = None
+    """Of a pipeline, into which ``batch`` is divided; None: as many as its ranks, as in torchtitan."""
+
+    def __post_init__(self) -> None:
+        if self.sequence is None:
+            object.__setattr__(self, "sequence", self.sizes.sequence)
+        for name in ("batch", "sequence", "gpus_per_host", "chunks", "micro_batches"):
+            value = getattr(self, name)
+            if value is not None or name != "micro_batches":
+                check_count(name, value)
+        self.sizes.check()
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(
+                f"recompute must be one of {', '.join(RECOMPUTE)}, got {self.recompute!r}"
+            )
+        ranks, each = self.layout.ranks, self.gpus_per_host
+        if ranks > MOST_RANKS:
+            raise ValueError(
+                f"{ranks:,} ranks ({self.layout}) are too many: a plan takes at most {MOST_RANKS:,}"
+            )
+        if ranks > each and ranks % each:
+            raise ValueError(
+                f"{ranks} ranks ({self.layout}) do not fill hosts of {each} GPUs; make it a "
+                f"multiple of {each}"
+            )
+        check_tp(self.sizes, self.layout.tp, self.sequence)
+        self._check_pipeline()
+        self._check_bytes()
+        for stage in range(self.layout.pp):
+            self.slowest(stage)
+
+    def _check_pipeline(self) -> None:
+        if self.layout.pp == 1:
+            if self.chunks > 1 or (self.micro_batches or 1) > 1:
+                raise ValueError(
+                    f"chunks ({self.chunks}) and micro_batches ({self.micro_batches}) belong to a "
+                    "pipeline: give the layout a pp of at least 2"
+                )
+            return
+        split_layers(self.sizes.layers, self.layout.pp * self.chunks)
+        count = self.schedule.micro_batches
+        if self.batch % count:
+            raise ValueError(
+                f"a batch of {self.batch} cannot be divided into {count} micro-batches: make it a "
+                f"multiple, or give another number of micro_batches"
+            )
+
+    def _check_bytes(self) -> None:
+        """ValueError for what no counter of bytes could hold."""
+        least_bytes = estimate.least_bytes(
+            self.sizes,
+            self.micro_batch * self.sequence,
+            self.layout.dp_shard,
+            self.layout.tp * self.layout.pp,
+            self.recompute,
+        )
+        if least_bytes > _MOST_BYTES:
+            raise ValueError(
+                f"{self.micro_batch:,} sequences of {self.sequence:,} tokens at once take at least "
+                f"{format_bytes(least_bytes)} of each GPU, which has "
+                f"{format_bytes(self.spec.memory_bytes)}: give a smaller batch, or shorter sequences"
+            )
+
+    @property
+    def schedule(self) -> schedules.Schedule:
+        """The order in which the ranks of a pipeline take micro-batches."""
+        return self.schedule_of(self.micro_batches or self.layout.pp)
+
+    def schedule_of(self, micro_batches: int) -> schedules.Schedule:
+        """The same for another number of micro-batches."""
+        if self.chunks == 1:
+            return schedules.one_forward_one_backward(self.layout.pp, micro_batches)
+        return schedules.interleaved(self.layout.pp, micro_batches, self.chunks)
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences that a rank takes at once."""
+        if self.layout.pp == 1:
+            return self.batch
+        return self.batch // (self.micro_batches or self.layout.pp)
+
+    @property
+    def spec(self) -> vgpu.GPUSpec:
+        return vgpu.get_spec(self.gpu)
+
+    @property
+    def hosts(self) -> int:
+        return max(1, self.layout.ranks // self.gpus_per_host)
+
+    def slowest(self, stage: int = 0) -> SlowestRank:
+        """The rank of a stage that is recorded: the first of those whose groups are the slowest."""
+        return slowest_rank(self.layout, self.gpus_per_host, stage)
+
+    def taking(self, costs: dict[str, Any]) -> tuple["Plan", dict[str, Any]]:
+        """The plan on the GPU and the network among ``costs``, if they name any; the other costs."""
+        own = {name: costs[name] for name in ("gpu", "network") if name in costs}
+        others = {name: cost for name, cost in costs.items() if name not in own}
+        return dataclasses.replace(self, **own) if own else self, others
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a step, on all ranks together."""
+        return self.batch * self.sequence * self.layout.dp
+
+
+@contextmanager
+def on_cluster(plan: Plan, rank: int | None = None) -> Iterator[vgpu.Cluster]:
+    """In the block this process is a rank of the plan's cluster, and tensors are shapes.
+
+    rank: by default the first of those whose groups are the slowest.
+    """
+    cluster = vgpu.cluster(
+        plan.hosts,
+        min(plan.gpus_per_host, plan.layout.ranks),
+        gpu=plan.spec,
+        network=plan.network,
+        rank=plan.slowest().rank if rank is None else rank,
+        memory_bytes=_NO_LIMIT_BYTES,
+    )
+    with cluster as entered, vgpu.shapes_only():
+        yield entered
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedStep:
+    """What a recorded step of one rank takes: virtual time and counted bytes.
+
+    Of a pipeline: the time of all its stages, each a device of the timeline, and the bytes of a
+    rank of the fullest one.
+    """
+
+    plan: Plan
+    timeline: vgpu.Timeline
+    allocated_bytes: int
+    """The most that tensors take at once."""
+    state_bytes: dict[str, int]
+    """Parameters and optimizer state, which stay on this rank from step to step."""
+    peak_by_cause: dict[str, int] = dataclasses.field(default_factory=dict)
+    """What is allocated at the peak, as ``vgpu.profiling.peaks`` counts it."""
+    stage: int = 0
+    """The place in the pipeline of the rank whose bytes these are."""
+    in_flight: int = 0
+    """Of a pipeline: micro-batches that it keeps at the peak, once for each chunk that keeps it."""
+    idle_s: float = 0.0
+    """How long it waits for other stages."""
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.makespan_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one GPU."""
+        return self.plan.tokens / self.plan.layout.ranks / self.seconds
+
+    @property
+    def utilization(self) -> float:
+        """The model's FLOPs, and nothing computed again, over what the datasheet's GPU could do."""
+        flop = estimate.flop_per_token(self.plan.sizes, self.plan.sequence) * self.tokens_per_s
+        return flop / self.plan.spec.tensor_flop_per_s
+
+    @property
+    def bytes_by_cause(self) -> dict[str, int]:
+        """What is allocated at the peak: what stays on this rank, and what comes and goes."""
+        if self.peak_by_cause:
+            return self.peak_by_cause
+        passing = self.allocated_bytes - sum(self.state_bytes.values())
+        return {**self.state_bytes, "gradients, gathered parameters, activations": passing}
+
+    @property
+    def time_by_cause(self) -> dict[str, float]:
+        """Seconds of the step: computing, each collective that nothing hides, and the rest."""
+        # A pipeline has a device for each stage, any other step those of the recorded rank's host.
+        own = self.plan.slowest().rank % self.plan.gpus_per_host
+        device = self.timeline.devices[self.stage if self.plan.layout.pp > 1 else own]
+        events = self.timeline.of(device)
+        kernels = [event for event in events if event.kind == "kernel"]
+        sent = [event for event in events if event.kind == "collective"]
+        causes = {"computing": covered_s(kernels)}
+        seen, known_s = list(kernels), causes["computing"]
+        for name in sorted({event.name for event in sent}):
+            seen += [event for event in sent if event.name == name]
+            now_s = covered_s(seen)
+            causes[f"waiting for {name}"] = now_s - known_s
+            known_s = now_s
+        if self.plan.layout.pp > 1:
+            causes["waiting for other stages"] = self.idle_s
+        causes["waiting for the host"] = self.seconds - known_s - self.idle_s
+        return causes
+
+
+@dataclasses.dataclass(frozen=True)
+class Step(RecordedStep):
+    """What a step of one rank takes, its allocator included."""
+
+    reserved_bytes: int = dataclasses.field(kw_only=True)
+    """The most that PyTorch's allocator takes from the GPU for what is allocated."""
+
+    def replayed(self, **changes: Any) -> "Step":
+        """The same operations again with other costs, timed anew, as ``vgpu.replay`` does.
+
+        changes: fields of ``vgpu.CostModel``, and ``gpu`` and ``network`` as a plan has them. Bytes stay.
+        """
+        timeline = vgpu.replay(self.timeline, **changes)
+        plan, _ = self.plan.taking(changes)
+        return dataclasses.replace(self, plan=plan, timeline=timeline)
+
+    @property
+    def fits(self) -> bool:
+        return self.reserved_bytes <= self.plan.spec.memory_bytes

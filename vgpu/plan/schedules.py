@@ -1,0 +1,444 @@
+"""Pipeline schedules as plain data: for each device a row of actions, in the order it takes them.
+
+A network is cut into stages, the batch into micro-batches. The rows say which device has which
+stage. In the schedules of this file device d has stage d, and with v chunks also d + devices, and so
+on round; a row written by hand may place them in another way, such as in a V.
+
+Sources: GPipe (Huang et al., 2019), PipeDream-Flush (Narayanan et al., 2021a, "Memory-efficient
+pipeline-parallel DNN training"), Megatron-LM (Narayanan et al., 2021b, "Efficient large-scale
+language model training on GPU clusters"), zero bubble (Qi et al., 2023, "Zero bubble pipeline
+parallelism").
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from typing import NamedTuple
+
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "I", "W"
+_TEXT = re.compile(r"(\d*)([FBIW])(\d+)")
+
+
+class Action(NamedTuple):
+    """One micro-batch in one stage, in one direction.
+
+    kind: "F" forward; "B" backward; or backward in two halves, "I" for the gradient of the stage's
+    input and "W" for those of its weights.
+    """
+
+    kind: str
+    micro_batch: int
+    stage: int
+
+    def __str__(self) -> str:
+        """As torch.distributed.pipelining writes it: "2F0" is micro-batch 0 forward in stage 2."""
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A row of actions for each device; each device has ``chunks`` stages.
+
+    Raises ValueError unless each stage takes each micro-batch forward once and backward once, whole
+    or in two halves, all on one device. Whether the rows fit together is another question, which
+    ``simulate`` answers.
+    """
+
+    name: str
+    rows: tuple[tuple[Action, ...], ...]
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.devices < 1 or self.chunks < 1 or not any(self.rows):
+            raise ValueError(f"{self.name}: at least one device, one chunk and one action")
+        seen: set[Action] = set()
+        for device, row in enumerate(self.rows):
+            for action in row:
+                self._check(action, device, seen)
+        for stage in range(self.stages):
+            for micro_batch in range(self.micro_batches):
+                self._check_complete(stage, micro_batch, seen)
+        for device in range(self.devices):
+            own = [stage for stage, at in self._placement.items() if at == device]
+            if len(own) != self.chunks:
+                raise ValueError(
+                    f"device {device} has {len(own)} stages {own}, expected {self.chunks}: "
+                    "each device takes the same number of stages"
+                )
+
+    @property
+    def devices(self) -> int:
+        return len(self.rows)
+
+    @property
+    def stages(self) -> int:
+        return self.devices * self.chunks
+
+    def device_of(self, stage: int) -> int:
+        """The device whose row has the stage."""
+        return self._placement[stage]
+
+    @cached_property
+    def _placement(self) -> dict[int, int]:
+        placement: dict[int, int] = {}
+        for device, row in enumerate(self.rows):
+            for action in row:
+                placement.setdefault(action.stage, device)
+        return placement
+
+    @cached_property
+    def micro_batches(self) -> int:
+        return 1 + max(action.micro_batch for row in self.rows for action in row)
+
+    @cached_property
+    def actions(self) -> frozenset[Action]:
+        return frozenset(action for row in self.rows for action in row)
+
+    def text(self, action: Action) -> str:
+        """An action as ``from_text`` takes it, without its stage if each device has only one."""
+        return str(action) if self.chunks > 1 else f"{action.kind}{action.micro_batch}"
+
+    def __str__(self) -> str:
+        lines = [" ".join(map(self.text, row)) for row in self.rows]
+        return "\n".join(f"device {device}: {line}" for device, line in enumerate(lines))
+
+    def _check(self, action: Action, device: int, seen: set[Action]) -> None:
+        if action.kind not in (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT):
+            raise ValueError(f"device {device}: {action} has a kind other than F, B, I and W")
+        if not 0 <= action.stage < self.stages:
+            raise ValueError(
+                f"device {device}: {action} is of no stage from 0 to {self.stages - 1}"
+            )
+        if self.device_of(action.stage) != device:
+            raise ValueError(
+                f"device {device}: {action} is of stage {action.stage}, "
+                f"which is in the row of device {self.device_of(action.stage)}"
+            )
+        if action.micro_batch < 0:
+            raise ValueError(f"device {device}: {action} has a negative micro-batch")
+        if action in seen:
+            raise ValueError(f"device {device}: {action} comes twice")
+        seen.add(action)
+
+    def _check_complete(self, stage: int, micro_batch: int, seen: set[Action]) -> None:
+        kinds = "".join(k for k in "FBIW" if Action(k, micro_batch, stage) in seen)
+        if kinds not in ("FB", "FIW"):
+            place = f"device {self.device_of(stage)}: " if stage in self._placement else ""
+            raise ValueError(
+                f"{place}stage {stage} takes micro-batch {micro_batch} "
+                f"through {kinds or 'nothing'}; expected F and B, or F, I and W, once each"
+            )
+
+
+def from_text(rows: Sequence[str | Sequence[str]], name: str = "by hand") -> Schedule:
+    """A schedule from texts: ``from_text(["F0 F1 B0 B1", "F0 B0 F1 B1"])``, one for each device.
+
+    A row may also be a list of single actions. A number in front, as in "4F0", is the stage;
+    without it, device d means stage d. Raises ValueError if a text is not an action.
+    """
+    schedule_rows = []
+    for device, row in enumerate(rows):
+        actions = []
+        for text in row.split() if isinstance(row, str) else row:
+            parts = _TEXT.fullmatch(text)
+            if parts is None:
+                raise ValueError(f"device {device}: {text!r} is not an action such as F0 or B3")
+            stage, kind, micro_batch = parts.groups()
+            actions.append(Action(kind, int(micro_batch), int(stage) if stage else device))
+        schedule_rows.append(tuple(actions))
+    last = max((action.stage for row in schedule_rows for action in row), default=0)
+    return Schedule(name, tuple(schedule_rows), last // max(len(schedule_rows), 1) + 1)
+
+
+def all_forward_all_backward(devices: int, micro_batches: int) -> Schedule:
+    """GPipe: every micro-batch forward first, then every one backward.
+
+    Bubble: (p - 1) / (m + p - 1) of the time, for p devices and m micro-batches (GPipe, 2.3). Every
+    device keeps the activations of all m micro-batches.
+    """
+    _check_counts(devices, micro_batches)
+    rows = [
+        [Action(kind, m, device) for kind in (FORWARD, BACKWARD) for m in range(micro_batches)]
+        for device in range(devices)
+    ]
+    return _schedule("all forward, all backward", rows)
+
+
+def _in_turn(warm: int, forwards: list[Action], backwards: list[list[Action]]) -> list[Action]:
+    """``warm`` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    row = forwards[:warm]
+    for forward, backward in zip_longest(forwards[warm:], backwards):
+        if forward is not None:
+            row.append(forward)
+        row += backward
+    return row
+
+
+def one_forward_one_backward(devices: int, micro_batches: int) -> Schedule:
+    """1F1B, as PipeDream-Flush: after a warm-up, one forward and one backward in turn.
+
+    The same bubble as all forward, all backward: (p - 1) / (m + p - 1) (Megatron-LM, 2.2.1). Device
+    d keeps the activations of at most min(p - d, m) micro-batches.
+    """
+    _check_counts(devices, micro_batches)
+    rows = []
+    for device in range(devices):
+        forwards = [Action(FORWARD, m, device) for m in range(micro_batches)]
+        backwards = [[Action(BACKWARD, m, device)] for m in range(micro_batches)]
+        rows.append(_in_turn(devices - device - 1, forwards, backwards))
+    return _schedule("1F1B", rows)
+
+
+def interleaved(devices: int, micro_batches: int, chunks: int = 2) -> Schedule:
+    """Interleaved 1F1B: v chunks on each device, so that a micro-batch comes round v times.
+
+    Bubble: (p - 1) / (v m + p - 1) of the time: Megatron-LM, 2.2.2, gives it as a share of the
+    ideal time, (p - 1) / (v m). Device 0 keeps at most v p + p - 1 chunks' activations, each
+    1 / v of a device's layers (Korthikanti et al., 2022, 4.2.3). Raises ValueError unless the
+    number of micro-batches is a multiple of the number of devices.
+    """
+    _check_counts(devices, micro_batches)
+    if chunks < 1:
+        raise ValueError(f"a device has at least one chunk, got {chunks}")
+    if micro_batches % devices:
+        raise ValueError(
+            f"interleaving takes micro-batches in rounds of {devices}, one for each device: "
+            f"{micro_batches} is not a multiple of it"
+        )
+    total = micro_batches * chunks
+
+    def nth(kind: str, n: int, device: int) -> Action:
+        """The n-th forward or backward of a device: rounds of p micro-batches, chunk by chunk."""
+        around, within = divmod(n, devices * chunks)
+        chunk, place = divmod(within, devices)
+        if kind == BACKWARD:
+            chunk = chunks - 1 - chunk
+        return Action(kind, around * devices + place, chunk * devices + device)
+
+    rows = []
+    for device in range(devices):
+        warm = 2 * (devices - device - 1) + (chunks - 1) * devices
+        forwards = [nth(FORWARD, n, device) for n in range(total)]
+        backwards = [[nth(BACKWARD, n, device)] for n in range(total)]
+        rows.append(_in_turn(warm, forwards, backwards))
+    return _schedule(f"interleaved 1F1B, {chunks} chunks", rows, chunks)
+
+
+def zero_bubble(devices: int, micro_batches: int) -> Schedule:
+    """ZB-H1: 1F1B with backward in two halves; the gradients of weights wait, and fill the bubble.
+
+    Nothing waits for the gradients of weights, so device d defers those of d micro-batches. If
+    the three parts take equally long, the bubble is (p - 1) / (3 m + p - 1), a third of 1F1B's idle
+    time (Qi et al., 2.3 and table 2). It asks for m >= p. Every device keeps the activations of at
+    most min(p, m) micro-batches.
+    """
+    _check_counts(devices, micro_batches)
+    rows = []
+    for device in range(devices):
+        forwards = [Action(FORWARD, m, device) for m in range(micro_batches)]
+        weights = [Action(WEIGHT_GRADIENT, m, device) for m in range(micro_batches)]
+        backwards = []
+        for m in range(micro_batches):
+            gradients = [Action(INPUT_GRADIENT, m, device)]
+            if m >= device:
+                gradients.append(weights[m - device])
+            backwards.append(gradients)
+        deferred = weights[max(micro_batches - device, 0) :]
+        rows.append(_in_turn(devices - device - 1, forwards, backwards) + deferred)
+    return _schedule("zero bubble (ZB-H1)", rows)
+
+
+KINDS: dict[str, Callable[[int, int], Schedule]] = {
+    "all forward, all backward": all_forward_all_backward,
+    "1F1B": one_forward_one_backward,
+    "interleaved 1F1B, 2 chunks": interleaved,
+    "zero bubble (ZB-H1)": zero_bubble,
+}
+"""The schedules of this file by name, each a function of devices and micro-batches."""
+
+
+def _schedule(name: str, rows: Sequence[Sequence[Action]], chunks: int = 1) -> Schedule:
+    return Schedule(name, tuple(tuple(row) for row in rows), chunks)
+
+
+def _check_counts(devices: int, micro_batches: int) -> None:
+    for name, count in (("devices", devices), ("micro-batches", micro_batches)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name}: a whole number from 1, got {count!r}")
+
+
+# Simulated in time
+
+
+class DeadlockError(ValueError):
+    """The rows of a schedule wait for each other; the message names who waits for what."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long one micro-batch takes in all layers of one device, in any unit.
+
+    If a device has v chunks, each takes 1 / v of it. A whole backward is both halves.
+    transfer: from the end of an action until a neighbor on another device can use its result.
+    by_stage: how many times as long each stage takes, in both directions; empty means all alike.
+    """
+
+    forward: float = 1
+    input_gradient: float = 1
+    weight_gradient: float = 1
+    transfer: float = 0
+    by_stage: Sequence[float] = ()
+
+    def of(self, action: Action, chunks: int) -> float:
+        """The time of one action, in one of ``chunks`` chunks."""
+        times_as_long = self.by_stage[action.stage] if self.by_stage else 1
+        return self._of_kinds(chunks)[action.kind] * times_as_long
+
+    def end(self, action: Action, chunks: int, start: float) -> float:
+        """When an action ends that begins at ``start``; asked once, in the order of each device."""
+        return start + self.of(action, chunks)
+
+    def _of_kinds(self, chunks: int) -> dict[str, float]:
+        return {
+            FORWARD: self.forward / chunks,
+            BACKWARD: (self.input_gradient + self.weight_gradient) / chunks,
+            INPUT_GRADIENT: self.input_gradient / chunks,
+            WEIGHT_GRADIENT: self.weight_gradient / chunks,
+        }
+
+
+class Box(NamedTuple):
+    """One action, when it began and when it ended."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class SimulatedSchedule:
+    """A schedule in time: the boxes of each device, in order."""
+
+    schedule: Schedule
+    boxes: tuple[tuple[Box, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        return max(row[-1].end for row in self.boxes)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all devices' time in which they do nothing, from 0 to 1."""
+        busy = sum(box.end - box.start for row in self.boxes for box in row)
+        return 1 - busy / (self.schedule.devices * self.makespan)
+
+    def order(self) -> list[Action]:
+        """All actions by their start: an order in which one host can run them."""
+        boxes = [box for row in self.boxes for box in row]
+        return [box.action for box in sorted(boxes, key=lambda box: box.start)]
+
+
+def simulate(schedule: Schedule, times: Times | None = None) -> SimulatedSchedule:
+    """Let every device take its actions in order, each as soon as what it needs is there.
+
+    Raises DeadlockError if devices wait for each other, and ValueError if ``times`` are of another
+    number of stages.
+    """
+    times = times or Times()
+    if times.by_stage and len(times.by_stage) != schedule.stages:
+        raise ValueError(
+            f"{schedule.name} has {schedule.stages} stages; by_stage has {len(times.by_stage)}"
+        )
+    ended: dict[Action, float] = {}
+    rows: list[list[Box]] = [[] for _ in schedule.rows]
+    waiting: dict[Action, list[int]] = {}  # which devices go on when an action has ended
+    free = list(range(schedule.devices))
+    while free:
+        device = free.pop()
+        done, row = rows[device], schedule.rows[device]
+        while len(done) < len(row):
+            action = row[len(done)]
+            needed = list(needs(action, schedule))
+            missing = next((need for need in needed if need not in ended), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(device)
+                break
+            start = done[-1].end if done else 0.0
+            for need in needed:
+                sent = schedule.device_of(need.stage) != device
+                start = max(start, ended[need] + (times.transfer if sent else 0))
+            ended[action] = times.end(action, schedule.chunks, start)
+            done.append(Box(action, start, ended[action]))
+            free += waiting.pop(action, ())
+    if any(len(done) < len(row) for done, row in zip(rows, schedule.rows, strict=True)):
+        raise DeadlockError(_deadlock(schedule, [len(done) for done in rows], set(ended)))
+    return SimulatedSchedule(schedule, tuple(tuple(row) for row in rows))
+
+
+def needs(action: Action, schedule: Schedule) -> Iterator[Action]:
+    """The actions whose results an action uses."""
+    kind, micro_batch, stage = action
+    if kind == FORWARD:
+        if stage > 0:
+            yield Action(FORWARD, micro_batch, stage - 1)
+    elif kind == WEIGHT_GRADIENT:
+        yield Action(INPUT_GRADIENT, micro_batch, stage)
+    else:
+        yield Action(FORWARD, micro_batch, stage)
+        if stage + 1 < schedule.stages:
+            # The stage behind may take its backward whole or in halves.
+            whole = Action(BACKWARD, micro_batch, stage + 1)
+            half = Action(INPUT_GRADIENT, micro_batch, stage + 1)
+            yield whole if whole in schedule.actions else half
+
+
+def in_flight(schedule: Schedule) -> list[list[int]]:
+    """For each device, how many activations it keeps after each of its actions.
+
+    One activation is one micro-batch in one stage, kept from its forward until its backward, or the
+    gradients of its weights, are done.
+    """
+    counts = []
+    for row in schedule.rows:
+        kept, after = 0, []
+        for action in row:
+            if action.kind == FORWARD:
+                kept += 1
+            elif action.kind in (BACKWARD, WEIGHT_GRADIENT):
+                kept -= 1
+            after.append(kept)
+        counts.append(after)
+    return counts
+
+
+def peaks_in_flight(schedule: Schedule) -> list[int]:
+    """The most activations that each device keeps at once."""
+    return [max(after) for after in in_flight(schedule)]
+
+
+def _deadlock(schedule: Schedule, positions: list[int], ended: set[Action]) -> str:
+    """Who waits for whom, from a device in the circle until it comes again."""
+    waits = {}
+    for device, (position, row) in enumerate(zip(positions, schedule.rows, strict=True)):
+        if position < len(row):
+            missing = next(need for need in needs(row[position], schedule) if need not in ended)
+            waits[device] = (row[position], missing)
+    device, seen = min(waits), []
+    while device not in seen:
+        seen.append(device)
+        device = schedule.device_of(waits[device][1].stage)
+    circle = seen[seen.index(device) :]
+    return f"the schedule {schedule.name!r} never ends: " + "; ".join(
+        _wait(schedule, at, *waits[at]) for at in circle
+    )
+
+
+def _wait(schedule: Schedule, device: int, action: Action, missing: Action) -> str:
+    other = schedule.device_of(missing.stage)
+    whose = "its own row" if other == device else f"the row of device {other}"
+    return (
+        f"device {device} is at {schedule.text(action)} and waits for {schedule.text(missing)}, "
+        f"which comes later in {whose}"
+    )

@@ -1,0 +1,97 @@
+"""What virtual GPUs change in torch, and how it is undone.
+
+Each file that replaces something of torch's has a function ``install(changes)`` that says what;
+``backend.py`` calls them all, and undoes everything when virtual GPUs are disabled.
+"""
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, MutableSet
+from typing import Any
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function
+
+from vgpu import torch_releases
+
+_MISSING = object()
+
+
+class Changes(contextlib.ExitStack):
+    """A stack of changes; closing it undoes them, the last one first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.missing: list[str] = []
+        """What was to be replaced and is not there, for ``torch_releases.report_missing``."""
+
+    def _lacks(self, owner: Any, name: str) -> bool:
+        if hasattr(owner, name):
+            return False
+        self.missing.append(torch_releases.name_of(owner, name))
+        return True
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replace an attribute of a module or class, or add it; a private one must be there."""
+        if re.match("_[^_]", name) and self._lacks(owner, name):
+            return
+        before = vars(owner).get(name, _MISSING)
+        setattr(owner, name, value)
+        if before is _MISSING:
+            self.callback(delattr, owner, name)
+        else:
+            self.callback(setattr, owner, name, before)
+
+    def wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace an attribute by what ``make`` makes of torch's own."""
+        if not self._lacks(owner, name):
+            self.set(owner, name, make(getattr(owner, name)))
+
+    def wrap_function(
+        self, name: str, make: Callable[[Any], Any], *owners: Any, for_classes: bool = True
+    ) -> None:
+        """Replace a function in all modules that have it; classes and modes can override it still.
+
+        They are told which function it is, and compare that with what the modules have now.
+        Without ``for_classes``, modes alone: torch.overrides.get_ignored_functions.
+        """
+        if self._lacks(owners[0], name):
+            return
+        made = make(getattr(owners[0], name))
+
+        @functools.wraps(made)
+        def public(*args: Any, **kwargs: Any) -> Any:
+            # Torch asks modes only where there is something that a class could override.
+            given = (*args, *kwargs.values()) if for_classes else (None,)
+            if has_torch_function(given):
+                return handle_torch_function(public, given, *args, **kwargs)
+            return made(*args, **kwargs)
+
+        for owner in owners:
+            self.set(owner, name, public)
+
+    def item(self, table: dict[Any, Any], key: object, value: object) -> None:
+        """Replace an entry of a dict, or add it."""
+        before = table.get(key, _MISSING)
+        table[key] = value
+        if before is _MISSING:
+            self.callback(table.pop, key)
+        else:
+            self.callback(table.__setitem__, key, before)
+
+    def append(self, items: list[Any], value: object) -> None:
+        """Add to a list, to whose end others may add too."""
+        items.append(value)
+        self.callback(items.remove, value)
+
+    def add(self, items: MutableSet[Any], value: object) -> None:
+        """Add to a set what it does not have yet."""
+        items.add(value)
+        self.callback(items.discard, value)
+
+    def library(self, namespace: str) -> torch.library.Library:
+        """A library whose registrations go when the changes are undone."""
+        library = torch.library.Library(namespace, "IMPL")
+        self.callback(library._destroy)
+        return library
