@@ -52,6 +52,26 @@ def live(function: Function, controls: Controls, few: Few | None = None) -> ipyw
     return shown
 
 
+def explorer(
+    function: Function, controls: Controls, few: Few | None = None, per_row: int = 3
+) -> ipywidgets.VBox:
+    """The controls in rows, and below them what ``live`` shows of ``function``."""
+    shown, every = live(function, controls, few), list(controls.values())
+    rows = [every[start : start + per_row] for start in range(0, len(every), per_row)]
+    return ipywidgets.VBox([*map(ipywidgets.HBox, rows), shown])
+
+
+def steps(description: str, options: Sequence[Any], value: Any) -> ipywidgets.Widget:
+    """A slider over ``options``; it moves on when it is let go, since answers take their time."""
+    return ipywidgets.SelectionSlider(
+        options=options,
+        value=value,
+        description=description,
+        continuous_update=False,
+        style={"description_width": "initial"},
+    )
+
+
 def show_answers() -> None:
     """Display the ``answers`` of the explorers made since the last call, by their outputs' ids."""
     found = {name: answers(*explorer) for name, explorer in _explorers.items()}

@@ -13,7 +13,7 @@ from IPython.display import display
 
 import vgpu
 from helpers import plots
-from helpers.widgets.live import live
+from helpers.widgets.live import explorer, steps
 from vgpu.plan import meshes
 from vgpu.plan.meshes import DIMENSIONS, MeshStep
 from vgpu.plan.transformer import LLAMA
@@ -116,23 +116,17 @@ def mesh_explorer() -> ipywidgets.Widget:
     """Sizes, order, batch and network around ``show_mesh``."""
     orders = [(", ".join(order), order) for order in permutations(DIMENSIONS)]
     wide = {"style": {"description_width": "initial"}}
-    controls: dict[str, ipywidgets.Widget] = {
-        name: ipywidgets.SelectionSlider(
-            options=[1, 2, 4, 8], value=value, description=name, continuous_update=False
-        )
-        for name, value in (("tensor", 8), ("context", 1), ("pipeline", 1))
+    controls = {
+        "tensor": steps("tensor", [1, 2, 4, 8], 8),
+        "context": steps("context", [1, 2, 4, 8], 1),
+        "pipeline": steps("pipeline", [1, 2, 4, 8], 1),
+        "order": ipywidgets.Dropdown(options=orders, description="neighbours first", **wide),
+        "sequences": steps("sequences", [16, 32, 64, 128, 256], 64),
+        "network": ipywidgets.Dropdown(options=NETWORKS, description="network"),
     }
-    controls["order"] = ipywidgets.Dropdown(options=orders, description="neighbours first", **wide)
-    controls["sequences"] = ipywidgets.SelectionSlider(
-        options=[16, 32, 64, 128, 256], value=64, description="sequences", continuous_update=False
-    )
-    controls["network"] = ipywidgets.Dropdown(options=NETWORKS, description="network")
     data_first = ("data", *(name for name in DIMENSIONS if name != "data"))
     few = {
         **{"tensor": (1, 4, 8), "context": (1, 2, 8), "pipeline": (1, 2, 8)},
         **{"order": (DIMENSIONS, data_first), "sequences": (16, 64), "network": NETWORKS[:1]},
     }
-    drawn = live(show_mesh, controls, few)
-    sizes = [controls[name] for name in ("tensor", "context", "pipeline")]
-    others = [controls[name] for name in ("order", "sequences", "network")]
-    return ipywidgets.VBox([ipywidgets.HBox(sizes), ipywidgets.HBox(others), drawn])
+    return explorer(show_mesh, controls, few)

@@ -15,7 +15,7 @@ from torch import nn
 
 import vgpu
 from helpers import plots
-from helpers.widgets.live import live
+from helpers.widgets.live import explorer, steps
 from vgpu.plan.schedules import KINDS, SimulatedSchedule, Times, peaks_in_flight, simulate
 from vgpu.tables import Table
 from vgpu.units import format_bytes, format_seconds
@@ -180,19 +180,8 @@ def pipeline_explorer() -> ipywidgets.Widget:
         "gpu": ipywidgets.Dropdown(
             options=[(_UNITS, None), *((name, name) for name in vgpu.PRESETS)], description="GPU"
         ),
-        "devices": ipywidgets.SelectionSlider(
-            options=[1, 2, 4, 8], value=4, description="stages", continuous_update=False
-        ),
-        "micro_batches": ipywidgets.SelectionSlider(
-            options=[1, 2, 4, 8, 16, 32, 64],
-            value=8,
-            description="micro-batches",
-            continuous_update=False,
-            style={"description_width": "initial"},
-        ),
+        "devices": steps("stages", [1, 2, 4, 8], 4),
+        "micro_batches": steps("micro-batches", [1, 2, 4, 8, 16, 32, 64], 8),
     }
     few = {"gpu": (None, "H100"), "devices": (2, 4, 8), "micro_batches": (4, 8, 16, 32)}
-    drawn = live(show_answer, controls, few)
-    kind, gpu, devices, micro_batches = controls.values()
-    rows = [ipywidgets.HBox([kind, gpu]), ipywidgets.HBox([devices, micro_batches])]
-    return ipywidgets.VBox([*rows, drawn])
+    return explorer(show_answer, controls, few, per_row=2)

@@ -11,7 +11,7 @@ from IPython.display import display
 
 import vgpu
 from helpers import plots
-from helpers.widgets.live import live
+from helpers.widgets.live import explorer, steps
 from vgpu.plan.transformer import LLAMA, TransformerSizes
 from vgpu.tables import Table
 from vgpu.units import format_bytes
@@ -110,15 +110,8 @@ def sharding_explorer() -> ipywidgets.Widget:
         "gpu": ipywidgets.Dropdown(
             options=list(vgpu.PRESETS), value="H100", description="on GPUs of"
         ),
-        "gpus": ipywidgets.SelectionSlider(
-            options=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024],
-            value=64,
-            description="GPUs",
-            continuous_update=False,
-        ),
+        "gpus": steps("GPUs", [2**power for power in range(11)], 64),
         "way": ipywidgets.Dropdown(options=list(WAYS), value=WAYS[3], description="cut"),
     }
     few = {"gpu": ("H100", "H200"), "gpus": (8, 16, 64, 512)}
-    drawn = live(show_answer, controls, few)
-    model, gpu, gpus, way = controls.values()
-    return ipywidgets.VBox([ipywidgets.HBox([model, gpu]), ipywidgets.HBox([gpus, way]), drawn])
+    return explorer(show_answer, controls, few, per_row=2)

@@ -8,6 +8,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+import helpers.widgets.live
 from helpers.widgets import checkpointing, layouts, mesh, pipeline, sharding, tensor_parallel
 from helpers.widgets.live import FEW_VALUES, answers, live, offered
 
@@ -112,27 +113,26 @@ def test_an_answer_that_fails_says_for_which_values():
 
 
 @pytest.mark.parametrize(
-    ("module", "explorer", "count"),
+    ("explorer", "count"),
     [
-        (pipeline, pipeline.pipeline_explorer, 4 * 2 * 3 * 4),
-        (checkpointing, lambda: checkpointing.checkpointing_explorer(None), 3 * 8),
-        (sharding, sharding.sharding_explorer, 3 * 2 * 4 * 5),
-        (tensor_parallel, lambda: tensor_parallel.layer_explorer(None), 5 * 5 * 3),
-        (mesh, mesh.mesh_explorer, 3 * 3 * 3 * 2 * 2),
-        (layouts, layouts.layout_explorer, 3 * 2 * 3 * 2 * 2),
+        (pipeline.pipeline_explorer, 4 * 2 * 3 * 4),
+        (lambda: checkpointing.checkpointing_explorer(None), 3 * 8),
+        (sharding.sharding_explorer, 3 * 2 * 4 * 5),
+        (lambda: tensor_parallel.layer_explorer(None), 5 * 5 * 3),
+        (mesh.mesh_explorer, 3 * 3 * 3 * 2 * 2),
+        (layouts.layout_explorer, 3 * 2 * 3 * 2 * 2),
     ],
     ids=["10", "11", "12", "13", "14", "15"],
 )
-def test_the_lessons_explorers_offer_a_page_what_they_can_show(
-    monkeypatch, module, explorer, count
-):
+def test_the_lessons_explorers_offer_a_page_what_they_can_show(monkeypatch, explorer, count):
     asked = []
 
     def only_asked(function, controls, few=None):
         asked.append((controls, few or {}))
         return ipywidgets.Output()
 
-    monkeypatch.setattr(module, "live", only_asked)
+    monkeypatch.setattr(helpers.widgets.live, "live", only_asked)
+    monkeypatch.setattr(layouts, "live", only_asked)  # imported by its name
     explorer()
     values = offered(*asked[0])
     assert math.prod(map(len, values.values())) == count
