@@ -41,8 +41,6 @@ def test_the_library_reads_no_environment_variable_of_the_course():
 
 def test_init_files_only_hand_names_on():
     for path in (path for package in PACKAGES for path in package.rglob("__init__.py")):
-        if path.parent.name == "helpers":
-            continue  # names what moved to the library
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             exported = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"

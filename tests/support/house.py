@@ -40,7 +40,6 @@ ORDER = [
     "helpers.autograd_graph",
     "helpers.devices",
     "helpers.data",
-    "helpers.models",
     "helpers.text",
     "helpers.train",
     "helpers.plots",

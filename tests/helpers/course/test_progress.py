@@ -38,7 +38,7 @@ def test_routes_of_the_course_have_their_lessons():
         course.routes(lessons.ROOT / "tests")
 
 
-def test_progress_is_counted(tmp_path, monkeypatch):
+def test_overview_counts_solved_exercises_and_guesses(tmp_path, monkeypatch):
     monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path))
     check("0.1", lambda batch_size, gpu_count: -(-batch_size // gpu_count))
     guess("0a", 15).compare(15)
@@ -48,7 +48,7 @@ def test_progress_is_counted(tmp_path, monkeypatch):
     assert course.overview(lessons.ROOT / "notebooks").rows[0][4:] == ("0 of 1", "")
 
 
-def test_where_to_go_on_is_said(tmp_path, monkeypatch):
+def test_go_on_names_the_next_exercise(tmp_path, monkeypatch):
     monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path))
     order = [item.id for item in exercises()]
     assert f"exercise {order[0]} " in course.go_on()
@@ -83,13 +83,13 @@ def test_own_minutes_are_counted_between_cells_without_breaks(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("name", [None, "scratch.ipynb"])
-def test_outside_of_a_lesson_nothing_is_counted(monkeypatch, name):
+def test_no_minutes_are_counted_outside_of_a_lesson(monkeypatch, name):
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     if name:
         monkeypatch.setenv("JPY_SESSION_NAME", name)
     assert not records.count_minutes()
 
 
-def test_another_folder_is_said(tmp_path):
+def test_overview_refuses_a_folder_without_lessons(tmp_path):
     with pytest.raises(FileNotFoundError, match="run this in notebooks/"):
         course.overview(tmp_path)

@@ -31,7 +31,7 @@ height.value = 4
 """
 
 
-def test_it_follows_its_controls():
+def test_live_follows_its_controls():
     number = ipywidgets.IntSlider(2)
     word = ipywidgets.Text("a")
     shown = live(lambda number, word: print(word * number), {"number": number, "word": word})
@@ -56,7 +56,7 @@ def test_an_error_is_shown_after_what_was_printed_and_the_next_change_works():
     assert [output["text"] for output in shown.outputs] == ["of 2\n0.5\n"]
 
 
-def test_in_a_kernel_it_holds_pictures_html_and_prints():
+def test_live_holds_pictures_html_and_prints_in_a_kernel():
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(LESSON)])
     NotebookClient(notebook, timeout=100, extra_arguments=["--log-level=ERROR"]).execute()
     (result,) = [o for o in notebook.cells[0].outputs if o.output_type == "execute_result"]
@@ -100,7 +100,7 @@ def test_a_page_offers_few_values_among_them_the_ends_and_what_the_control_says(
         ({"number": range(1, 41), "third": range(5)}, "400 combinations of number, word, third"),
     ],
 )
-def test_values_that_a_page_cannot_offer_are_refused(few, message):
+def test_offered_refuses_values_that_a_page_cannot_offer(few, message):
     controls = _controls()
     controls["third"] = ipywidgets.IntSlider(0, min=0, max=4)
     with pytest.raises(ValueError, match=message):

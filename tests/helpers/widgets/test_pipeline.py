@@ -32,7 +32,7 @@ def drawn(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_units_are_those_of_the_schedule_itself(kind):
+def test_answer_counts_in_the_units_of_the_schedule(kind):
     found = answer(kind, 4, 8)
     # Forward takes 1 and backward 2, so eight micro-batches on each of four devices take 4 × 24.
     assert found.alone == 4 * 24
@@ -95,7 +95,7 @@ def test_interleaving_keeps_more_in_smaller_pieces():
     assert woven.peak_bytes()[0] == held + 11 * activations // 2
 
 
-def test_virtual_gpus_are_left_as_they_were():
+def test_layer_cost_leaves_virtual_gpus_as_they_were():
     with vgpu.enable(3, gpu="V100"):
         layer_cost.__wrapped__("K80", 1)
         assert torch.get_device_module("vgpu").device_count() == 3
@@ -109,7 +109,7 @@ def test_virtual_gpus_are_left_as_they_were():
         (("1F1B", 8, BATCH * 2, "H100"), "does not come out even"),
     ],
 )
-def test_a_choice_without_a_schedule_is_said_and_not_drawn(choice, said, drawn, capsys):
+def test_show_answer_explains_a_choice_without_a_schedule(choice, said, drawn, capsys):
     show_answer(*choice)
     assert said in capsys.readouterr().out
     assert drawn == []

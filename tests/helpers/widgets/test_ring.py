@@ -53,12 +53,12 @@ def test_in_every_step_each_rank_sends_another_chunk_and_only_its_neighbour_chan
 
 
 @pytest.mark.parametrize("ranks", [0, ring.MOST_RANKS + 1])
-def test_a_number_of_ranks_that_cannot_be_drawn_is_refused(ranks):
+def test_ring_states_refuse_a_number_of_ranks_that_cannot_be_drawn(ranks):
     with pytest.raises(ValueError, match="1 to 8 ranks"):
         ring.ring_states(ranks)
 
 
-def test_a_number_tells_the_ranks_it_holds():
+def test_origins_reads_the_ranks_off_a_number():
     assert origins(303) == [0, 2]
     assert origins(0) == []
     with pytest.raises(ValueError, match="one for each rank"):
