@@ -180,40 +180,45 @@ def validation_sampler(answer: Callable[..., Any]) -> dict[str, Any]:
             samplers = [answer(data, num_replicas=ranks, rank=rank) for rank in range(ranks)]
             # A walk that never ends must not hang the notebook.
             parts = [list(islice(sampler, 2 * length)) for sampler in samplers]
-        dealt = [index for part in parts for index in part]
-        twice = sorted({index for index in dealt if dealt.count(index) > 1})
-        if twice:
-            hint = f"Padding repeats samples {twice}: they would be counted twice."
-            raise Wrong(yours=parts, expected="no sample twice", given=given, hint=hint)
-        if sorted(dealt) != data:
-            hint = "Some samples are dealt to nobody, or do not exist."
-            expected = f"every sample from 0 to {length - 1}"
-            raise Wrong(yours=parts, expected=expected, given=given, hint=hint)
-        sizes = [len(part) for part in parts]
-        if max(sizes) - min(sizes) > 1:
-            raise Wrong(
-                yours=f"parts of {sizes}",
-                expected="sizes that differ by at most 1",
-                given=given,
-                hint="The slowest rank decides: the parts should be as equal as they can be.",
+            sizes = _judge_parts(parts, data)
+            hint = "len(sampler) is the number of samples of this rank; a DataLoader asks for it."
+            lengths = [len(sampler) for sampler in samplers]
+            expect_equal(lengths, sizes, given=f"the lengths, {given}", hint=hint)
+            again = [sorted(sampler) for sampler in samplers]
+            walked = [sorted(part) for part in parts]
+            hint = "A sampler is walked through once in every epoch: __iter__ must start anew."
+            expect_equal(again, walked, given=f"a second epoch, {given}", hint=hint)
+            loader: DataLoader[int] = DataLoader(
+                data,  # type: ignore[arg-type]
+                batch_size=4,
+                sampler=samplers[0],
             )
-        hint = "len(sampler) is the number of samples of this rank; a DataLoader asks for it."
-        expect_equal([len(s) for s in samplers], sizes, given=f"the lengths, {given}", hint=hint)
-        again = [sorted(sampler) for sampler in samplers]
-        walked = [sorted(part) for part in parts]
-        hint = "A sampler is walked through once in every epoch: __iter__ must start anew."
-        expect_equal(again, walked, given=f"a second epoch, {given}", hint=hint)
-        loader: DataLoader[int] = DataLoader(
-            data,  # type: ignore[arg-type]
-            batch_size=4,
-            sampler=samplers[0],
-        )
-        loaded = sorted(int(index) for batch in loader for index in batch)
-        expect_equal(loaded, walked[0], given=f"through a DataLoader, rank 0, {given}")
+            loaded = sorted(int(index) for batch in loader for index in batch)
+            expect_equal(loaded, walked[0], given=f"through a DataLoader, rank 0, {given}")
     return {
         f"{length} samples on {ranks} ranks": f"parts of {sizes}",
         "dealt twice, left out": "none, none",
     }
+
+
+def _judge_parts(parts: list[list[int]], data: list[int]) -> list[int]:
+    """The sizes of the ranks' parts; raises Wrong unless every sample is in one, evenly."""
+    dealt = [index for part in parts for index in part]
+    twice = sorted({index for index in dealt if dealt.count(index) > 1})
+    if twice:
+        hint = f"Padding repeats samples {twice}: they would be counted twice."
+        raise Wrong(yours=parts, expected="no sample twice", hint=hint)
+    if sorted(dealt) != data:
+        hint = "Some samples are dealt to nobody, or do not exist."
+        raise Wrong(yours=parts, expected=f"every sample from 0 to {len(data) - 1}", hint=hint)
+    sizes = [len(part) for part in parts]
+    if max(sizes) - min(sizes) > 1:
+        raise Wrong(
+            yours=f"parts of {sizes}",
+            expected="sizes that differ by at most 1",
+            hint="The slowest rank decides: the parts should be as equal as they can be.",
+        )
+    return sizes
 
 
 @exercise("7.4", "Accumulate, and send once")
