@@ -29,10 +29,10 @@ def _split_digits() -> dict[bool, tuple[torch.Tensor, torch.Tensor]]:
 
 def _digits_file() -> Path:
     """Where scikit-learn has its digits; importing it to ask takes longer than to read them."""
-    found = importlib.util.find_spec("sklearn")
-    if found is None or found.origin is None:
+    package = importlib.util.find_spec("sklearn")
+    if package is None or package.origin is None:
         raise ModuleNotFoundError("the digits come with scikit-learn, which is not installed")
-    return Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    return Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
 
 
 class Digits(Dataset):

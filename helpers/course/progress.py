@@ -41,8 +41,8 @@ def overview(folder: Path | str = ".") -> Table:
         solved = f"{sum(name in done for name in own)} of {len(own)}" if own else ""
         yours = f"{spent[path.name[:2]]:.0f}" if path.name[:2] in spent else ""
         stated = _minutes(opening)
-        made, right = guessed.get(path.name[:2], (0, 0))
-        hits = f"{right} of {made}" if made else ""
+        count, right = guessed.get(path.name[:2], (0, 0))
+        hits = f"{right} of {count}" if count else ""
         rows.append((heading, stated, yours, needed, solved, hits))
         links[heading] = path.name
     header = ("lesson", "minutes", "yours", "builds on", "exercises solved", "guesses right")
