@@ -63,7 +63,7 @@ def _virtual_gpus(request, _nothing_is_left_behind):
 _MANY_FILES = (
     "vgpu/launch",
     "helpers/train",
-    "lessons",
+    "claims",
     "teaching",
     "vgpu/plan",
     "vgpu/collectives",

@@ -89,7 +89,7 @@ def test_a_pending_claim_has_its_reason():
 
 @pytest.mark.parametrize("broken", all_broken(), ids=lambda broken: f"{broken.claim}-{broken.how}")
 def test_what_breaks_a_claim_stands_in_its_lesson(broken):
-    # Whether the claim then fails is tried in tests/lessons.
+    # Whether the claim then fails is tried in tests/claims.
     assert cells_to_run(*proving(broken), broken, [*broken.shorter, *broken.edits])
 
 

@@ -50,7 +50,7 @@ def test_lessons_are_judged_side_by_side(tmp_path):
 )
 def test_as_many_at_once_as_cores_and_memory_allow(monkeypatch, cores, gib, jobs):
     memory = SimpleNamespace(available=gib * 2**30)
-    monkeypatch.setattr(class_check.machine, "cores", lambda: cores)
+    monkeypatch.setattr(class_check.launcher, "cores", lambda: cores)
     monkeypatch.setattr(class_check.psutil, "virtual_memory", lambda: memory)
     assert class_check.at_once(LIMITS) == jobs
 

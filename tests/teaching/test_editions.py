@@ -71,7 +71,7 @@ def _leads_nowhere_else(root, readme):
         assert (root / wanted).is_file()
     tree = readme.partition("## What is where\n\n```\n")[2].partition("```")[0]
     places = [line.split()[0] for line in tree.splitlines() if not line.startswith(" ")]
-    assert "helpers/" in places and "  vgpu/ " in tree and "  *.py " in tree
+    assert {"vgpu/", "helpers/"} <= set(places) and "  *.py " in tree
     assert all((root / place).exists() for place in places), places
     if shutil.which("make"):
         offered = subprocess.run(

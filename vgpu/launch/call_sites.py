@@ -138,7 +138,8 @@ def user_call_site(frames: Iterable[tuple[str, int]]) -> CallSite | None:
 
 @cache
 def _is_cell(filename: str) -> bool:
-    return not os.path.isfile(filename)
+    # <string> is what python -c runs: it starts a program, and calls its files.
+    return filename != "<string>" and not os.path.isfile(filename)
 
 
 class _Frame(NamedTuple):

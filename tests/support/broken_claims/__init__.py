@@ -1,7 +1,7 @@
 """Claims with their mechanism broken, one file a lesson: the cell that proves them must fail.
 
 A cell that passes while what it claims is false is no proof. Each entry of a file's ``BROKEN`` says
-what is broken and how; ``tests/lessons/test_broken_claims.py`` tries them.
+what is broken and how; ``tests/claims/test_broken_claims.py`` tries them.
 """
 
 import importlib

@@ -54,6 +54,7 @@ def test_the_innermost_line_of_a_cell_counts_before_files_that_it_calls():
     module, cell = __file__, "<cell 1>"
     assert user_call_site([(dist.__file__, 1), (module, 2), (cell, 3)]).filename == cell
     assert user_call_site([(dist.__file__, 1), (module, 2)]).line == 2
+    assert user_call_site([(module, 2), ("<string>", 1)]).filename == module  # python -c
     assert user_call_site([(dist.__file__, 1), (launcher.__file__, 2)]) is None
 
 
