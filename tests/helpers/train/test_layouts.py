@@ -158,7 +158,7 @@ def with_two_shards(rank, world_size):
 
 
 def test_a_training_has_no_stages():
-    with pytest.raises(launch.RankRaised, match="2 stages has stages; this trainer runs no pipel"):
+    with pytest.raises(launch.RankRaised, match="pp 2 has stages; this trainer runs no pipel"):
         launch.run(with_two_stages, 2)
 
 
