@@ -1,12 +1,9 @@
 """The course's own package: checks, progress, widgets, plots, devices and data."""
 
-_MOVED = {
-    "launch": "from vgpu import launch",
-    "vgpu": "import vgpu",
-}
-
 
 def __getattr__(name: str) -> object:
-    if name in _MOVED:
-        raise ImportError(f"helpers.{name} is a library of its own now; write: {_MOVED[name]}")
+    """ImportError for the two names that old code imports; the library has them now."""
+    if name in ("vgpu", "launch"):
+        new = "import vgpu" if name == "vgpu" else "from vgpu import launch"
+        raise ImportError(f"helpers.{name} is in the library now: write {new}")
     raise AttributeError(f"module 'helpers' has no attribute {name!r}")

@@ -38,10 +38,16 @@ def graph_of(result: torch.Tensor, names: Mapping[str, torch.Tensor] | None = No
     """
     functions, edges = _walk(result.grad_fn)
     named = {id(tensor): name for name, tensor in (names or {}).items()}
-    made = {t.grad_fn: f"{name} = " for name, t in (names or {}).items() if t.grad_fn is not None}
+    prefixes = {
+        t.grad_fn: f"{name} = " for name, t in (names or {}).items() if t.grad_fn is not None
+    }
     depths = _longest_ways(len(functions), edges)
     nodes = tuple(
-        Node(made.get(function, "") + _label(function, named), hasattr(function, "variable"), depth)
+        Node(
+            prefixes.get(function, "") + _label(function, named),
+            hasattr(function, "variable"),
+            depth,
+        )
         for function, depth in zip(functions, depths, strict=True)
     )
     return Graph(nodes, tuple(edges))

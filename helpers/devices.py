@@ -91,17 +91,17 @@ def _do_without_workspaces() -> None:
 
 def _workspaces() -> str:
     name, without = next(iter(_WITHOUT_WORKSPACES.items()))
-    found = os.environ[name]
-    if found == without:
-        return f"none, so that the bytes counted are those of tensors ({name}={found})"
-    return f"counted with the tensors, as {name}={found} asks for them"
+    value = os.environ[name]
+    if value == without:
+        return f"none, so that the bytes counted are those of tensors ({name}={value})"
+    return f"counted with the tensors, as {name}={value} asks for them"
 
 
 def _real_gpus() -> str:
-    found = [
+    names = [
         f"{torch.cuda.get_device_name(i)} ({format_bytes(torch.cuda.mem_get_info(i)[1])})"
         for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     ]
     if torch.backends.mps.is_available():
-        found.append("Apple GPU (mps)")
-    return ", ".join(found) or "none"
+        names.append("Apple GPU (mps)")
+    return ", ".join(names) or "none"

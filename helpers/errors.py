@@ -58,9 +58,9 @@ def expected_warning(kind: type[Warning], *phrases: str, lines: int = 6) -> Iter
         elif caught.error is None and isinstance(item.message, Warning):
             caught.error = item.message
     if caught.error is None:
-        found = [f"{w.category.__name__}: {w.message}" for w in seen] or ["no warning"]
+        others = [f"{w.category.__name__}: {w.message}" for w in seen] or ["no warning"]
         wanted = "".join(f" with {phrase!r}" for phrase in phrases)
-        raise AssertionError(f"expected {kind.__name__}{wanted}, found: " + "; ".join(found))
+        raise AssertionError(f"expected {kind.__name__}{wanted}, found: " + "; ".join(others))
     print(_short(f"{type(caught.error).__name__}: {caught.message}", lines))
 
 

@@ -60,8 +60,8 @@ def _all_letters() -> torch.Tensor:
     numbers = torch.full((128,), -1)
     numbers[[ord(letter) for letter in VOCABULARY]] = torch.arange(len(VOCABULARY))
     codes = torch.frombuffer(bytearray(text.encode("ascii", "ignore")), dtype=torch.uint8)
-    found = numbers[codes.long()]
-    return found[found >= 0]  # other control characters have no number
+    tokens = numbers[codes.long()]
+    return tokens[tokens >= 0]  # other control characters have no number
 
 
 def letters(train: bool = True) -> torch.Tensor:

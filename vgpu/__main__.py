@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from vgpu import cuda_words
+from vgpu import cuda_is_vgpu
 from vgpu.hardware.specs import PRESETS
-from vgpu.program import Setting, run_module, run_script
+from vgpu.run_program import ProgramSettings, run_module, run_script
 from vgpu.units import parse_bytes
 
 EXAMPLES = """\
@@ -26,17 +26,16 @@ examples:
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse the options, then become the program."""
-    given = sys.argv[1:] if arguments is None else arguments
-    options = parser().parse_args(given)
+    options = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
     # argparse leaves the -- before the script there.
-    words = options.module or options.program[options.program[:1] == ["--"] :]
-    if not words:
+    program = options.module or options.program[options.program[:1] == ["--"] :]
+    if not program:
         parser().error("name a script to run, or a module with -m")
-    name = words[0]
+    name = program[0]
     if not options.module:
         _require_script(name)
-    sys.argv = list(words)
-    setting = Setting(
+    sys.argv = list(program)
+    settings = ProgramSettings(
         count=options.count,
         gpu=options.gpu,
         memory_bytes=options.memory,
@@ -45,19 +44,19 @@ def main(arguments: list[str] | None = None) -> None:
         summary=options.summary,
     )
     if options.cuda_is_vgpu:
-        sys.argv[1:] = map(cuda_words.argument, sys.argv[1:])
+        sys.argv[1:] = map(cuda_is_vgpu.replace_in_argument, sys.argv[1:])
     try:
         if options.module:
-            run_module(name, setting)
+            run_module(name, settings)
         else:
-            run_script(Path(name), setting)
+            run_script(Path(name), settings)
     finally:
-        for reading in cuda_words.readings:
-            _say(str(reading))
+        for replacements in cuda_is_vgpu.replaced_in:
+            _print_once(str(replacements))
 
 
-def _say(text: str) -> None:
-    """Once, however many ranks there are."""
+def _print_once(text: str) -> None:
+    """On rank 0 only, where there are several ranks."""
     if os.environ.get("RANK", "0") == "0":
         print(f"vgpu: {text}", file=sys.stderr)
 
@@ -70,7 +69,9 @@ def _require_script(name: str) -> None:
     ours = Path(__file__).parent
     for other in (Path(name).with_name("vgpu.py"), Path(name).with_name("vgpu")):
         if other.exists() and not other.samefile(ours):
-            _say(f"{other} cannot be imported here, because this package is called vgpu: rename it")
+            _print_once(
+                f"{other} cannot be imported here, because this package is called vgpu: rename it"
+            )
 
 
 def _folder(script: str | None) -> str:

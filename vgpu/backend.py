@@ -1,14 +1,15 @@
-"""Switches virtual GPUs on and off.
+"""``vgpu.enable`` and ``vgpu.disable``: what switches virtual GPUs on and off.
 
-What they replace in torch, the files below say themselves, each in its ``install``; here all of it
-is put in place and undone. Two things cannot be undone, because torch allows each only once in a
-process: the name of the device type (``torch.device("vgpu:0")`` stays valid), and with it that
-``torch.accelerator`` names ``vgpu``. What only this device type reaches stays as well, and tensors
-that still lie on it go on working. So ``torch.vgpu`` stays as well and then says that no device
-is available, as ``torch.cuda`` does on a machine without a GPU.
+Each module in ``_PATCHES`` says in its ``install`` what it replaces in torch; ``enable`` installs
+all of them, ``disable`` undoes them. Two things cannot be undone, because torch allows each only
+once in a process: the name of the device type (``torch.device("vgpu:0")`` stays valid), and with it
+that ``torch.accelerator`` names ``vgpu``. Tensors that still lie on a virtual GPU go on working.
+``torch.vgpu`` stays too, and then says that no device is available, as ``torch.cuda`` does on a
+machine without a GPU.
 """
 
 import contextlib
+import copyreg
 import dataclasses
 import operator
 from typing import Any
@@ -18,22 +19,14 @@ import torch.nn.parallel.data_parallel
 from torch.utils import backend_registration
 
 from vgpu import torch_releases
-from vgpu.changes import Changes
-from vgpu.collectives import (
-    ddp,
-    futures,
-    groups,
-    nccl_only,
-    pipelines,
-    recorded,
-    wrappers,
-)
+from vgpu.collectives import dispatch, nccl_only, process_groups, wrappers
 from vgpu.hardware.links import Link, get_link
 from vgpu.hardware.specs import GPUSpec, get_spec
 from vgpu.memory import gpus
-from vgpu.tensor import custom, device_names, kernels, refusals, shapes
-from vgpu.tensor.gpu_only import out_dtype, rms_norm, sync_batch_norm
-from vgpu.time import joint
+from vgpu.tensor import device_names, kernels, norms, refusals, shapes
+from vgpu.time.simulate import simulate
+from vgpu.time.steps import Program
+from vgpu.time.timeline import Timeline
 from vgpu.torch_patches import (
     accelerator,
     attention,
@@ -43,39 +36,30 @@ from vgpu.torch_patches import (
     functions,
     processes,
     serialization,
-    stand_ins,
-    uninitialized,
 )
+from vgpu.torch_patches.undo import Changes
 
-_CHANGING = (
+_PATCHES = (
     accelerator,
     attention,
-    custom,
     data_assignment,
     data_parallel,
-    ddp,
     device_names,
+    dispatch,
     functions,
-    futures,
-    groups,
     kernels,
     nccl_only,
-    out_dtype,
-    pipelines,
+    norms,
+    process_groups,
     processes,
-    recorded,
     refusals,
-    rms_norm,
     serialization,
     shapes,
-    stand_ins,
-    sync_batch_norm,
-    uninitialized,
     wrappers,
 )
 
 _FREE_NAME = "privateuseone"
-"""What torch calls its place for a further device type as long as nobody has taken it."""
+"""What torch calls its one slot for a further device type until somebody takes it."""
 
 _changes = Changes()
 _Settings = tuple[int, GPUSpec, int]
@@ -113,9 +97,9 @@ def enable(
     gpu: a preset of specs.py, or a GPUSpec. memory_bytes: capacity of each, in place of the
     preset's. link: between GPUs, of links.py, in place of the preset's. May be called again at
     any time; tensors stay on the devices that remain. ValueError for a count that is not 1 to 127, a
-    name that no preset has, and memory that is not positive; TypeError for what is no whole number.
+    name that no preset has, and memory that is not positive; TypeError for a non-integer.
     """
-    count = _whole(count, "count", "such as 4")
+    count = _to_int(count, "count", "such as 4")
     if not 1 <= count <= 127:
         raise ValueError(f"count must be 1 to 127 (torch numbers devices in 8 bits), got {count}")
     spec = get_spec(gpu)
@@ -123,7 +107,7 @@ def enable(
         spec = dataclasses.replace(spec, link=get_link(link))
     capacity_bytes = spec.memory_bytes
     if memory_bytes is not None:
-        capacity_bytes = _whole(memory_bytes, "memory_bytes", "such as 16 * 2**30")
+        capacity_bytes = _to_int(memory_bytes, "memory_bytes", "such as 16 * 2**30")
     if capacity_bytes <= 0:
         raise ValueError(f"memory_bytes must be positive, got {memory_bytes}")
     before = _settings
@@ -131,7 +115,7 @@ def enable(
     return Lab(before)
 
 
-def _whole(number: int, name: str, example: str) -> int:
+def _to_int(number: int, name: str, example: str) -> int:
     try:
         return operator.index(number)
     except TypeError:
@@ -158,7 +142,7 @@ def is_enabled() -> bool:
 
 
 def _use(settings: _Settings | None) -> None:
-    """Change from the settings now in use, or none, to these, or none."""
+    """Change to these settings; None switches virtual GPUs off."""
     global _settings
     if settings is not None and _settings is None:
         _name_device_type()
@@ -175,9 +159,9 @@ def _install() -> None:
     try:
         for owner, name, value in _methods:
             _changes.set(owner, name, value)
-        for file in _CHANGING:
+        for patch in _PATCHES:
             with torch_releases.noting_missing(_changes.missing):
-                file.install(_changes)
+                patch.install(_changes)
         torch_releases.report_missing(_changes.missing)
     except BaseException:
         _changes.close()
@@ -189,11 +173,11 @@ def _name_device_type() -> None:
     global _named
     if _named:
         return
-    found = torch._C._get_privateuse1_backend_name()
-    if found != _FREE_NAME:
+    name = torch._C._get_privateuse1_backend_name()
+    if name != _FREE_NAME:
         raise RuntimeError(
-            f"torch's only place for a further device type is taken by {found!r}; "
-            f"virtual GPUs need a process without it"
+            f"torch has one slot for a further device type, and {name!r} has taken it: virtual GPUs "
+            f"need a process without it"
         )
     methods = {
         owner: set(vars(owner))
@@ -210,7 +194,20 @@ def _name_device_type() -> None:
     _named = True
 
 
-joint.name_with(_name_device_type)
+def _simulated_again(programs: tuple[Program, ...]) -> Timeline:
+    """The timeline of programs that came from another process, where devices had names."""
+    _name_device_type()
+    return simulate(programs)
+
+
+def _as_programs(timeline: Timeline) -> Any:
+    """Devices don't leave their process. Steps can travel, and give the same timeline again."""
+    if not timeline.programs:
+        return timeline.__reduce_ex__(2)
+    return _simulated_again, (timeline.programs,)
+
+
+copyreg.pickle(Timeline, _as_programs)
 
 # What torch generates for a new device type: Tensor.vgpu, Tensor.is_vgpu, Module.vgpu and so on.
 _methods: list[tuple[Any, str, Any]] = []

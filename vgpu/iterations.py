@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from vgpu.collectives.cluster import cluster
 from vgpu.memory import gpus
 from vgpu.tensor.shapes import shapes_only
-from vgpu.time.joint import together
-from vgpu.time.recorder import record
-from vgpu.time.trace import Timeline
+from vgpu.time.record import record
+from vgpu.time.simulate import simulate
+from vgpu.time.timeline import Timeline
 
 LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -92,7 +92,7 @@ def ddp_iteration(
         with record(**changes) as timeline:
             step()
     (program,) = timeline.programs
-    return together([dataclasses.replace(program, rank=rank) for rank in range(world_size)])
+    return simulate([dataclasses.replace(program, rank=rank) for rank in range(world_size)])
 
 
 def _gpu(index: int) -> torch.device:

@@ -2,6 +2,6 @@
 
 from helpers.checks.core import Outcome, check, evaluate, exercises, progress
 from helpers.checks.guesses import guess
-from helpers.checks.solved import reset
+from helpers.checks.records import reset
 
 __all__ = ["Outcome", "check", "evaluate", "exercises", "guess", "progress", "reset"]

@@ -9,8 +9,9 @@ to show. The functions are found through the exercise's id: "4.2" is the second 
 import html
 import importlib
 import importlib.util
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, Literal
 import torch
 from IPython.display import display
 
-from helpers.checks import blame, minutes, solved
+from helpers.checks import blame, records
 from helpers.checks.describing import describe, difference, told_apart
 from vgpu.tables import Table
 
@@ -29,7 +30,7 @@ Checker = Callable[[Any], Mapping[str, Any] | None]
 _exercises: dict[str, "Exercise"] = {}
 
 # A lesson imports ``check`` in its first cell: from there on its minutes are counted.
-minutes.follow()
+records.count_minutes()
 
 
 class Wrong(Exception):
@@ -99,8 +100,8 @@ class Outcome:
         return [(name, text) for name, text in rows if text]
 
     def _headline(self) -> str:
-        said = {"not attempted": "not attempted yet", "wrong": "not right yet", "right": "right"}
-        return f"Exercise {self.exercise} · {self.title}: {said[self.status]}"
+        verdict = {"not attempted": "not attempted yet", "wrong": "not right yet", "right": "right"}
+        return f"Exercise {self.exercise} · {self.title}: {verdict[self.status]}"
 
     def __str__(self) -> str:
         width = max((len(name) for name, _ in self._rows()), default=0) + 2
@@ -150,7 +151,7 @@ def exercises() -> list[Exercise]:
 
 def progress() -> Table:
     """Solved and open exercises per lesson, as a table."""
-    return solved.tabulate([item.id for item in exercises()])
+    return records.solved_by_lesson([item.id for item in exercises()])
 
 
 def check(exercise_id: str, answer: Any) -> None:
@@ -163,7 +164,7 @@ def check(exercise_id: str, answer: Any) -> None:
     outcome = evaluate(exercise_id, answer)
     display(outcome)
     if outcome.status == "right":
-        problem = solved.record(exercise_id)
+        problem = records.record_solved(exercise_id)
         if problem:
             print(problem)
 
@@ -216,6 +217,8 @@ def for_input(given: Any, hint: str = "") -> Iterator[None]:
         wrong.given = wrong.given or _as_text(given)
         wrong.hint = wrong.hint or hint
         raise
+    except _Raised:  # inside another input's block, which has said its own
+        raise
     except Exception as error:
         if _is_stub(error):
             raise
@@ -246,6 +249,54 @@ def expect_close(
         raise Wrong(
             yours=yours, expected=expected, given=given, hint=hint, values=True
         ) from unequal
+
+
+def expect_tensor(yours: Any, *, given: Any = None, hint: str = "Return a tensor.") -> None:
+    """Raise Wrong unless ``yours`` is a tensor."""
+    if not isinstance(yours, torch.Tensor):
+        raise Wrong(yours=yours, expected="a tensor", given=given, hint=hint)
+
+
+def expect_whole_number(yours: Any, least: int, most: int, *, given: Any = None, hint: str) -> None:
+    """Raise Wrong unless ``yours`` is an int from ``least`` to ``most``."""
+    if isinstance(yours, bool) or not isinstance(yours, int) or not least <= yours <= most:
+        expected = f"a whole number from {least} to {most}"
+        raise Wrong(yours=repr(yours), expected=expected, given=given, hint=hint)
+
+
+def expect_number(yours: Any, expected: str, hint: str = "") -> None:
+    """Raise Wrong unless ``yours`` is an int or a float; expected: what it is a number of."""
+    if isinstance(yours, bool) or not isinstance(yours, int | float):
+        raise Wrong(yours=repr(yours), expected=expected, hint=hint)
+
+
+def expect_gradients(
+    yours: Iterable[torch.Tensor],
+    expected: Iterable[torch.Tensor],
+    hint: str = "A gradient is wrong.",
+) -> float:
+    """Raise Wrong unless the parameters have the same gradients; the largest difference between two."""
+    largest = 0.0
+    for mine, theirs in zip(yours, expected, strict=True):
+        assert theirs.grad is not None
+        if mine.grad is None:
+            raise Wrong(
+                yours="a parameter without a gradient",
+                expected="a gradient for every parameter",
+                hint="Something cuts the graph: move with .to() alone, and detach nothing.",
+            )
+        gradient, right = mine.grad.cpu(), theirs.grad.cpu()
+        expect_close(gradient, right, hint=hint)
+        largest = max(largest, (gradient - right).abs().max().item())
+    return largest
+
+
+def hint_by_value(
+    yours: float, wrong: Mapping[str, float], otherwise: str, within: float = 0.01
+) -> str:
+    """The hint whose wrong value ``yours`` is, to the share ``within``; else ``otherwise``."""
+    hints = (hint for hint, value in wrong.items() if math.isclose(yours, value, rel_tol=within))
+    return next(hints, otherwise)
 
 
 def _find(exercise_id: str) -> Exercise:

@@ -12,7 +12,7 @@ from typing import Any
 
 from IPython.display import display
 
-from helpers.checks.solved import GUESS_SUFFIX, folder
+from helpers.checks.records import GUESS_SUFFIX, folder
 
 _ID = re.compile(r"\d+[a-z]")
 
@@ -106,13 +106,13 @@ def guess(guess_id: str, value: Any = ..., *, one_of: Sequence[Any] = ()) -> Gue
 
 def counts() -> dict[str, tuple[int, int]]:
     """By lesson, as "04": how many guesses were made, and how many of them were right."""
-    found: dict[str, tuple[int, int]] = {}
+    by_lesson: dict[str, tuple[int, int]] = {}
     for path in folder().glob(f"*{GUESS_SUFFIX}"):
         lesson = f"{int(path.name.removesuffix(GUESS_SUFFIX)[:-1]):02d}"
         right = json.loads(path.read_text(encoding="utf-8"))["right"]
-        made, hits = found.get(lesson, (0, 0))
-        found[lesson] = made + 1, hits + bool(right)
-    return found
+        made, hits = by_lesson.get(lesson, (0, 0))
+        by_lesson[lesson] = made + 1, hits + bool(right)
+    return by_lesson
 
 
 def agree(value: Any, outcome: Any, within: float = 0.0) -> bool:

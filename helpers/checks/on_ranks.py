@@ -1,11 +1,16 @@
-"""Answers that run on real ranks: started under a short time limit, and their faults a verdict."""
+"""Answers that run on real ranks: started under a short time limit, and their errors a verdict."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from helpers.checks.blame import hint_in, own_line_in
 from helpers.checks.core import Wrong
 from vgpu import launch
+from vgpu.profiling import CollectiveCalls, count_collectives_on_gpu, own_gpu
+from vgpu.profiling.collective_counters import MAKE_IT_ON_THE_GPU
 
 TIMEOUT_S = 3.0
 """From the moment all ranks have met; a right answer takes milliseconds."""
@@ -59,3 +64,36 @@ def on_ranks(
             given=given,
             hint="Sizes or dtypes that differ between ranks can end a process like this.",
         ) from died
+
+
+def answer_on_gpu(
+    rank: int, world_size: int, answer: Callable[[torch.Tensor], Any], tensors: list[torch.Tensor]
+) -> tuple[Any, CollectiveCalls]:
+    """On a rank with a GPU: the answer for the rank's tensor, which is there, and the collectives that
+    it called."""
+    tensor = tensors[rank].to(own_gpu())
+    result, calls = count_collectives_on_gpu(rank, world_size, lambda *_: answer(tensor))
+    if isinstance(result, torch.Tensor):
+        if result.dim() and result.device != tensor.device:
+            raise TypeError(
+                f"the answer is on the {result.device.type}, and the tensor came on "
+                f"{tensor.device}: {MAKE_IT_ON_THE_GPU}"
+            )
+        result = result.cpu()
+    return result, calls
+
+
+def run_backward(loss: torch.Tensor, instead: str) -> None:
+    """``loss.backward()``, on a rank. Raises ValueError if it goes through a plain collective.
+
+    torch only warns: a collective of c10d has no derivative, and autograd passes gradients through
+    it as if it had not been there. instead: what to do, for the message.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss.backward()
+    if any("autograd kernel was not registered" in str(warning.message) for warning in caught):
+        raise ValueError(
+            "a collective was called with a tensor that requires a gradient, and backward knows "
+            f"nothing of collectives: {instead}"
+        )

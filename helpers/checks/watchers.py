@@ -1,4 +1,4 @@
-"""What checks watch: models, a run, what goes back to the host, and what leaves a device."""
+"""What checks watch: models, graphs that are kept, what DDP sends, a run, reads of the host, copies."""
 
 import gc
 import weakref
@@ -7,11 +7,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from vgpu.profiling.watching import Watching
+from helpers.checks.core import Wrong
+from vgpu.profiling import EagerDispatchMode
 
 FEATURES, CLASSES = 6, 4
 
@@ -71,6 +75,68 @@ class WatchedScores(nn.Module):
         return scores
 
 
+class _Saved:
+    """Lives as long as anything that one forward has saved for backward."""
+
+
+class WatchedLinear(nn.Linear):
+    """A linear layer that notes at each forward how many samples came, and what earlier ones hold.
+
+    ``graphs_held`` has the number of earlier forwards through which backward has not gone yet, or has
+    gone with ``retain_graph=True``. A loss that is kept after its backward holds nothing.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.samples: list[int] = []
+        self.graphs_held: list[int] = []
+        self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self._saved:
+            gc.collect()  # a graph in a reference cycle is not kept, only not yet found
+        self.samples.append(len(input))
+        self.graphs_held.append(len(self._saved))
+        saved = _Saved()
+        self._saved.add(saved)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: (tensor, saved), lambda packed: packed[0]
+        ):
+            return super().forward(input)
+
+
+def count_sent(parallel: DistributedDataParallel) -> list[int]:
+    """The bytes of each bucket that DDP will send, one after the other."""
+    sent_bytes: list[int] = []
+    world = dist.group.WORLD
+    assert world is not None
+
+    def send(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        sent_bytes.append(bucket.buffer().nbytes)
+        return allreduce_hook(world, bucket)
+
+    parallel.register_comm_hook(None, send)
+    return sent_bytes
+
+
+def expect_one_micro_batch(largest: int, most: int, graphs_held: int, given: str) -> None:
+    """Raise Wrong for a forward of more samples than one micro-batch has, or several graphs at once."""
+    if largest > most:
+        raise Wrong(
+            yours=f"a forward of {largest} samples at once",
+            expected=f"at most {most}, one micro-batch",
+            given=given,
+            hint="Joined micro-batches need the memory that accumulating saves.",
+        )
+    if graphs_held:
+        raise Wrong(
+            yours=f"the graphs of {graphs_held + 1} micro-batches at once",
+            expected="the graph of one at a time",
+            given=given,
+            hint="Call backward for each micro-batch: a sum of losses keeps every graph.",
+        )
+
+
 class Augmented(Dataset):
     """Items (index, input, label); noise from torch's CPU random state is added to the input."""
 
@@ -108,7 +174,7 @@ class Trainer:
             self.losses.append(loss.item())
 
 
-class ReadBacks(Watching):
+class ReadBacks(EagerDispatchMode):
     """Counts what makes the host wait: values that go from ``device_type`` to the CPU."""
 
     ASKING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select")
@@ -137,7 +203,7 @@ class ReadBacks(Watching):
         return isinstance(value, torch.Tensor) and value.device.type == self.device_type
 
 
-class Leaving(Watching):
+class Leaving(EagerDispatchMode):
     """Counts the numbers of a recorded graph that are copied from each device to another.
 
     What needs no gradient, such as labels in whatever form, is not counted.

@@ -98,9 +98,9 @@ def counts(claims: Iterable[Claim]) -> Table:
     statuses = [s for s in (*VERDICTS, PENDING) if search(claims, verdict=s)]
     rows: list[list[object]] = []
     for lesson in [*sorted({claim.lesson for claim in claims}), ANY]:
-        found = Counter(claim.status for claim in search(claims, lesson=lesson))
+        by_status = Counter(claim.status for claim in search(claims, lesson=lesson))
         name = "all" if lesson == ANY else lesson
-        rows.append([name, *(found[status] or "" for status in statuses), found.total()])
+        rows.append([name, *(by_status[status] or "" for status in statuses), by_status.total()])
     return Table(("lesson", *statuses, "claims"), rows)
 
 

@@ -4,8 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from helpers.checks import exercises, guesses, minutes
-from helpers.checks.solved import ids
+from helpers.checks import exercises, guesses, records
 from vgpu.tables import Table
 
 # Name and whom it is for, and its lessons; in brackets the part that is read, and its share.
@@ -31,7 +30,7 @@ def overview(folder: Path | str = ".") -> Table:
     """
     paths = _lessons(folder)
     paths += sorted(Path(folder).glob("appendix_*.ipynb"))
-    done, spent, guessed = ids(), minutes.spent(), guesses.counts()
+    done, spent, guessed = records.solved(), records.minutes(), guesses.counts()
     rows, links = [], {}
     for path in paths:
         opening = _opening(path)
@@ -42,8 +41,8 @@ def overview(folder: Path | str = ".") -> Table:
         solved = f"{sum(name in done for name in own)} of {len(own)}" if own else ""
         yours = f"{spent[path.name[:2]]:.0f}" if path.name[:2] in spent else ""
         stated = _minutes(opening)
-        made, right = guessed.get(path.name[:2], (0, 0))
-        hits = f"{right} of {made}" if made else ""
+        count, right = guessed.get(path.name[:2], (0, 0))
+        hits = f"{right} of {count}" if count else ""
         rows.append((heading, stated, yours, needed, solved, hits))
         links[heading] = path.name
     header = ("lesson", "minutes", "yours", "builds on", "exercises solved", "guesses right")
@@ -71,7 +70,7 @@ def routes(folder: Path | str = ".") -> Table:
 
 def go_on() -> str:
     """A sentence that says where to go on: the first exercise after the last one solved."""
-    done = ids()
+    done = records.solved()
     order = exercises()
     reached = max((place for place, item in enumerate(order) if item.id in done), default=-1)
     later = [item for item in order[reached + 1 :] if item.id not in done]

@@ -1,31 +1,51 @@
 """Figures of the lessons; they only read records."""
 
-from helpers.plots.collectives import before_and_after, busiest_rank
-from helpers.plots.ddp import bytes_sent, hands, interrupted
-from helpers.plots.iteration import four_parts, iteration, one_step, peaks_before_and_after
+from helpers.plots.autograd import gradients, graph_before_and_after, kept_per_step
+from helpers.plots.collectives import (
+    before_and_after,
+    busiest_rank,
+    bytes_sent,
+    hands,
+    interrupted,
+    latency_and_bandwidth,
+)
+from helpers.plots.dataparallel import (
+    data_parallel_against_ddp,
+    four_parts,
+    iteration,
+    one_step,
+    peaks_before_and_after,
+    replica_sizes,
+    share_bars,
+    shares,
+)
+from helpers.plots.devices import memories, relabelled
 from helpers.plots.memory import (
     against_k,
     against_segments,
     fitting,
+    held_by_cause,
+    memory_over_step,
     peaks_by_cause,
     step_by_cause,
     step_by_module,
     steps_by_cause,
+    who_holds,
 )
-from helpers.plots.one_device.autograd import gradients, graph_before_and_after, kept_per_step
-from helpers.plots.one_device.network import network
-from helpers.plots.one_device.places import memories, relabelled
-from helpers.plots.one_device.training import digit_grid, learning_curves, resumed_curves
-from helpers.plots.parallel.meshes import expert_load, mesh, ring_work
-from helpers.plots.parallel.plans import by_batch, goodput, latency_and_bandwidth, same_batch
-from helpers.plots.parallel.splits import gained, held, split_times
-from helpers.plots.pipeline import data_parallel_against_ddp, parts_of_time, split_sizes
-from helpers.plots.repeats import repeated_times
+from helpers.plots.meshes import expert_load, held, mesh, ring_work
 from helpers.plots.schedules import schedule, schedules
-from helpers.plots.sharding import held_by_cause, learned, memory_over_step, who_holds
-from helpers.plots.shares import replica_sizes, share_bars, shares
 from helpers.plots.style import COLOURS, figure, show
 from helpers.plots.timeline import timeline, timelines
+from helpers.plots.times import gained, goodput, parts_of_time, same_batch, split_sizes, split_times
+from helpers.plots.training import (
+    by_batch,
+    digit_grid,
+    learned,
+    learning_curves,
+    network,
+    repeated_times,
+    resumed_curves,
+)
 
 __all__ = [
     "COLOURS",

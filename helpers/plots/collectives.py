@@ -1,23 +1,21 @@
-"""Who holds what before and after a collective, and a ring all-reduce step by step.
+"""Collectives and DDP: who holds what before and after, a ring step by step, who is dealt what, bytes sent.
 
 The lesson starts rank r with small numbers times 10**r. So a number tells which ranks went into
 it: 110 holds something of ranks 1 and 2. The colours of a cell are read off its number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
+from matplotlib.patches import Rectangle
 
-from helpers.plots.style import COLOURS, figure, show, title
+from helpers.plots.style import COLOURS, RANK_COLOURS, figure, show, title
+from vgpu.units import format_bytes, format_seconds
 
-RANK_COLOURS = tuple(
-    COLOURS[name]
-    # Light ones first: the numbers on them are black.
-    for name in ("sky", "orange", "green", "vermilion", "purple", "yellow", "grey", "blue")
-)
 _GAP = 2.2
+
 
 Held = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -46,7 +44,7 @@ def before_and_after(held: dict[str, Held]) -> None:
     before_cells = max(len(before) for runs in held.values() for before, _ in runs)
     after_cells = max(len(_numbers(after)) for runs in held.values() for _, after in runs)
     start = before_cells + _GAP
-    made, panels = figure(
+    fig, panels = figure(
         len(held), 1, width=8.0, height=0.4 + len(held) * (0.75 + 0.28 * ranks), squeeze=False
     )
     for axes, (name, runs) in zip(panels[:, 0], held.items(), strict=True):
@@ -68,7 +66,7 @@ def before_and_after(held: dict[str, Held]) -> None:
         axes.set(xlim=(-1.4, max(start + after_cells, 15)), ylim=(ranks - 0.4, -1.1))
         axes.axis("off")
         title(axes, name, f"values returned by {ranks} real ranks")
-    told = "; ".join(
+    summary = "; ".join(
         f"{name} leaves "
         + ", ".join(
             f"rank {rank} with {_numbers(after) or 'nothing'}"
@@ -78,7 +76,8 @@ def before_and_after(held: dict[str, Held]) -> None:
     )
     starts = ", ".join(str(_numbers(before)) for before, _ in next(iter(held.values())))
     show(
-        made, f"Rows of cells, one a rank, before and after. The ranks start with {starts}; {told}."
+        fig,
+        f"Rows of cells, one a rank, before and after. The ranks start with {starts}; {summary}.",
     )
 
 
@@ -87,7 +86,7 @@ def busiest_rank(counted: dict[str, dict[int, float]]) -> None:
 
     ``counted`` maps the name of an algorithm to {number of ranks: multiple}.
     """
-    made, axes = figure(width=6.5, height=3.2)
+    fig, axes = figure(width=6.5, height=3.2)
     looks = (("o", COLOURS["vermilion"]), ("s", COLOURS["blue"]))
     for (name, points), (marker, colour) in zip(counted.items(), looks, strict=True):
         axes.plot(list(points), list(points.values()), marker, color=colour, label=name)
@@ -103,11 +102,11 @@ def busiest_rank(counted: dict[str, dict[int, float]]) -> None:
     )
     axes.legend()
     title(axes, "A ring has no busiest rank", "bytes counted on the rank that sends most")
-    told = "; ".join(
+    summary = "; ".join(
         f"{name}: " + ", ".join(f"{most:.2f} with {ranks} ranks" for ranks, most in points.items())
         for name, points in counted.items()
     )
-    show(made, f"Points of bytes sent by the busiest rank, in multiples of the tensor. {told}.")
+    show(fig, f"Points of bytes sent by the busiest rank, in multiples of the tensor. {summary}.")
 
 
 def ring(held: Sequence[Sequence[int]], sent: Sequence[int], message: str) -> None:
@@ -117,7 +116,7 @@ def ring(held: Sequence[Sequence[int]], sent: Sequence[int], message: str) -> No
     has just sent to the next one, or no entries before the first step.
     """
     ranks = len(held)
-    made, axes = figure(width=6.5, height=1.2 + 0.5 * ranks)
+    fig, axes = figure(width=6.5, height=1.2 + 0.5 * ranks)
     # More digits do not fit beside the arrows; the colours say the same.
     for rank, numbers in enumerate(held):
         axes.text(-0.15, rank, f"rank {rank}", ha="right", va="center", in_layout=False)
@@ -128,9 +127,11 @@ def ring(held: Sequence[Sequence[int]], sent: Sequence[int], message: str) -> No
     axes.set(xlim=(-0.9, ranks), ylim=(ranks - 0.3, -1.1))
     axes.axis("off")
     title(axes, message, "computed: every colour in a cell is a rank whose numbers it holds")
-    told = "; ".join(f"rank {rank} holds {list(numbers)}" for rank, numbers in enumerate(held))
+    summary = "; ".join(f"rank {rank} holds {list(numbers)}" for rank, numbers in enumerate(held))
     moves = ", ".join(f"chunk {chunk} from rank {rank}" for rank, chunk in enumerate(sent))
-    show(made, f"A grid of chunks by rank, {message}: {told}. Just sent: {moves or 'nothing yet'}.")
+    show(
+        fig, f"A grid of chunks by rank, {message}: {summary}. Just sent: {moves or 'nothing yet'}."
+    )
 
 
 def _numbers(tensor: torch.Tensor | None) -> list[int]:
@@ -144,10 +145,10 @@ def _row(
     width, height = 0.92, 0.8
     bands, colours = [], []
     for index, number in enumerate(numbers):
-        found = origins(number)
-        for place, origin in enumerate(found):
-            top = rank - height / 2 + place * height / len(found)
-            bottom, right = top + height / len(found), left + index + width
+        ranks_held = origins(number)
+        for place, origin in enumerate(ranks_held):
+            top = rank - height / 2 + place * height / len(ranks_held)
+            bottom, right = top + height / len(ranks_held), left + index + width
             bands.append(
                 [(left + index, top), (right, top), (right, bottom), (left + index, bottom)]
             )
@@ -174,3 +175,103 @@ def _arrows(axes: Axes, sent: Sequence[int], ranks: int) -> None:
     ends = [*range(1, ranks), ranks - 0.35, 0]
     axes.vlines(columns, starts, ends, color=COLOURS["black"], lw=1.5, clip_on=False)
     axes.plot(columns, ends, "v", color=COLOURS["black"], ms=5, clip_on=False)
+
+
+def hands(parts: Sequence[Sequence[int]]) -> None:
+    """Which samples each rank was dealt, by a sampler; samples dealt before are marked.
+
+    ``parts`` holds one list of sample numbers for each rank. A sample counts as dealt again where
+    the same one stands further left, or higher in the same column.
+    """
+    longest = max((len(part) for part in parts), default=0)
+    fig, axes = figure(width=1.6 + 0.8 * longest, height=0.9 + 0.5 * len(parts))
+    seen: set[int] = set()
+    for turn in range(longest):
+        for rank, part in enumerate(parts):
+            if turn < len(part):
+                again = part[turn] in seen
+                seen.add(part[turn])
+                colour = COLOURS["vermilion"] if again else COLOURS["sky"]
+                axes.add_patch(Rectangle((turn - 0.45, rank - 0.4), 0.9, 0.8, color=colour))
+                text = f"{part[turn]} again" if again else str(part[turn])
+                axes.text(turn, rank, text, ha="center", va="center", fontsize=10)
+    axes.set(xlim=(-0.6, longest - 0.4), ylim=(len(parts) - 0.5, -0.5))
+    axes.set_xticks(range(longest), [str(turn + 1) for turn in range(longest)])
+    axes.set_yticks(range(len(parts)), [f"rank {rank}" for rank in range(len(parts))])
+    axes.set_xlabel("turn")
+    axes.grid(visible=False)
+    title(axes, "Who gets which sample", "counted")
+    summary = "; ".join(f"rank {rank} is dealt {list(part)}" for rank, part in enumerate(parts))
+    show(fig, f"Cells with sample numbers, a row for each rank: {summary}.")
+
+
+def bytes_sent(runs: dict[str, Sequence[int]]) -> None:
+    """Bytes that a rank has handed to all-reduce after each micro-batch, one line a run."""
+    fig, axes = figure(height=2.8)
+    markers = "osD^"
+    for index, (name, counts) in enumerate(runs.items()):
+        turns = range(1, len(counts) + 1)
+        (line,) = axes.plot(turns, [c / 1024 for c in counts], marker=markers[index % 4])
+        axes.annotate(
+            f"{name}: {format_bytes(counts[-1])}",
+            (len(counts), counts[-1] / 1024),
+            xytext=(8, 0),
+            textcoords="offset points",
+            va="center",
+            color=line.get_color(),
+        )
+        axes.set_xticks(turns)
+        axes.set_xlim(0.8, len(counts) * 1.5)
+    axes.set(xlabel="micro-batch", ylabel="KiB handed over")
+    axes.set_ylim(bottom=-2)
+    title(axes, "Accumulating with no_sync sends once", "counted by a communication hook")
+    summary = "; ".join(
+        f"{name} {', '.join(format_bytes(count) for count in counts)}"
+        for name, counts in runs.items()
+    )
+    show(fig, f"Lines of bytes handed over after each micro-batch: {summary}.")
+
+
+def interrupted(
+    whole: Sequence[tuple[int, float]], resumed: Sequence[tuple[int, float]], stopped_after: int
+) -> None:
+    """Accuracy after each epoch, of an undisturbed run and of one that was stopped and resumed.
+
+    Each run is a list of (number of ranks, accuracy between 0 and 1), one an epoch.
+    """
+    fig, axes = figure(height=2.8)
+    percent = [[100 * right for _, right in run] for run in (whole, resumed)]
+    axes.plot(percent[0], color=COLOURS["grey"], linewidth=6, alpha=0.5, label="undisturbed")
+    before, after = range(stopped_after), range(stopped_after, len(resumed))
+    for epochs, marker, name in ((before, "o", "two hosts"), (after, "s", "resumed in a cell")):
+        axes.plot(epochs, [percent[1][e] for e in epochs], marker=marker, label=name)
+    axes.axvline(stopped_after - 0.5, color=COLOURS["black"], linewidth=1, linestyle="--")
+    axes.text(stopped_after - 0.45, min(percent[0]), "host 1 lost", va="bottom")
+    axes.set(xlabel="epoch", ylabel="held-out digits right (%)")
+    axes.legend(loc="lower right")
+    title(axes, "Lost, resumed, and on the same line", "measured after each epoch")
+    show(
+        fig,
+        f"Accuracy by epoch. The undisturbed run ends at {percent[0][-1]:.1f} %. The other one loses "
+        f"a host after {stopped_after} epochs, at {percent[1][stopped_after - 1]:.1f} %, is resumed, "
+        f"and ends at {percent[1][-1]:.1f} %.",
+    )
+
+
+def latency_and_bandwidth(measured: Mapping[int, float], expected: Mapping[int, float]) -> None:
+    """Seconds of an all-reduce over its bytes: points as measured, a line of the two numbers."""
+    fig, axes = figure(width=7.5, height=3.4)
+    sizes = list(measured)
+    axes.plot(
+        sizes, list(expected.values()), color=COLOURS["orange"], label="latency + bytes / bandwidth"
+    )
+    axes.plot(sizes, list(measured.values()), "o", color=COLOURS["blue"], label="measured")
+    axes.set(xscale="log", yscale="log", xlabel="bytes of each rank", ylabel="seconds")
+    axes.set_xticks(sizes[::2], [format_bytes(size) for size in sizes[::2]])
+    axes.minorticks_off()
+    axes.legend(loc="upper left", fontsize=9)
+    title(axes, "First the latency, then the bytes", "all-reduce of two processes, measured here")
+    summary = ", ".join(
+        f"{format_bytes(size)} {format_seconds(measured[size])}" for size in sizes[::2]
+    )
+    show(fig, f"Points of an all-reduce's time over its bytes, flat and then rising: {summary}.")

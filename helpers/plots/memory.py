@@ -1,43 +1,61 @@
-"""The bytes of a training step: over its operations, at its peak, against k and segments."""
+"""Bytes by cause: over a step's operations, at its peak, on each of several GPUs, against k and segments."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from helpers.plots.style import COLOURS, figure, headline, show, title
-from vgpu.profiling.memory import ACTIVATIONS, TEMPORARY, StepRecord
+from matplotlib.patches import Rectangle
 
-_MIB = 2**20
-_OF_CAUSE = {
+from helpers.plots.style import (
+    COLOURS,
+    figure,
+    headline,
+    legend_beside,
+    log2_ticks,
+    show,
+    stacked_bars,
+    title,
+)
+from vgpu.profiling.memory import ACTIVATIONS, OTHER, TEMPORARY, StepRecord
+
+MIB, _GIB = 2**20, 2**30
+_UNITS = {"GB": 1e9, "GiB": _GIB}
+# A cause has one colour in all figures, and bars stack in this order.
+CAUSE_COLOURS = {
     "parameters": COLOURS["blue"],
     "optimizer state": COLOURS["purple"],
     "inputs": COLOURS["black"],
     "gradients": COLOURS["vermilion"],
+    "replicas": COLOURS["sky"],
+    "gathered": COLOURS["sky"],
+    "gathered parameters": COLOURS["sky"],
+    "gradients, gathered parameters, activations": COLOURS["sky"],
     ACTIVATIONS: COLOURS["orange"],
+    "outputs": COLOURS["orange"],
     TEMPORARY: COLOURS["grey"],
+    OTHER: COLOURS["grey"],
 }
+# Those that a StepRecord tells apart.
+_STEP_CAUSES = ("parameters", "optimizer state", "inputs", "gradients", ACTIVATIONS, TEMPORARY)
 _OF_MODULE = [COLOURS[name] for name in ("sky", "blue", "green", "yellow", "orange", "purple")]
 
 
 def step_by_cause(record: StepRecord) -> None:
     """An area over the operations of one step: MiB by cause, the phases, and the peak named."""
-    made, axes = figure(width=8, height=3.6)
-    sizes = {cause: [m.by_cause[cause] / _MIB for m in record.moments] for cause in _OF_CAUSE}
-    _areas(axes, sizes, list(_OF_CAUSE.values()))
-    _phases(axes, record)
+    fig, axes = figure(width=8, height=3.6)
+    _step_areas(axes, record)
     peak = record.peak
-    place, top = record.moments.index(peak), peak.total_bytes / _MIB
+    place, top = record.moments.index(peak), peak.total_bytes / MIB
     axes.plot([place], [top], "v", color="black")
     axes.annotate(
         f"peak {top:.1f} MiB: {peak.operation}", (place, top), (6, 6), textcoords="offset points"
     )
-    axes.set_ylim(0, top * 1.25)
-    axes.set_xlabel("operations of one training step, in order")
+    axes.set(ylim=(0, top * 1.25), xlabel="operations of one training step, in order")
     title(axes, f"The peak is in {peak.phase}", "bytes counted after each operation")
-    first, last = record.moments[0].total_bytes / _MIB, record.moments[-1].total_bytes / _MIB
-    held = ", ".join(f"{cause} {size / _MIB:.1f}" for cause, size in peak.by_cause.items() if size)
+    first, last = record.moments[0].total_bytes / MIB, record.moments[-1].total_bytes / MIB
+    held = ", ".join(f"{cause} {size / MIB:.1f}" for cause, size in peak.by_cause.items() if size)
     show(
-        made,
+        fig,
         f"Area of MiB by cause over the {len(record.moments)} operations of a step, from {first:.1f} "
         f"to {last:.1f} MiB. Peak {top:.1f} MiB in {peak.phase}, at {peak.operation}: {held} MiB.",
     )
@@ -45,24 +63,26 @@ def step_by_cause(record: StepRecord) -> None:
 
 def step_by_module(record: StepRecord) -> None:
     """An area over the operations of one step: activations, MiB by the module that made them."""
-    made, axes = figure(width=8, height=3)
+    fig, axes = figure(width=8, height=3)
     names = sorted({name for m in record.moments for name in m.activations_by_module})
     sizes = {
         name or "outside (the loss)": [
-            m.activations_by_module.get(name, 0) / _MIB for m in record.moments
+            m.activations_by_module.get(name, 0) / MIB for m in record.moments
         ]
         for name in names
     }
     _areas(axes, sizes, [_OF_MODULE[index % len(_OF_MODULE)] for index in range(len(names))])
     _phases(axes, record)
-    axes.set_ylim(0, record.most(ACTIVATIONS) / _MIB * 1.2)
-    axes.set_xlabel("operations of one training step, in order")
+    axes.set(
+        ylim=(0, record.most(ACTIVATIONS) / MIB * 1.2),
+        xlabel="operations of one training step, in order",
+    )
     title(axes, "Last made, first freed", "activations by module, bytes counted")
     lives = [
         f"{name or 'the loss'} {max(sizes[name or 'outside (the loss)']):.1f}" for name in names
     ]
     show(
-        made,
+        fig,
         "Area of the activations over the operations of a step, by module. What is made last is "
         f"freed first. At most, in MiB: module {', '.join(lives)}.",
     )
@@ -70,50 +90,41 @@ def step_by_module(record: StepRecord) -> None:
 
 def peaks_by_cause(records: Mapping[str, StepRecord]) -> None:
     """A bar for each record: what its peak consists of, MiB by cause."""
-    made, axes = figure(width=8, height=0.9 + 0.5 * len(records))
+    fig, axes = figure(width=8, height=0.9 + 0.5 * len(records))
     peaks = [record.peak for record in records.values()][::-1]
-    left = [0.0] * len(peaks)
-    for cause, colour in _OF_CAUSE.items():
-        sizes = [peak.by_cause[cause] / _MIB for peak in peaks]
-        axes.barh(range(len(peaks)), sizes, 0.6, left, color=colour, label=cause)
-        left = [low + size for low, size in zip(left, sizes, strict=True)]
-    for place, (peak, end) in enumerate(zip(peaks, left, strict=True)):
+    sizes = {cause: [peak.by_cause[cause] / MIB for peak in peaks] for cause in _STEP_CAUSES}
+    ends = stacked_bars(axes, range(len(peaks)), sizes, CAUSE_COLOURS, across=True)
+    for place, (peak, end) in enumerate(zip(peaks, ends, strict=True)):
         axes.text(end, place, f" {end:.1f}, in {peak.phase}", va="center", fontsize=8)
     axes.set_yticks(range(len(peaks)), list(records)[::-1])
-    axes.set_xlim(0, max(left) * 1.28)
-    axes.set_xlabel("MiB at the peak of one step")
-    axes.grid(axis="y", visible=False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
-    headline(made, "What the peak consists of", "bytes counted")
-    told = [
-        f"{name} {peak.total_bytes / _MIB:.1f} MiB in {peak.phase}"
+    axes.set(xlim=(0, max(ends) * 1.28), xlabel="MiB at the peak of one step")
+    legend_beside(axes)
+    headline(fig, "What the peak consists of", "bytes counted")
+    summary = [
+        f"{name} {peak.total_bytes / MIB:.1f} MiB in {peak.phase}"
         for name, peak in zip(list(records)[::-1], peaks, strict=True)
     ]
-    show(made, f"Bars of what each step's peak consists of: {'; '.join(told[::-1])}.")
+    show(fig, f"Bars of what each step's peak consists of: {'; '.join(summary[::-1])}.")
 
 
 def against_k(peaks: Mapping[int, int], times_s: Mapping[int, float], gpu: str) -> None:
     """Two panels against the number k of small batches: peak bytes, and time beside the shortest."""
-    made, (left, right) = figure(1, 2, width=8, height=3)
-    left.plot(list(peaks), [size / _MIB for size in peaks.values()], "o-", color=COLOURS["blue"])
-    left.set_ylabel("peak of one step, MiB")
-    left.set_ylim(0)
+    fig, (left, right) = figure(1, 2, width=8, height=3)
+    left.plot(list(peaks), [size / MIB for size in peaks.values()], "o-", color=COLOURS["blue"])
+    left.set(ylabel="peak of one step, MiB", ylim=(0, None))
     title(left, "Less memory", "bytes counted")
     shortest_s = min(times_s.values())
     ratios = [time_s / shortest_s for time_s in times_s.values()]
     right.plot(list(times_s), ratios, "o-", color=COLOURS["orange"])
-    right.set_ylabel("time, the shortest is 1")
-    right.set_ylim(0)
+    right.set(ylabel="time, the shortest is 1", ylim=(0, None))
     title(right, "In the end, more time", f"virtual time, {gpu}")
     for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(list(peaks), [str(k) for k in peaks])
-        axes.minorticks_off()
+        log2_ticks(axes, list(peaks))
         axes.set_xlabel("k, small batches for one step")
-    told = ", ".join(
-        f"k = {k} {peaks[k] / _MIB:.0f} MiB and {times_s[k] / shortest_s:.2f} times" for k in peaks
+    summary = ", ".join(
+        f"k = {k} {peaks[k] / MIB:.0f} MiB and {times_s[k] / shortest_s:.2f} times" for k in peaks
     )
-    show(made, f"Two curves against k, peak memory and time beside the shortest: {told}.")
+    show(fig, f"Two curves against k, peak memory and time beside the shortest: {summary}.")
 
 
 def against_segments(
@@ -126,7 +137,7 @@ def against_segments(
     predicted: the same by a formula, dashed. Without it, the axis of the peaks is logarithmic,
     since networks whose layers save more lie far above the others.
     """
-    made, axes = figure(width=8, height=3.8)
+    fig, axes = figure(width=8, height=3.8)
     colours = [COLOURS[name] for name in ("orange", "green", "blue")]
     for (name, curve), colour in zip(counted.items(), colours, strict=False):
         best = min(curve, key=lambda segments: curve[segments])
@@ -146,13 +157,12 @@ def against_segments(
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-    axes.set_xlabel("segments")
-    axes.set_ylabel("peak, in layer outputs")
+    axes.set(xlabel="segments", ylabel="peak, in layer outputs")
     axes.legend(fontsize=9)
     formula = "; dashed: the formula" if predicted else ""
     title(axes, message, f"dots: bytes counted{formula}; rings: the fewest bytes")
     show(
-        made,
+        fig,
         "Curves of the peak, in layer outputs, against the number of segments. Lowest: "
         + ", ".join(
             f"{name} at {min(curve, key=lambda s: curve[s])} segments with {min(curve.values()):.0f}"
@@ -165,14 +175,12 @@ def against_segments(
 def steps_by_cause(records: Mapping[str, StepRecord], columns: int = 1) -> None:
     """A panel for each record, on one scale: MiB by cause over the operations of its step."""
     rows = -(-len(records) // columns)
-    made, grid = figure(rows, columns, width=8, height=0.4 + 2.1 * rows, sharey=True, squeeze=False)
+    fig, grid = figure(rows, columns, width=8, height=0.4 + 2.1 * rows, sharey=True, squeeze=False)
     panels = list(grid.flat)
-    top = max(record.peak.total_bytes for record in records.values()) / _MIB
+    top = max(record.peak.total_bytes for record in records.values()) / MIB
     for axes, (name, record) in zip(panels, records.items(), strict=False):
-        sizes = {cause: [m.by_cause[cause] / _MIB for m in record.moments] for cause in _OF_CAUSE}
-        _areas(axes, sizes, list(_OF_CAUSE.values()))
-        _phases(axes, record)
-        peak = record.peak.total_bytes / _MIB
+        _step_areas(axes, record)
+        peak = record.peak.total_bytes / MIB
         axes.plot([record.moments.index(record.peak)], [peak], "v", color="black", markersize=4)
         title(axes, name, f"peak {peak:.2f} MiB in {record.peak.phase}, bytes counted")
     legends = [axes.get_legend() for axes in panels[: len(records)]]
@@ -184,34 +192,40 @@ def steps_by_cause(records: Mapping[str, StepRecord], columns: int = 1) -> None:
         axes.set_ylabel("")
     for axes in grid[-1]:
         axes.set_xlabel("operations of one training step, in order")
-    told = [
-        f"{name} {record.peak.total_bytes / _MIB:.2f} MiB in {record.peak.phase}"
+    summary = [
+        f"{name} {record.peak.total_bytes / MIB:.2f} MiB in {record.peak.phase}"
         for name, record in records.items()
     ]
     show(
-        made,
+        fig,
         "Panels of MiB by cause over the operations of a step, on one scale. Peaks: "
-        f"{', '.join(told)}.",
+        f"{', '.join(summary)}.",
     )
 
 
 def fitting(peaks: Mapping[str, int], capacity_bytes: int) -> None:
     """A bar for each way to run a step, and the line that it must stay under."""
-    made, axes = figure(width=8, height=2.6)
-    names, sizes = list(peaks)[::-1], [size / _MIB for size in peaks.values()][::-1]
-    limit = capacity_bytes / _MIB
+    fig, axes = figure(width=8, height=2.6)
+    names, sizes = list(peaks)[::-1], [size / MIB for size in peaks.values()][::-1]
+    limit = capacity_bytes / MIB
     colours = [COLOURS["vermilion" if size > limit else "blue"] for size in sizes]
     bars: Any = axes.barh(names, sizes, 0.6, color=colours)
     axes.bar_label(bars, fmt="%.0f", padding=3)
     axes.axvline(limit, color="black", linestyle="--", linewidth=1)
     among = axes.get_xaxis_transform()
     axes.text(limit, 0.45, f" capacity {limit:.0f} MiB", transform=among, fontsize=9)
-    axes.set_xlim(0, max(*sizes, limit) * 1.1)
-    axes.set_xlabel("MiB on the GPU at the peak of a step")
+    axes.set(xlim=(0, max(*sizes, limit) * 1.1), xlabel="MiB on the GPU at the peak of a step")
     axes.grid(axis="y", visible=False)
     title(axes, "Three ways under the line", "bytes counted; the line is the GPU's capacity")
-    told = ", ".join(f"{name} {size / _MIB:.0f} MiB" for name, size in peaks.items())
-    show(made, f"Bars of a step's peak, beside a capacity of {limit:.0f} MiB: {told}.")
+    summary = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in peaks.items())
+    show(fig, f"Bars of a step's peak, beside a capacity of {limit:.0f} MiB: {summary}.")
+
+
+def _step_areas(axes: Any, record: StepRecord) -> None:
+    """MiB by cause over the operations of a step, and its phases."""
+    sizes = {cause: [m.by_cause[cause] / MIB for m in record.moments] for cause in _STEP_CAUSES}
+    _areas(axes, sizes, [CAUSE_COLOURS[cause] for cause in _STEP_CAUSES])
+    _phases(axes, record)
 
 
 def _areas(axes: Any, sizes: Mapping[str, Sequence[float]], colours: Sequence[str]) -> None:
@@ -220,7 +234,7 @@ def _areas(axes: Any, sizes: Mapping[str, Sequence[float]], colours: Sequence[st
     axes.set_ylabel("MiB")
     axes.margins(x=0)
     axes.grid(axis="x", visible=False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, reverse=True)
+    legend_beside(axes, reverse=True)
 
 
 def _phases(axes: Any, record: StepRecord) -> None:
@@ -249,3 +263,92 @@ def _apart(ticks: Sequence[int]) -> list[str]:
         texts.append(str(tick) if tick >= 1.15 * last else "")
         last = tick if texts[-1] else last
     return texts
+
+
+def held_by_cause(
+    held: Mapping[str, Mapping[str, float]],
+    capacity_bytes: float | None = None,
+    message: str = "What each GPU holds",
+    how: str = "bytes counted, shapes only",
+    unit: str = "GB",
+) -> None:
+    """A bar for each way: the bytes of one GPU by cause, in GB or GiB; dashed, what a GPU has."""
+    fig, axes = figure(width=8, height=1.1 + 0.45 * len(held))
+    names = list(held)[::-1]
+    sizes = {
+        cause: [held[name].get(cause, 0) / _UNITS[unit] for name in names]
+        for cause in CAUSE_COLOURS
+        if any(causes.get(cause) for causes in held.values())
+    }
+    ends = stacked_bars(axes, range(len(names)), sizes, CAUSE_COLOURS, across=True)
+    widest = max(ends)
+    room = ""
+    if capacity_bytes is not None:
+        capacity = capacity_bytes / _UNITS[unit]
+        axes.axvline(capacity, color="black", linestyle="--", linewidth=1)
+        widest = max(widest, capacity)
+        room = f" A GPU has {capacity:.0f} {unit}."
+    for place, total in enumerate(ends):
+        axes.annotate(
+            f"{total:.1f} {unit}",
+            (total, place),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            # The dashed line may run behind it.
+            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "linewidth": 0},
+        )
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlim=(0, widest * 1.3), xlabel=f"{unit} on each GPU")
+    legend_beside(axes)
+    title(axes, message, how)
+    summary = "; ".join(
+        f"{name} {total:.1f} {unit}" for name, total in zip(names, ends, strict=True)
+    )
+    show(fig, f"Bars of the bytes on each GPU, by cause. {summary}.{room}")
+
+
+def who_holds(cut: Mapping[str, Sequence[str]], gpus: int) -> None:
+    """A panel for each way, a column for each GPU: which part of each cause it has.
+
+    cut: for each way, the causes that are cut; the others are whole on every GPU.
+    """
+    causes = ["parameters", "gradients", "optimizer state"]
+    fig, grid = figure(1, len(cut), width=8.5, height=2.5, sharey=True)
+    for axes, (name, parts) in zip(grid, cut.items(), strict=True):
+        for row, cause in enumerate(causes):
+            for gpu in range(gpus):
+                whole = cause not in parts
+                axes.add_patch(Rectangle((gpu, row), 0.8, 0.8, fill=False, edgecolor="#BBBBBB"))
+                low, height = (row, 0.8) if whole else (row + 0.8 * gpu / gpus, 0.8 / gpus)
+                axes.add_patch(Rectangle((gpu, low), 0.8, height, color=CAUSE_COLOURS[cause]))
+        axes.set(xlim=(-0.2, gpus), ylim=(len(causes), -0.2))
+        axes.set_xticks([gpu + 0.4 for gpu in range(gpus)], [str(gpu) for gpu in range(gpus)])
+        axes.set_yticks([row + 0.4 for row in range(len(causes))], causes)
+        axes.set_xlabel("GPU")
+        axes.grid(visible=False)
+        axes.set_title(name, fontweight="bold")
+    summary = "; ".join(
+        f"{name}: cut are {', '.join(parts) if parts else 'none'}" for name, parts in cut.items()
+    )
+    show(
+        fig, f"Which part of what each of {gpus} GPUs holds. {summary}; the rest is whole on each."
+    )
+
+
+def memory_over_step(sizes: Mapping[str, Sequence[int]]) -> None:
+    """A curve for each way: the bytes of one GPU after each allocation and release of a step."""
+    fig, axes = figure(width=8.5, height=3.6)
+    colours = [COLOURS[name] for name in ("black", "vermilion", "blue", "green", "purple")]
+    for (name, curve), colour in zip(sizes.items(), colours, strict=False):
+        places = [index / max(len(curve) - 1, 1) for index in range(len(curve))]
+        label = f"{name}: peak {max(curve) / _GIB:.1f} GiB"
+        axes.plot(places, [size / _GIB for size in curve], color=colour, label=label, linewidth=1.2)
+    axes.set(xlim=(0, 1), ylim=(0, None))
+    axes.set_xticks([0, 1], ["the step begins", "it ends"])
+    axes.set_ylabel("GiB on one GPU")
+    legend_beside(axes)
+    title(axes, "What is whole, and for how long", "bytes counted at each allocation")
+    summary = ", ".join(f"{name} {max(curve) / _GIB:.1f}" for name, curve in sizes.items())
+    show(fig, f"Curves of the bytes on one GPU over a training step. Peaks in GiB: {summary}.")

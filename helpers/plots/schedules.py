@@ -31,7 +31,7 @@ _DIGIT_INCHES = 0.085
 
 
 def schedule(
-    played: SimulatedSchedule,
+    simulated: SimulatedSchedule,
     message: str | None = None,
     *,
     how: str = "counted in units of time",
@@ -43,15 +43,15 @@ def schedule(
     """Draw a schedule; the number in a box is its micro-batch, a paler box is a later chunk.
 
     The title says ``message``, by default the schedule's name and its bubble. Times are multiplied
-    by ``factor`` and called ``unit``. until: the end of the axis, in the unit of ``played``, so
+    by ``factor`` and called ``unit``. until: the end of the axis, in the unit of ``simulated``, so
     that several schedules share one scale. Without ``axes`` a figure is made and shown.
     """
-    plan = played.schedule
-    made = None
+    plan = simulated.schedule
+    fig = None
     if axes is None:
-        made, axes = figure(width=9, height=1.35 + 0.36 * plan.devices)
-    end = (until or played.makespan) * factor
-    for row, boxes in enumerate(played.boxes):
+        fig, axes = figure(width=9, height=1.35 + 0.36 * plan.devices)
+    end = (until or simulated.makespan) * factor
+    for row, boxes in enumerate(simulated.boxes):
         spans = [(box.start * factor, (box.end - box.start) * factor) for box in boxes]
         colours = [_colour(box.action.kind, box.action.stage // plan.devices) for box in boxes]
         axes.broken_barh(
@@ -59,45 +59,44 @@ def schedule(
         )
     axes.set_xlim(0, end)
     axes.set_yticks(range(plan.devices), [f"device {d}" for d in range(plan.devices)])
-    axes.set_ylim(plan.devices - 0.5, -0.5)
-    axes.set_xlabel(unit)
+    axes.set(ylim=(plan.devices - 0.5, -0.5), xlabel=unit)
     axes.grid(visible=False)
     axes.set_facecolor("#EEEEEE")  # what is not covered by a box is the bubble
-    _numbers(axes, played, factor, end)
-    _legend(axes, played)
-    told = message or f"{plan.name}: {played.bubble:.0%} bubble"
-    title(axes, told, how)
-    if made is not None:
-        show(made, _alt(played, told, unit, factor))
+    _numbers(axes, simulated, factor, end)
+    _legend(axes, simulated)
+    heading = message or f"{plan.name}: {simulated.bubble:.0%} bubble"
+    title(axes, heading, how)
+    if fig is not None:
+        show(fig, _alt(simulated, heading, unit, factor))
 
 
-def schedules(plays: Mapping[str, SimulatedSchedule]) -> None:
+def schedules(simulations: Mapping[str, SimulatedSchedule]) -> None:
     """Several schedules under each other, on one scale of time; titles from the names given."""
-    rows = [played.schedule.devices for played in plays.values()]
-    made, axes = figure(
-        len(plays),
+    rows = [simulated.schedule.devices for simulated in simulations.values()]
+    fig, axes = figure(
+        len(simulations),
         width=9,
         height=sum(1.2 + 0.3 * count for count in rows),
         gridspec_kw={"height_ratios": [1.2 + 0.3 * count for count in rows]},
         squeeze=False,
     )
-    until = max(played.makespan for played in plays.values())
+    until = max(simulated.makespan for simulated in simulations.values())
     texts = []
-    for panel, (name, played) in zip(axes.flat, plays.items(), strict=True):
-        told = f"{name}: {played.bubble:.0%} bubble"
-        schedule(played, told, until=until, axes=panel)
-        texts.append(_alt(played, told, "units", 1))
-    show(made, " ".join(texts))
+    for panel, (name, simulated) in zip(axes.flat, simulations.items(), strict=True):
+        heading = f"{name}: {simulated.bubble:.0%} bubble"
+        schedule(simulated, heading, until=until, axes=panel)
+        texts.append(_alt(simulated, heading, "units", 1))
+    show(fig, " ".join(texts))
 
 
-def _alt(played: SimulatedSchedule, told: str, unit: str, factor: float) -> str:
+def _alt(simulated: SimulatedSchedule, heading: str, unit: str, factor: float) -> str:
     """How long the schedule takes, and when each device begins its first backward."""
     first = [
-        next(box.start for box in boxes if box.action.kind != FORWARD) for boxes in played.boxes
+        next(box.start for box in boxes if box.action.kind != FORWARD) for boxes in simulated.boxes
     ]
     return (
-        f"Rows of numbered boxes, one for each of {played.schedule.devices} devices, over "
-        f"{played.makespan * factor:.4g} {unit}: {told}. The first backward begins at "
+        f"Rows of numbered boxes, one for each of {simulated.schedule.devices} devices, over "
+        f"{simulated.makespan * factor:.4g} {unit}: {heading}. The first backward begins at "
         f"{', '.join(f'{start * factor:.4g}' for start in first)}, device by device."
     )
 
@@ -116,25 +115,25 @@ def _ink(colour: tuple[float, float, float]) -> str:
     return "black" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "white"
 
 
-def _numbers(axes: Axes, played: SimulatedSchedule, factor: float, end: float) -> None:
+def _numbers(axes: Axes, simulated: SimulatedSchedule, factor: float, end: float) -> None:
     """The micro-batch in each box that has room, all as one artist: as texts they take seconds."""
-    made = axes.get_figure(root=True)
-    assert made is not None
-    inches = made.get_figwidth() * 0.75 / end
+    fig = axes.get_figure(root=True)
+    assert fig is not None
+    inches = fig.get_figwidth() * 0.75 / end
     written, middles, inks = [], [], []
-    for row, boxes in enumerate(played.boxes):
+    for row, boxes in enumerate(simulated.boxes):
         for box in boxes:
             text = str(box.action.micro_batch)
             if (box.end - box.start) * factor * inches >= _DIGIT_INCHES * len(text):
                 written.append(number_path(text))
                 middles.append(((box.start + box.end) / 2 * factor, row))
-                chunk = box.action.stage // played.schedule.devices
+                chunk = box.action.stage // simulated.schedule.devices
                 inks.append(_ink(_colour(box.action.kind, chunk)))
     numbers = PathCollection(
         written,
         offsets=middles,
         offset_transform=axes.transData,
-        transform=Affine2D().scale(1 / 72) + made.dpi_scale_trans,  # points
+        transform=Affine2D().scale(1 / 72) + fig.dpi_scale_trans,  # points
         facecolors=inks,
         linewidths=0,
     )
@@ -151,9 +150,9 @@ def number_path(text: str) -> Path:
     return Affine2D().translate(-(x0 + x1) / 2, -(y0 + y1) / 2).transform_path(outline)
 
 
-def _legend(axes: Axes, played: SimulatedSchedule) -> None:
-    kinds = {action.kind for action in played.schedule.actions}
-    devices, chunks = played.schedule.devices, played.schedule.chunks
+def _legend(axes: Axes, simulated: SimulatedSchedule) -> None:
+    kinds = {action.kind for action in simulated.schedule.actions}
+    devices, chunks = simulated.schedule.devices, simulated.schedule.chunks
     handles = []
     for kind, (label, _) in _LOOKS.items():
         if kind in kinds:

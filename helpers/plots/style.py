@@ -3,12 +3,14 @@
 import base64
 import html
 import io
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
 from IPython.display import display
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch
 
 # Okabe and Ito, "Color Universal Design", 2008: distinguishable with colour-blind eyes.
 COLOURS = {
@@ -22,6 +24,13 @@ COLOURS = {
     "black": "#000000",
     "grey": "#999999",
 }
+
+SERIES = [COLOURS[name] for name in ("blue", "orange", "green", "purple")]
+RANK_COLOURS = tuple(
+    COLOURS[name]
+    # Light ones first: the numbers on them are black.
+    for name in ("sky", "orange", "green", "vermilion", "purple", "yellow", "grey", "blue")
+)
 
 # An opaque light ground: the same figure is readable in a light and in a dark notebook.
 _STYLE: Any = {
@@ -51,10 +60,10 @@ def figure(
     caller hands the figure to ``show``; it is laid out without overlaps by itself.
     """
     with plt.rc_context(_STYLE):
-        made, axes = plt.subplots(
+        fig, axes = plt.subplots(
             rows, columns, figsize=(width, height), layout="constrained", **subplots
         )
-    return made, axes
+    return fig, axes
 
 
 def title(axes: Axes, message: str, how: str) -> None:
@@ -66,12 +75,59 @@ def title(axes: Axes, message: str, how: str) -> None:
     axes.text(0, 1.02, how, transform=axes.transAxes, color="#666666", fontsize=9, va="bottom")
 
 
-def headline(made: Figure, message: str, how: str) -> None:
+def headline(fig: Figure, message: str, how: str) -> None:
     """As ``title``, over a figure of several panels."""
-    made.suptitle(f"{message} · {how}", x=0.01, ha="left", fontsize=11, fontweight="bold")
+    fig.suptitle(f"{message} · {how}", x=0.01, ha="left", fontsize=11, fontweight="bold")
 
 
-def show(made: Figure, alt: str) -> None:
+def stacked_bars(
+    axes: Axes,
+    places: Sequence[Any],
+    sizes: Mapping[str, Sequence[float]],
+    colours: Mapping[str, str],
+    *,
+    across: bool = False,
+    width: float = 0.6,
+) -> list[float]:
+    """At each of ``places`` one bar, in which the parts of ``sizes`` follow each other.
+
+    sizes: part → its size at each place. across: from left to right instead of upward. Returns
+    where each bar ends.
+    """
+    ends = [0.0] * len(places)
+    draw: Any = axes.barh if across else axes.bar
+    for name, each in sizes.items():
+        draw(places, each, width, ends, color=colours[name], label=name)
+        ends = [end + size for end, size in zip(ends, each, strict=True)]
+    axes.grid(axis="y" if across else "x", visible=False)
+    return ends
+
+
+def log2_ticks(axes: Axes, values: Sequence[int]) -> None:
+    """A logarithmic x axis with a tick at each of ``values`` and nowhere else."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, [str(value) for value in values])
+    axes.minorticks_off()
+
+
+def legend_beside(axes: Axes, **options: Any) -> None:
+    """The legend to the right of the axes, where it hides nothing."""
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), **{"fontsize": 8, **options})
+
+
+def arrow(
+    axes: Axes,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    colour: str = "#444444",
+    **options: Any,
+) -> None:
+    """An arrow between two points of the axes; options are those of ``FancyArrowPatch``."""
+    look: Any = {"arrowstyle": "-|>", "mutation_scale": 12, "zorder": 2, **options}
+    axes.add_patch(FancyArrowPatch(start, end, color=colour, **look))
+
+
+def show(fig: Figure, alt: str) -> None:
     """Show a finished figure with its alternative text, and close it.
 
     alt: what a reader who cannot see the figure should know: its kind, what is on it, and the
@@ -79,8 +135,8 @@ def show(made: Figure, alt: str) -> None:
     """
     if len(alt.split()) < 5:
         raise ValueError(f"alternative text says what a figure shows in a sentence, got {alt!r}")
-    display(_Picture(made, alt))
-    plt.close(made)
+    display(_Picture(fig, alt))
+    plt.close(fig)
 
 
 class _Picture:
@@ -90,9 +146,9 @@ class _Picture:
     exports to paper take the PNG, and a terminal prints the text.
     """
 
-    def __init__(self, made: Figure, alt: str) -> None:
+    def __init__(self, fig: Figure, alt: str) -> None:
         buffer = io.BytesIO()
-        made.savefig(buffer, format="png", bbox_inches="tight")
+        fig.savefig(buffer, format="png", bbox_inches="tight")
         self.png = base64.b64encode(buffer.getvalue()).decode()
         self.alt = " ".join(alt.split())
 

@@ -49,13 +49,13 @@ def timeline(
         _draw(axes, record, message, lanes, end_s, left_out)
         return
     height = _TOP + _LANE * len(lanes) + _BOTTOM
-    made, axes = figure(width=8.5, height=height)
+    fig, axes = figure(width=8.5, height=height)
     # At the same place in each figure, and figures of one width, so that two of them compare.
-    made.set_layout_engine("none")
+    fig.set_layout_engine("none")
     axes.set_position((0.15, _BOTTOM / height, 0.67, 1 - (_TOP + _BOTTOM) / height))
-    made.add_artist(Rectangle((0, 0), 1, 1, transform=made.transFigure, fill=False, linewidth=0))
+    fig.add_artist(Rectangle((0, 0), 1, 1, transform=fig.transFigure, fill=False, linewidth=0))
     _draw(axes, record, message, lanes, end_s, left_out)
-    show(made, _alt(record, lanes))
+    show(fig, _alt(record, lanes))
 
 
 def timelines(
@@ -70,7 +70,7 @@ def timelines(
         name: visible(lanes_of(record, host, devices), end_s) for name, record in records.items()
     }
     heights = [_TOP + _BOTTOM + _LANE * len(lanes) for lanes, _ in every.values()]
-    made, grid = figure(
+    fig, grid = figure(
         len(records),
         width=8.5,
         height=sum(heights),
@@ -80,8 +80,8 @@ def timelines(
     for axes, (name, record) in zip(grid.flat, records.items(), strict=True):
         lanes, left_out = every[name]
         _draw(axes, record, name, lanes, end_s, left_out)
-    told = (f"{name}: {_alt(record, every[name][0])}" for name, record in records.items())
-    show(made, " ".join(told))
+    summary = (f"{name}: {_alt(record, every[name][0])}" for name, record in records.items())
+    show(fig, " ".join(summary))
 
 
 def _draw(
@@ -101,9 +101,7 @@ def _draw(
             axes.broken_barh(spans, (row - 0.36, 0.72), color=_OF_KIND[kind], linewidth=0)
     # A further stream stands below its GPU's default one, which has the name.
     axes.set_yticks(range(len(lanes)), [name.rpartition(", ")[2] for name in lanes])
-    axes.set_ylim(len(lanes) - 0.4, -0.6)
-    axes.set_xlim(0, end_s * factor)
-    axes.set_xlabel(unit)
+    axes.set(ylim=(len(lanes) - 0.4, -0.6), xlim=(0, end_s * factor), xlabel=unit)
     axes.grid(axis="y", visible=False)
     seen = {kind_of(event) for events in lanes.values() for event in events}
     handles: Any = [Patch(color=colour, label=k) for k, colour in _OF_KIND.items() if k in seen]
@@ -117,7 +115,7 @@ def _draw(
 
 def _alt(record: Timeline, lanes: Mapping[str, list[TraceEvent]]) -> str:
     """For each lane, the share of the recording's time that each kind of work takes."""
-    told = []
+    summary = []
     for name, events in lanes.items():
         kinds: dict[str, float] = {}
         for kind in _OF_KIND:
@@ -125,8 +123,10 @@ def _alt(record: Timeline, lanes: Mapping[str, list[TraceEvent]]) -> str:
             if covering_s:
                 kinds[kind] = covering_s / record.makespan_s
         shares = ", ".join(f"{kind} {share:.0%}" for kind, share in kinds.items())
-        told.append(f"{name} {shares or 'does nothing'}")
-    return f"Lanes of bars over {format_seconds(record.makespan_s)}, {'; '.join(told)} of the time."
+        summary.append(f"{name} {shares or 'does nothing'}")
+    return (
+        f"Lanes of bars over {format_seconds(record.makespan_s)}, {'; '.join(summary)} of the time."
+    )
 
 
 def lanes_of(
@@ -200,11 +200,11 @@ def stretches(events: list[TraceEvent], gap_s: float) -> list[tuple[str, float, 
 
     Thousands of kernels become a few bars; the drawing stays fast and the file small.
     """
-    found: list[tuple[str, float, float]] = []
+    stretched: list[tuple[str, float, float]] = []
     for event in events:
         kind = kind_of(event)
-        if found and found[-1][0] == kind and event.start_s - found[-1][2] < gap_s:
-            found[-1] = (kind, found[-1][1], max(found[-1][2], event.end_s))
+        if stretched and stretched[-1][0] == kind and event.start_s - stretched[-1][2] < gap_s:
+            stretched[-1] = (kind, stretched[-1][1], max(stretched[-1][2], event.end_s))
         else:
-            found.append((kind, event.start_s, event.end_s))
-    return found
+            stretched.append((kind, event.start_s, event.end_s))
+    return stretched

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from helpers.data import Digits
-from helpers.models import DigitsCNN
+from helpers.data import Digits, DigitsCNN
 from helpers.text import letters
 from vgpu.plan.layout import Layout, check_tp
 from vgpu.plan.transformer import LETTERS, Transformer

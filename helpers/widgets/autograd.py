@@ -76,9 +76,10 @@ def compare(inner: str, outer: str, cut: str) -> Comparison:
 
 def explore(inner: str, outer: str, cut: str) -> None:
     """Show ``compare`` as a figure and a table."""
-    found = compare(inner, outer, cut)
-    plots.graph_before_and_after(found.graph, found.kept_nodes, found.kept_edges, cut)
-    display(found.table())
+    comparison = compare(inner, outer, cut)
+    kept = comparison.kept_nodes, comparison.kept_edges
+    plots.graph_before_and_after(comparison.graph, *kept, cut)
+    display(comparison.table())
 
 
 def graph_explorer() -> widgets.VBox:

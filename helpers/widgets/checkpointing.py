@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from helpers import plots
-from helpers.widgets.live import live
+from helpers.widgets.live import explorer
 from vgpu.profiling.memory import StepRecord
 from vgpu.tables import Table
 from vgpu.units import format_bytes
@@ -84,9 +84,8 @@ def checkpointing_explorer(gpu: torch.device) -> ipywidgets.Widget:
         4, min=1, max=16, description="segments", continuous_update=False
     )
     depth.observe(lambda change: setattr(segments, "max", change["new"]), "value")
-    drawn = live(
+    return explorer(
         lambda depth, segments: show_run(depth, min(depth, segments), gpu),
         {"depth": depth, "segments": segments},
         {"depth": (16, 25, 36), "segments": (1, 2, 4, 5, 6, 8, 13, 16)},
     )
-    return ipywidgets.VBox([ipywidgets.HBox([depth, segments]), drawn])

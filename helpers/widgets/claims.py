@@ -13,20 +13,20 @@ def findings(
     ledger: Sequence[Claim], words: str = "", verdict: str = ANY, lesson: str = ANY
 ) -> list[Any]:
     """What ``search`` finds, to be displayed: a table; with a single claim, also its proof's code."""
-    found = search(ledger, words, verdict, lesson)
-    if not found:
+    matches = search(ledger, words, verdict, lesson)
+    if not matches:
         return ["No claim has all of this. Fewer words find more."]
-    if len(found) == 1 and found[0].proof:
-        return [listing(found), Code(found[0].proof.source, language="python")]
-    return [listing(found)]
+    if len(matches) == 1 and matches[0].proof:
+        return [listing(matches), Code(matches[0].proof.source, language="python")]
+    return [listing(matches)]
 
 
 def show_claims(
     ledger: Sequence[Claim], words: str = "", verdict: str = ANY, lesson: str = ANY
 ) -> None:
     """Display ``findings``."""
-    for found in findings(ledger, words, verdict, lesson):
-        display(found)
+    for each in findings(ledger, words, verdict, lesson):
+        display(each)
 
 
 def claims_explorer(ledger: Sequence[Claim]) -> ipywidgets.Widget:
@@ -40,8 +40,8 @@ def claims_explorer(ledger: Sequence[Claim]) -> ipywidgets.Widget:
     def answer(_: Any = None) -> None:
         # Set, not captured: nbclient sends captured output back to the kernel and can then miss
         # the reply to a quick cell (jupyter/nbclient#312).
-        found = findings(ledger, words.value, verdict.value, lesson.value)
-        shown.outputs = tuple(map(_output, found))
+        matches = findings(ledger, words.value, verdict.value, lesson.value)
+        shown.outputs = tuple(map(_output, matches))
 
     for control in (words, verdict, lesson):
         control.observe(answer, "value")
@@ -49,8 +49,8 @@ def claims_explorer(ledger: Sequence[Claim]) -> ipywidgets.Widget:
     return ipywidgets.VBox([ipywidgets.HBox([words, verdict, lesson]), shown])
 
 
-def _output(found: Any) -> dict[str, Any]:
-    data = {"text/plain": str(found)}
-    if hasattr(found, "_repr_html_"):
-        data["text/html"] = found._repr_html_()
+def _output(value: Any) -> dict[str, Any]:
+    data = {"text/plain": str(value)}
+    if hasattr(value, "_repr_html_"):
+        data["text/html"] = value._repr_html_()
     return {"output_type": "display_data", "data": data, "metadata": {}}

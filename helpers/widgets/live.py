@@ -52,12 +52,32 @@ def live(function: Function, controls: Controls, few: Few | None = None) -> ipyw
     return shown
 
 
+def explorer(
+    function: Function, controls: Controls, few: Few | None = None, per_row: int = 3
+) -> ipywidgets.VBox:
+    """The controls in rows, and below them what ``live`` shows of ``function``."""
+    shown, every = live(function, controls, few), list(controls.values())
+    rows = [every[start : start + per_row] for start in range(0, len(every), per_row)]
+    return ipywidgets.VBox([*map(ipywidgets.HBox, rows), shown])
+
+
+def steps(description: str, options: Sequence[Any], value: Any) -> ipywidgets.Widget:
+    """A slider over ``options``; it moves on when it is let go, since answers take their time."""
+    return ipywidgets.SelectionSlider(
+        options=options,
+        value=value,
+        description=description,
+        continuous_update=False,
+        style={"description_width": "initial"},
+    )
+
+
 def show_answers() -> None:
     """Display the ``answers`` of the explorers made since the last call, by their outputs' ids."""
-    found = {name: answers(*explorer) for name, explorer in _explorers.items()}
+    every = {name: answers(*explorer) for name, explorer in _explorers.items()}
     _explorers.clear()
-    if found:
-        display({ANSWERS: found, "text/plain": f"answers of {len(found)} explorers"}, raw=True)
+    if every:
+        display({ANSWERS: every, "text/plain": f"answers of {len(every)} explorers"}, raw=True)
 
 
 def answers(function: Function, controls: Controls, few: Few) -> dict[str, Any]:
@@ -71,14 +91,14 @@ def answers(function: Function, controls: Controls, few: Few) -> dict[str, Any]:
     values = offered(controls, few)
     begun = time.perf_counter()
     parts: dict[str, int] = {}
-    found = []
+    combinations = []
     for choice in product(*values.values()):
         setting = {name: value for name, (_, value) in zip(values, choice, strict=True)}
         shown = _outputs(function, setting)
         if failed := [each for each in shown if each["output_type"] == "error"]:
             raise RuntimeError(f"explorer at {setting}: " + "".join(failed[0]["traceback"]))
         texts = [json.dumps(each, sort_keys=True) for each in shown]
-        found.append([parts.setdefault(text, len(parts)) for text in texts])
+        combinations.append([parts.setdefault(text, len(parts)) for text in texts])
     described = [
         {
             "label": control.description,
@@ -91,7 +111,7 @@ def answers(function: Function, controls: Controls, few: Few) -> dict[str, Any]:
     return {
         "controls": described,
         "parts": [json.loads(text) for text in parts],
-        "answers": found,
+        "answers": combinations,
         "seconds": time.perf_counter() - begun,
     }
 
@@ -103,7 +123,7 @@ def offered(controls: Controls, few: Few) -> dict[str, list[tuple[str, Any]]]:
     what it says now. Raises ValueError for a value that a control lacks, where what it says now is
     left out, and where there are more than MOST_ANSWERS combinations.
     """
-    found = {}
+    values_of = {}
     for name, control in controls.items():
         every = _choices(control)
         values = [value for _, value in every]
@@ -112,13 +132,13 @@ def offered(controls: Controls, few: Few) -> dict[str, list[tuple[str, Any]]]:
             raise ValueError(f"control {name!r} has no {lacking}; it has {values}")
         if control.value not in kept:
             raise ValueError(f"control {name!r} says {control.value!r}, which is not among {kept}")
-        found[name] = [(words, value) for words, value in every if value in kept]
-    if (count := math.prod(map(len, found.values()))) > MOST_ANSWERS:
+        values_of[name] = [(words, value) for words, value in every if value in kept]
+    if (count := math.prod(map(len, values_of.values()))) > MOST_ANSWERS:
         raise ValueError(
-            f"{count} combinations of {', '.join(found)} are more than {MOST_ANSWERS}: "
+            f"{count} combinations of {', '.join(values_of)} are more than {MOST_ANSWERS}: "
             "name fewer values in few="
         )
-    return found
+    return values_of
 
 
 def _choices(control: ipywidgets.Widget) -> list[tuple[str, Any]]:
@@ -158,7 +178,7 @@ def _outputs(function: Function, values: dict[str, Any]) -> list[dict[str, Any]]
                 "evalue": str(error),
                 "traceback": lines,
             }
-    found = [
+    outputs = [
         {
             "output_type": "display_data",
             "data": json_clean(encode_images(rich.data)),
@@ -168,5 +188,5 @@ def _outputs(function: Function, values: dict[str, Any]) -> list[dict[str, Any]]
     ]
     for name, text in (("stdout", captured.stdout), ("stderr", captured.stderr)):
         if text:
-            found.append({"output_type": "stream", "name": name, "text": text})
-    return [*found, failed] if failed else found
+            outputs.append({"output_type": "stream", "name": name, "text": text})
+    return [*outputs, failed] if failed else outputs

@@ -13,7 +13,7 @@ from IPython.display import display
 
 import vgpu
 from helpers import plots
-from helpers.widgets.live import live
+from helpers.widgets.live import explorer, steps
 from vgpu.plan import meshes
 from vgpu.plan.meshes import DIMENSIONS, MeshStep
 from vgpu.plan.transformer import LLAMA
@@ -59,15 +59,15 @@ def answer(
     return meshes.step(sizes, MODEL, sequences, cost)
 
 
-def tokens_per_s(found: MeshStep, sequences: int) -> float:
+def tokens_per_s(step: MeshStep, sequences: int) -> float:
     """Of one GPU."""
-    return sequences * MODEL.sequence / found.seconds / GPUS
+    return sequences * MODEL.sequence / step.seconds / GPUS
 
 
-def answer_table(found: MeshStep, sequences: int) -> Table:
+def answer_table(step: MeshStep, sequences: int) -> Table:
     """Each dimension's group, link, bytes and time; then the step."""
     rows: list[tuple[object, ...]] = []
-    for each in found.traffic:
+    for each in step.traffic:
         talks = ", ".join(map(str, each.ranks[:4])) + (", …" if len(each.ranks) > 4 else "")
         rows.append(
             (
@@ -80,12 +80,12 @@ def answer_table(found: MeshStep, sequences: int) -> Table:
             )
         )
     room = vgpu.PRESETS[GPU].memory_bytes
-    fits = "fits" if found.held_bytes < room else "does not fit"
+    fits = "fits" if step.held_bytes < room else "does not fit"
     caption = (
-        f"One step, predicted: {format_seconds(found.seconds)}, of which "
-        f"{format_seconds(found.compute_s)} is computing and {format_seconds(found.bubble_s)} the "
-        f"pipeline's bubble; {tokens_per_s(found, sequences):.0f} tokens/s a GPU. Parameters, "
-        f"gradients and optimizer: {format_bytes(found.held_bytes)} of {format_bytes(room)}: {fits}."
+        f"One step, predicted: {format_seconds(step.seconds)}, of which "
+        f"{format_seconds(step.compute_s)} is computing and {format_seconds(step.bubble_s)} the "
+        f"pipeline's bubble; {tokens_per_s(step, sequences):.0f} tokens/s a GPU. Parameters, "
+        f"gradients and optimizer: {format_bytes(step.held_bytes)} of {format_bytes(room)}: {fits}."
     )
     header = ("dimension", "GPU 0 talks to", "over", "a GPU sends", "sending", "nothing beside it")
     return Table(header, rows, caption=caption)
@@ -102,37 +102,31 @@ def show_mesh(
     """Draw the groups and say what they send; say why where there is no such mesh."""
     try:
         sizes = mesh_sizes(tensor, context, pipeline, order)
-        found = answer(sizes, sequences, network)
+        step = answer(sizes, sequences, network)
     except ValueError as problem:
         print(f"No such mesh: {problem}.")
         return
     several = {name: meshes.groups(sizes, name) for name, size in sizes.items() if size > 1}
     if several:
         plots.mesh(several, GPUS_PER_HOST)
-    display(answer_table(found, sequences))
+    display(answer_table(step, sequences))
 
 
 def mesh_explorer() -> ipywidgets.Widget:
     """Sizes, order, batch and network around ``show_mesh``."""
     orders = [(", ".join(order), order) for order in permutations(DIMENSIONS)]
     wide = {"style": {"description_width": "initial"}}
-    controls: dict[str, ipywidgets.Widget] = {
-        name: ipywidgets.SelectionSlider(
-            options=[1, 2, 4, 8], value=value, description=name, continuous_update=False
-        )
-        for name, value in (("tensor", 8), ("context", 1), ("pipeline", 1))
+    controls = {
+        "tensor": steps("tensor", [1, 2, 4, 8], 8),
+        "context": steps("context", [1, 2, 4, 8], 1),
+        "pipeline": steps("pipeline", [1, 2, 4, 8], 1),
+        "order": ipywidgets.Dropdown(options=orders, description="neighbours first", **wide),
+        "sequences": steps("sequences", [16, 32, 64, 128, 256], 64),
+        "network": ipywidgets.Dropdown(options=NETWORKS, description="network"),
     }
-    controls["order"] = ipywidgets.Dropdown(options=orders, description="neighbours first", **wide)
-    controls["sequences"] = ipywidgets.SelectionSlider(
-        options=[16, 32, 64, 128, 256], value=64, description="sequences", continuous_update=False
-    )
-    controls["network"] = ipywidgets.Dropdown(options=NETWORKS, description="network")
     data_first = ("data", *(name for name in DIMENSIONS if name != "data"))
     few = {
         **{"tensor": (1, 4, 8), "context": (1, 2, 8), "pipeline": (1, 2, 8)},
         **{"order": (DIMENSIONS, data_first), "sequences": (16, 64), "network": NETWORKS[:1]},
     }
-    drawn = live(show_mesh, controls, few)
-    sizes = [controls[name] for name in ("tensor", "context", "pipeline")]
-    others = [controls[name] for name in ("order", "sequences", "network")]
-    return ipywidgets.VBox([ipywidgets.HBox(sizes), ipywidgets.HBox(others), drawn])
+    return explorer(show_mesh, controls, few)

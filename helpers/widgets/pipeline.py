@@ -15,7 +15,7 @@ from torch import nn
 
 import vgpu
 from helpers import plots
-from helpers.widgets.live import live
+from helpers.widgets.live import explorer, steps
 from vgpu.plan.schedules import KINDS, SimulatedSchedule, Times, peaks_in_flight, simulate
 from vgpu.tables import Table
 from vgpu.units import format_bytes, format_seconds
@@ -51,7 +51,7 @@ class LayerCost:
 class Answer:
     """What a choice of stages, micro-batches, schedule and GPU comes to, for each device."""
 
-    played: SimulatedSchedule
+    simulated: SimulatedSchedule
     in_flight: list[int]
     cost: LayerCost | None
     gpu: str | None
@@ -59,19 +59,19 @@ class Answer:
     @property
     def layers(self) -> int:
         """Layers of each device."""
-        return LAYERS // self.played.schedule.devices
+        return LAYERS // self.simulated.schedule.devices
 
     @property
     def alone(self) -> float:
         """The time of one device that does all the work itself, as one after the other."""
-        row = self.played.boxes[0]
-        return self.played.schedule.devices * sum(box.end - box.start for box in row)
+        row = self.simulated.boxes[0]
+        return self.simulated.schedule.devices * sum(box.end - box.start for box in row)
 
     def peak_bytes(self) -> list[int]:
         """Parameters with their gradients and optimizer state, and the activations in flight."""
         assert self.cost is not None
         held = self.layers * self.cost.parameters * BYTES_PER_PARAMETER
-        chunk = self.layers * self.cost.activation_bytes // self.played.schedule.chunks
+        chunk = self.layers * self.cost.activation_bytes // self.simulated.schedule.chunks
         return [held + count * chunk for count in self.in_flight]
 
 
@@ -126,31 +126,31 @@ def layer_cost(gpu: str, sequences: int) -> LayerCost:
         )
 
 
-def answer_table(found: Answer) -> Table:
+def answer_table(result: Answer) -> Table:
     """Time, speed-up, bubble and memory in words."""
-    played = found.played
-    count = played.schedule.devices
-    speed_up = f"{found.alone / played.makespan:.2f} times one device"
-    bubble = ("bubble", f"{played.bubble:.1%}", "of all devices' time")
-    if found.cost is None or found.gpu is None:
-        chunks = played.schedule.chunks
+    simulated = result.simulated
+    count = simulated.schedule.devices
+    speed_up = f"{result.alone / simulated.makespan:.2f} times one device"
+    bubble = ("bubble", f"{simulated.bubble:.1%}", "of all devices' time")
+    if result.cost is None or result.gpu is None:
+        chunks = simulated.schedule.chunks
         unit = "micro-batches" if chunks == 1 else f"micro-batches, each in 1 of {chunks} chunks"
-        most = ", ".join(map(str, found.in_flight))
+        most = ", ".join(map(str, result.in_flight))
         return Table(
-            (played.schedule.name, "", ""),
+            (simulated.schedule.name, "", ""),
             [
-                ("one step", f"{played.makespan:g} units", speed_up),
+                ("one step", f"{simulated.makespan:g} units", speed_up),
                 bubble,
                 ("activations in flight", most, f"{unit}, device by device"),
             ],
         )
-    peaks, room = found.peak_bytes(), vgpu.PRESETS[found.gpu].memory_bytes
+    peaks, room = result.peak_bytes(), vgpu.PRESETS[result.gpu].memory_bytes
     fits = sum(peak <= room for peak in peaks)
     room_told = f"of {format_bytes(room)}; fits on {fits} of {count}"
     return Table(
-        (f"{played.schedule.name} on {count} × {found.gpu}", "", ""),
+        (f"{simulated.schedule.name} on {count} × {result.gpu}", "", ""),
         [
-            ("one step", format_seconds(played.makespan), f"virtual time; {speed_up}"),
+            ("one step", format_seconds(simulated.makespan), f"virtual time; {speed_up}"),
             bubble,
             ("fullest device", format_bytes(max(peaks)), room_told),
             ("emptiest device", format_bytes(min(peaks)), "counted"),
@@ -161,16 +161,16 @@ def answer_table(found: Answer) -> Table:
 def show_answer(kind: str, devices: int, micro_batches: int, gpu: str | None = None) -> None:
     """Draw the schedule and tell what it costs; say why where there is none."""
     try:
-        found = answer(kind, devices, micro_batches, gpu)
+        result = answer(kind, devices, micro_batches, gpu)
     except ValueError as problem:
         print(f"No such schedule: {problem}.")
         return
     if gpu is None:
-        plots.schedule(found.played)
+        plots.schedule(result.simulated)
     else:
         how = f"virtual time of one layer on one {gpu}, the schedule counted"
-        plots.schedule(found.played, how=how, unit="ms", factor=1e3)
-    display(answer_table(found))
+        plots.schedule(result.simulated, how=how, unit="ms", factor=1e3)
+    display(answer_table(result))
 
 
 def pipeline_explorer() -> ipywidgets.Widget:
@@ -180,19 +180,8 @@ def pipeline_explorer() -> ipywidgets.Widget:
         "gpu": ipywidgets.Dropdown(
             options=[(_UNITS, None), *((name, name) for name in vgpu.PRESETS)], description="GPU"
         ),
-        "devices": ipywidgets.SelectionSlider(
-            options=[1, 2, 4, 8], value=4, description="stages", continuous_update=False
-        ),
-        "micro_batches": ipywidgets.SelectionSlider(
-            options=[1, 2, 4, 8, 16, 32, 64],
-            value=8,
-            description="micro-batches",
-            continuous_update=False,
-            style={"description_width": "initial"},
-        ),
+        "devices": steps("stages", [1, 2, 4, 8], 4),
+        "micro_batches": steps("micro-batches", [1, 2, 4, 8, 16, 32, 64], 8),
     }
     few = {"gpu": (None, "H100"), "devices": (2, 4, 8), "micro_batches": (4, 8, 16, 32)}
-    drawn = live(show_answer, controls, few)
-    kind, gpu, devices, micro_batches = controls.values()
-    rows = [ipywidgets.HBox([kind, gpu]), ipywidgets.HBox([devices, micro_batches])]
-    return ipywidgets.VBox([*rows, drawn])
+    return explorer(show_answer, controls, few, per_row=2)

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import ipywidgets
 import torch
 
-from helpers.plots import collectives
-from helpers.widgets.live import live
+from helpers.plots.collectives import ring
+from helpers.plots.style import RANK_COLOURS
+from helpers.widgets.live import explorer
 
-MOST_RANKS = len(collectives.RANK_COLOURS)
+MOST_RANKS = len(RANK_COLOURS)
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,13 @@ def describe_step(ranks: int, step: int) -> str:
     if step == 0:
         return f"At the start every rank holds {ranks} chunks of its own."
     phase = "was added" if step < ranks else "replaced what was there"
-    told = f"Step {step} of {last}: each rank sent one chunk to the next, where it {phase}."
-    told += f"\nSent so far by each rank: {step}/{ranks} of a tensor."
+    text = f"Step {step} of {last}: each rank sent one chunk to the next, where it {phase}."
+    text += f"\nSent so far by each rank: {step}/{ranks} of a tensor."
     if step == ranks - 1:
-        told += "\nEach rank now holds one complete chunk: a reduce-scatter is done."
+        text += "\nEach rank now holds one complete chunk: a reduce-scatter is done."
     if step == last:
-        told += "\nEvery chunk is complete everywhere: the all-reduce is done."
-    return told
+        text += "\nEvery chunk is complete everywhere: the all-reduce is done."
+    return text
 
 
 def show_ring(ranks: int, step: int) -> None:
@@ -67,7 +68,7 @@ def show_ring(ranks: int, step: int) -> None:
     states = ring_states(ranks)
     step = max(0, min(step, len(states) - 1))
     state = states[step]
-    collectives.ring(state.held, state.sent, f"{ranks} ranks, after step {step}")
+    ring(state.held, state.sent, f"{ranks} ranks, after step {step}")
     print(describe_step(ranks, step))
 
 
@@ -82,5 +83,4 @@ def ring_explorer() -> ipywidgets.Widget:
     ranks.observe(fit_steps, "value")
     # A step past the end shows the end, so that fewer ranks are shown whole with the same slider.
     few = {"ranks": (2, 3, 4), "step": range(7)}
-    drawn = live(show_ring, {"ranks": ranks, "step": step}, few)
-    return ipywidgets.VBox([ipywidgets.HBox([ranks, step]), drawn])
+    return explorer(show_ring, {"ranks": ranks, "step": step}, few)

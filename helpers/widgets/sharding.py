@@ -11,7 +11,7 @@ from IPython.display import display
 
 import vgpu
 from helpers import plots
-from helpers.widgets.live import live
+from helpers.widgets.live import explorer, steps
 from vgpu.plan.transformer import LLAMA, TransformerSizes
 from vgpu.tables import Table
 from vgpu.units import format_bytes
@@ -75,17 +75,17 @@ def answer(sizes: TransformerSizes, gpus: int, way: str) -> Answer:
     return Answer(count, held, sent if inside else 0.0, slices if inside else sent)
 
 
-def answer_table(found: Answer, gpus: int, gpu: str) -> Table:
+def answer_table(result: Answer, gpus: int, gpu: str) -> Table:
     """The same in words: whether it fits, and what is sent."""
     room = vgpu.PRESETS[gpu].memory_bytes
-    held = sum(found.held.values())
+    held = sum(result.held.values())
     verdict = "fits, without activations" if held <= room else "does not fit"
     return Table(
-        (f"{found.parameters / 1e9:.1f} billion parameters on {gpus} × {gpu}", "", ""),
+        (f"{result.parameters / 1e9:.1f} billion parameters on {gpus} × {gpu}", "", ""),
         [
             ("on each GPU", format_bytes(held), f"of {format_bytes(room)}: {verdict}"),
-            ("sent inside the host", format_bytes(found.inside_bytes), "by each GPU in a step"),
-            ("sent across hosts", format_bytes(found.across_bytes), "by each GPU in a step"),
+            ("sent inside the host", format_bytes(result.inside_bytes), "by each GPU in a step"),
+            ("sent across hosts", format_bytes(result.across_bytes), "by each GPU in a step"),
         ],
         caption="calculated from the model's counted parameters",
     )
@@ -93,14 +93,14 @@ def answer_table(found: Answer, gpus: int, gpu: str) -> Table:
 
 def show_answer(model: str, gpus: int, way: str, gpu: str) -> None:
     """Draw all ways of cutting ``model``, one of ``LLAMA``, and tell what this one costs."""
-    found = {name: answer(LLAMA[model], gpus, name) for name in WAYS}
+    result = {name: answer(LLAMA[model], gpus, name) for name in WAYS}
     plots.held_by_cause(
-        {name: each.held for name, each in found.items()},
+        {name: each.held for name, each in result.items()},
         capacity_bytes=vgpu.PRESETS[gpu].memory_bytes,
         message=f"Llama {model} on {gpus} GPUs; dashed, one {gpu}",
         how="16 bytes a parameter, and two gathered blocks; no activations",
     )
-    display(answer_table(found[way], gpus, gpu))
+    display(answer_table(result[way], gpus, gpu))
 
 
 def sharding_explorer() -> ipywidgets.Widget:
@@ -110,15 +110,8 @@ def sharding_explorer() -> ipywidgets.Widget:
         "gpu": ipywidgets.Dropdown(
             options=list(vgpu.PRESETS), value="H100", description="on GPUs of"
         ),
-        "gpus": ipywidgets.SelectionSlider(
-            options=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024],
-            value=64,
-            description="GPUs",
-            continuous_update=False,
-        ),
+        "gpus": steps("GPUs", [2**power for power in range(11)], 64),
         "way": ipywidgets.Dropdown(options=list(WAYS), value=WAYS[3], description="cut"),
     }
     few = {"gpu": ("H100", "H200"), "gpus": (8, 16, 64, 512)}
-    drawn = live(show_answer, controls, few)
-    model, gpu, gpus, way = controls.values()
-    return ipywidgets.VBox([ipywidgets.HBox([model, gpu]), ipywidgets.HBox([gpus, way]), drawn])
+    return explorer(show_answer, controls, few, per_row=2)

@@ -7,8 +7,8 @@ import ipywidgets
 from IPython.display import display
 
 from helpers import plots
-from helpers.plots.parallel.splits import parts_of
-from helpers.widgets.live import live
+from helpers.plots.times import parts_of
+from helpers.widgets.live import explorer, steps
 from vgpu import Timeline
 from vgpu.tables import Table
 from vgpu.units import format_seconds
@@ -65,12 +65,12 @@ def layer_explorer(layer: Layer) -> ipywidgets.Widget:
         plots.split_times(timelines, f"A layer of width {width}")
         display(split_table(timelines))
 
-    width = ipywidgets.SelectionSlider(
-        options=WIDTHS, value=8192, description="width", continuous_update=False
-    )
-    degree = ipywidgets.SelectionSlider(
-        options=DEGREES, value=8, description="GPUs", continuous_update=False
-    )
     place = ipywidgets.Dropdown(options=list(PLACES), description="over")
-    drawn = live(show, {"width": width, "degree": degree, "place": place})
-    return ipywidgets.VBox([ipywidgets.HBox([width, degree, place]), drawn])
+    return explorer(
+        show,
+        {
+            "width": steps("width", WIDTHS, 8192),
+            "degree": steps("GPUs", DEGREES, 8),
+            "place": place,
+        },
+    )

@@ -8,7 +8,7 @@ import torch
 
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal
 from helpers.checks.on_ranks import GPU, on_ranks
-from vgpu.profiling import Collectives, counted_on_gpu, own_gpu
+from vgpu.profiling import CollectiveCalls, count_collectives_on_gpu, own_gpu
 
 
 @exercise("99.5", "The largest of all ranks")
@@ -33,9 +33,9 @@ def largest_of_all(answer: Callable[[torch.Tensor, int], torch.Tensor]) -> dict[
 
 def _on_gpu(
     rank: int, world_size: int, call: Callable[..., Any], *args: Any
-) -> tuple[Any, Collectives]:
+) -> tuple[Any, CollectiveCalls]:
     """On a rank: what ``call`` returns, its tensors on the CPU, and the collectives."""
-    result, calls = counted_on_gpu(rank, world_size, call, *args)
+    result, calls = count_collectives_on_gpu(rank, world_size, call, *args)
     if isinstance(result, tuple):
         return tuple(_fetched(part) for part in result), calls
     return _fetched(result), calls
@@ -70,7 +70,7 @@ def _on_its_gpu(place: str, given: str) -> None:
         )
 
 
-def _within(calls: Collectives, most: int, largest: int, given: str, hint: str) -> None:
+def _within(calls: CollectiveCalls, most: int, largest: int, given: str, hint: str) -> None:
     """Wrong for more than ``most`` collectives, for more numbers given to one, and for none."""
     if 0 < len(calls) <= most and all(size <= largest for _, size in calls):
         return

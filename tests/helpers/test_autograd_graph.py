@@ -29,13 +29,13 @@ def test_depth_is_the_longest_way_and_a_node_met_twice_is_one():
     assert depths == {"Sum": 0, "Add": 1, "Exp": 2, "x": 3}
 
 
-def test_nothing_recorded_is_an_empty_graph():
+def test_a_tensor_without_history_has_an_empty_graph():
     assert graph_of(torch.ones(2)).nodes == ()
     assert count_nodes(torch.ones(2)) == 0
     assert shared_part(leaf(1.0).exp(), torch.ones(1)) == (set(), set())
 
 
-def test_long_chains_are_counted():
+def test_count_nodes_counts_long_chains():
     total = leaf(0.0)
     for _ in range(5000):
         total = total + 1

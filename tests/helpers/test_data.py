@@ -5,8 +5,7 @@ import torch
 from sklearn.datasets import load_digits
 from torchvision.transforms import v2
 
-from helpers.data import Digits, RandomDataset
-from helpers.models import DigitsCNN
+from helpers.data import Digits, DigitsCNN, RandomDataset
 
 
 def test_the_split_covers_all_digits_once():
@@ -36,12 +35,12 @@ def test_items_are_as_torchvision_gives_them():
     torch.testing.assert_close(tensor[0], dataset.data[0] / 255)
 
 
-def test_an_index_past_the_end_ends_iteration():
+def test_digits_raise_index_error_past_the_end():
     with pytest.raises(IndexError):
         Digits(train=False)[360]
 
 
-def test_random_vectors():
+def test_random_dataset_has_vectors_of_the_given_size():
     dataset = RandomDataset(size=5, length=7)
     assert len(dataset) == 7 and dataset[3].shape == (5,)
 

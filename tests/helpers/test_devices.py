@@ -31,21 +31,21 @@ def real_gpus(monkeypatch):
     return pretend
 
 
-def test_virtual_ones_where_none_is_real(real_gpus):
+def test_lab_gives_virtual_gpus_where_none_is_real(real_gpus):
     real_gpus(0)
     assert devices.lab(3) == [torch.device("vgpu", index) for index in range(3)]
     assert torch.ones(2, device="vgpu:2").device == torch.device("vgpu:2")
     assert "Virtual GPUs fill in" in str(devices.describe(3))
 
 
-def test_real_ones_where_there_are_enough(real_gpus):
+def test_lab_gives_real_gpus_where_there_are_enough(real_gpus):
     real_gpus(2)
     assert devices.lab(2) == [torch.device("cuda:0"), torch.device("cuda:1")]
     assert "cuda:0 to cuda:1" in str(devices.describe(2))
     assert "Real GPU 1 (16 GiB)" in str(devices.describe(2))
 
 
-def test_real_ones_count_bytes_without_workspaces(real_gpus, monkeypatch):
+def test_real_gpus_do_without_cublas_workspaces(real_gpus, monkeypatch):
     real_gpus(2)
     devices.lab(1)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":0:0"
@@ -62,49 +62,49 @@ def test_ranks_on_the_few_real_gpus_have_no_workspaces_either(real_gpus):
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":0:0"
 
 
-def test_a_machine_without_gpus_is_told_nothing(real_gpus):
+def test_a_machine_without_gpus_gets_no_word_of_workspaces(real_gpus):
     real_gpus(0)
     assert "workspaces" not in str(devices.describe(2))
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
-def test_virtual_ones_where_real_ones_are_too_few(real_gpus):
+def test_lab_gives_virtual_gpus_where_real_ones_are_too_few(real_gpus):
     real_gpus(1)
     assert devices.lab(2)[0].type == "vgpu"
 
 
-def test_one_variable_forces_virtual_ones(real_gpus, monkeypatch):
+def test_course_devices_forces_virtual_gpus(real_gpus, monkeypatch):
     real_gpus(8)
     monkeypatch.setenv("VGPU_DEVICES", "vgpu")
     assert devices.lab(2)[1] == torch.device("vgpu:1")
     assert "VGPU_DEVICES=vgpu asks" in str(devices.describe(2))
 
 
-def test_insisting_on_real_ones_that_are_missing(real_gpus, monkeypatch):
+def test_course_devices_refuses_real_gpus_that_are_missing(real_gpus, monkeypatch):
     real_gpus(1)
     monkeypatch.setenv("VGPU_DEVICES", "cuda")
     with pytest.raises(ValueError, match="needs 2 and this machine has 1"):
         devices.lab(2)
 
 
-def test_one_gpu_is_named_once(real_gpus):
+def test_describe_names_a_single_gpu_once(real_gpus):
     real_gpus(0)
     assert "1 virtual GPU (vgpu:0)" in str(devices.describe(1))
 
 
-def test_an_unknown_choice_is_refused(monkeypatch):
+def test_course_devices_refuses_an_unknown_choice(monkeypatch):
     monkeypatch.setenv("VGPU_DEVICES", "tpu")
     with pytest.raises(ValueError, match="'tpu'; it can be auto, cuda, vgpu"):
         devices.lab(1)
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2", True, None])
-def test_a_count_that_is_none_is_refused(count):
+def test_lab_refuses_a_count_that_is_no_positive_int(count):
     with pytest.raises(ValueError, match="whole number of GPUs from 1"):
         devices.lab(count)
 
 
-def test_fewer_are_handed_out_of_more():
+def test_lab_hands_out_fewer_of_the_gpus_there_are():
     devices.lab(8)
     assert devices.lab(2) == [torch.device("vgpu:0"), torch.device("vgpu:1")]
     assert torch.vgpu.device_count() == 8

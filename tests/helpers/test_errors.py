@@ -7,7 +7,7 @@ import pytest
 from helpers.errors import expected_error, expected_warning
 
 
-def test_the_message_is_shown_short(capsys):
+def test_expected_error_shortens_the_message(capsys):
     with expected_error(ValueError, "no such thing") as caught:
         raise ValueError("no such thing\n" + "and so on\n" * 30)
     shown = capsys.readouterr().out.splitlines()
@@ -16,7 +16,7 @@ def test_the_message_is_shown_short(capsys):
     assert caught.message.startswith("no such thing")
 
 
-def test_no_error_is_a_failure():
+def test_expected_error_fails_where_nothing_is_raised():
     with (
         pytest.raises(AssertionError, match=r"expected ValueError, but .* nothing"),
         expected_error(ValueError),
@@ -24,7 +24,7 @@ def test_no_error_is_a_failure():
         pass
 
 
-def test_another_message_is_a_failure():
+def test_expected_error_fails_for_another_message():
     with (
         pytest.raises(AssertionError, match="without 'apples'; it says: pears"),
         expected_error(ValueError, "apples"),
@@ -32,18 +32,18 @@ def test_another_message_is_a_failure():
         raise ValueError("pears")
 
 
-def test_another_kind_passes_through():
+def test_expected_error_lets_another_kind_pass():
     with pytest.raises(KeyError), expected_error(ValueError, "apples"):
         raise KeyError("pears")
 
 
-def test_the_failed_block_keeps_nothing_alive():
+def test_expected_error_keeps_nothing_of_the_block_alive():
     with expected_error((ValueError, TypeError)) as caught:
         raise TypeError("short")
     assert caught.error.__traceback__ is None
 
 
-def test_a_warning_is_shown_and_the_others_stay(capsys):
+def test_expected_warning_shows_one_and_leaves_the_others(capsys):
     with pytest.warns(UserWarning, match="other"), expected_warning(FutureWarning, "old") as caught:
         warnings.warn("other", UserWarning, stacklevel=1)
         warnings.warn("old thing", FutureWarning, stacklevel=1)
@@ -51,7 +51,7 @@ def test_a_warning_is_shown_and_the_others_stay(capsys):
     assert caught.message == "old thing"
 
 
-def test_no_warning_is_a_failure():
+def test_expected_warning_fails_without_a_warning():
     with (
         pytest.raises(AssertionError, match="expected FutureWarning with 'old', found: no warning"),
         expected_warning(FutureWarning, "old"),

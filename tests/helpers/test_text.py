@@ -38,7 +38,7 @@ def test_a_letter_without_a_number_is_named_with_its_place():
         (torch.zeros(3), r"torch.float32 of shape \(3,\)"),
     ],
 )
-def test_what_is_no_text_is_refused(tokens, message):
+def test_decode_refuses_tensors_that_are_no_text(tokens, message):
     with pytest.raises(ValueError, match=message):
         decode(tokens)
 

@@ -2,6 +2,7 @@
 
 import ast
 
+import pytest
 from house import ORDER, PACKAGES, imported_modules, modules, row
 
 import helpers.checks
@@ -33,10 +34,16 @@ def test_the_library_imports_nothing_of_the_course():
             assert not names, f"{module} imports {names}"
 
 
+def test_the_library_reads_no_environment_variable_of_the_course():
+    for module, path in modules():
+        if module.partition(".")[0] == "vgpu":
+            assert "COURSE_" not in path.read_text(encoding="utf-8"), module
+
+
 def test_init_files_only_hand_names_on():
     for path in (path for package in PACKAGES for path in package.rglob("__init__.py")):
         if path.parent.name == "helpers":
-            continue  # names what moved to the library
+            continue  # it names what moved to the library
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             exported = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
@@ -49,3 +56,10 @@ def test_the_names_that_lessons_use_stay():
     assert {"COLOURS", "figure"} <= set(helpers.plots.__all__)
     assert {"LaunchError", "RanksHung", "run", "warm_up"} <= set(vgpu.launch.__all__)
     assert {"Settings", "Training"} <= set(helpers.train.__all__)
+
+
+def test_an_old_import_names_the_new_one():
+    with pytest.raises(ImportError, match="write import vgpu"):
+        from helpers import vgpu  # noqa: F401
+    with pytest.raises(ImportError, match="write from vgpu import launch"):
+        from helpers import launch  # noqa: F401

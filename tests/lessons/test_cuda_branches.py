@@ -13,7 +13,7 @@ from needed_cells import needed
 
 import vgpu
 from teaching import lessons
-from vgpu import cuda_words
+from vgpu import cuda_is_vgpu
 from vgpu.profiling import memory
 
 QUESTION = "torch.cuda.is_available()"
@@ -25,8 +25,8 @@ HANDED = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]
 BEFORE = f"""
 import contextlib, io, itertools, json, os, torch
 import vgpu; from helpers import shell; from vgpu import launch
-from vgpu import cuda_words
-from vgpu.collectives import groups
+from vgpu import cuda_is_vgpu
+from vgpu.collectives import process_groups
 
 if not vgpu.is_enabled():
     vgpu.enable(2)
@@ -34,7 +34,7 @@ if not vgpu.is_enabled():
 def run(function, ranks, plain=launch.run):
     assert ranks == 1  # the other ranks of such a group do not exist
     def on_rank(rank, world_size):
-        groups.ranks_are_absent = True  # the group refuses CPU tensors then, as NCCL does
+        process_groups.ranks_are_absent = True  # the group refuses CPU tensors then, as NCCL does
         return function(rank, world_size)
     return plain(on_rank, ranks, gpu="V100")
 
@@ -72,7 +72,7 @@ def drive(program, name):
     properties = torch.vgpu.get_device_properties
     torch.vgpu.device_count = lambda: len(visible)
     torch.vgpu.get_device_properties = lambda ordinal: properties(visible[ordinal])
-    exec(cuda_words.compiled(program, name), {{"__name__": "__main__"}})
+    exec(cuda_is_vgpu.compile_source(program, name), {{"__name__": "__main__"}})
 """
 # Times of virtual GPUs' copies mean nothing, so the clock of a cell that takes them only counts.
 COUNTING_CLOCK = """
@@ -126,7 +126,7 @@ class _OnRealGPUs(ast.NodeTransformer):
 def on_real_gpus(source):
     """A cell's code as real GPUs would run it, in the words of virtual ones."""
     tree = _OnRealGPUs().visit(ast.parse(source))
-    tree = cuda_words._Reader(cuda_words.Reading("<cell>")).visit(tree)
+    tree = cuda_is_vgpu.Replacer(cuda_is_vgpu.Replacements("<cell>")).visit(tree)
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
@@ -164,7 +164,7 @@ def test_the_branch_without_gpus_is_gone():
 def test_the_capacity_of_a_real_gpu():
     names = {"vgpu": vgpu}
     with open(memory.__file__, encoding="utf-8") as file:
-        exec(cuda_words.compiled(file.read(), memory.__file__), names)
+        exec(cuda_is_vgpu.compile_source(file.read(), memory.__file__), names)
     with vgpu.enable(1):
         gpu, wanted = torch.device("vgpu:0"), pytest.raises(torch.OutOfMemoryError, match="allowed")
         with names["capacity"](gpu, 2**20), wanted:

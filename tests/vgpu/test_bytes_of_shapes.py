@@ -1,7 +1,7 @@
 """A module's step counts the same bytes with values as in ``shapes_only()``: kept, and at its peak.
 
 The two come from different places: what torch's CPU kernels allocate, as handlers have put it right
-(dispatch/gpu_only), and what torch's functions for meta tensors say.
+(tensor/cuda_kernels.py), and what torch's functions for meta tensors say.
 """
 
 import pytest

@@ -13,7 +13,7 @@ def test_a_script_for_two_cuda_gpus_trains_on_virtual_ones(tmp_path):
     source = SCRIPT.read_text(encoding="utf-8")
     assert "vgpu" not in source
     script = tmp_path / "script.py"
-    script.write_text(f"import vgpu.enabled\n{source.replace('cuda', 'vgpu')}")
+    script.write_text(f"import vgpu; vgpu.enable(2)\n{source.replace('cuda', 'vgpu')}")
     result = programs.run(script, "--epochs=2", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     said = result.stdout

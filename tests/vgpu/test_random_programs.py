@@ -36,6 +36,6 @@ def test_programs_agree_with_the_cpu(first):
         [sys.executable, "-W", "ignore", "-c", SCRIPT, str(first)],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'support'}"},
     )
     assert done.returncode == 0 and done.stdout == "all agree\n", done.stderr

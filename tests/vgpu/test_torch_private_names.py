@@ -11,7 +11,7 @@ import torch
 from private_names import listed
 
 import vgpu
-from vgpu.changes import Changes
+from vgpu.torch_patches.undo import Changes
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 LISTED = {name: each for each in listed.RELIANCES for name in each.names}

@@ -10,8 +10,8 @@ import torch
 
 import vgpu
 from vgpu import torch_releases
-from vgpu.changes import Changes
 from vgpu.collectives.imported import when_imported
+from vgpu.torch_patches.undo import Changes
 
 NEWER = "2.99.0"
 
@@ -43,13 +43,13 @@ def test_a_newer_torch_is_told_once_what_is_missing_and_the_rest_works(monkeypat
     monkeypatch.setattr(torch, "__version__", NEWER)
     monkeypatch.setattr(torch_releases, "_reported", set())
     monkeypatch.delattr(torch.nn.init, "_no_grad_trunc_normal_")
-    monkeypatch.delattr(torch.nn.modules.linear_cross_entropy, "_ChunkContext")
+    monkeypatch.delattr(torch.nn.parallel.distributed, "_verify_param_shape_across_processes")
     with pytest.warns(RuntimeWarning) as told, vgpu.enable(2):
         assert torch.ones(2, device="vgpu:1").sum().item() == 2
     assert [str(one.message) for one in told] == [
-        "torch 2.99.0 has no torch.nn.modules.linear_cross_entropy._ChunkContext, "
-        "torch.nn.init._no_grad_trunc_normal_: virtual GPUs were tried with torch 2.13 to 2.15, "
-        "and go on without what rests on that"
+        "torch 2.99.0 has no torch.nn.init._no_grad_trunc_normal_, "
+        "torch.nn.parallel.distributed._verify_param_shape_across_processes: virtual GPUs were "
+        "tried with torch 2.13 to 2.15, and go on without what rests on that"
     ]
     with warnings.catch_warnings(action="error"), vgpu.enable(2):
         pass

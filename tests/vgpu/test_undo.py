@@ -177,7 +177,7 @@ def test_settings_that_make_no_sense_are_refused(arguments, words):
         ({"count": 1, "memory_bytes": "16GiB"}, "memory_bytes must be a whole number.*'16GiB'"),
     ],
 )
-def test_what_is_no_number_is_refused_and_nothing_is_left(arguments, words):
+def test_a_non_integer_is_refused_and_changes_nothing(arguments, words):
     with pytest.raises(TypeError, match=words):
         vgpu.enable(**arguments)
     assert not vgpu.is_enabled()

@@ -1,23 +1,23 @@
 """``cluster()``: this process as one rank of a cluster that does not exist."""
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from vgpu import backend
-from vgpu.collectives import cluster_collectives as collectives  # noqa: F401  (shapes can be sent from here on)
-from vgpu.collectives import groups, meshes
-from vgpu.hardware.links import Link
-from vgpu.hardware.networks import Network, get_network
+from vgpu.collectives import process_groups
+from vgpu.hardware.links import Link, Network, get_network
 from vgpu.hardware.specs import GPUSpec
 from vgpu.memory import gpus
-from vgpu.time import recorder
+from vgpu.time import record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,19 +86,19 @@ def cluster(
         stack.enter_context(backend.enable(gpus_per_host, gpu, memory_bytes, link))
         made = Cluster(hosts, gpus_per_host, gpus.by_index(0).spec, between, rank)
         stack.enter_context(mock.patch.dict(os.environ, _environment(made)))
-        stack.enter_context(mock.patch.object(groups, "ranks_are_absent", True))
+        stack.enter_context(mock.patch.object(process_groups, "ranks_are_absent", True))
         gpus.exchange_index(made.device.index)
         known = {
             "network": between,
             "gpus_per_host": gpus_per_host,
             "slowest_of": made.world_size,
         }
-        stack.enter_context(mock.patch.object(recorder, "assumed", known))
+        stack.enter_context(mock.patch.object(record, "assumed", known))
         # init_process_group lets uncaught errors name the rank, and never takes that back.
         stack.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))
         stack.callback(_leave)
         dist.init_process_group(
-            f"{gpus.DEVICE_TYPE}:{groups.BACKEND}",  # for no CPU tensors, as with NCCL
+            f"{gpus.DEVICE_TYPE}:{process_groups.BACKEND}",  # for no CPU tensors, as with NCCL
             store=_store(),
             rank=rank,
             world_size=made.world_size,
@@ -127,4 +127,39 @@ def _store() -> dist.Store:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-    meshes.forget()
+    _forget_meshes()
+
+
+_DTENSOR = "torch.distributed.tensor"
+
+
+def _forget_meshes() -> None:
+    """Empty the caches of DTensor's planning: the next cluster must not find meshes of this one.
+
+    Two meshes count as equal there although this process has other ranks, and so other groups, in
+    each.
+    """
+    if _DTENSOR not in sys.modules:
+        return
+    for cache in _caches():
+        cache.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()  # C++ has one of its own
+
+
+def _caches() -> Iterator[Any]:
+    """Those of functions, of methods, and of the dispatcher that all DTensors share.
+
+    Not by a look through the garbage collector's objects: what a rank's process has imported
+    before it was forked is frozen, and missing there.
+    """
+    dispatcher: Any = sys.modules[_DTENSOR].DTensor._op_dispatcher
+    yield dispatcher.sharding_propagator.propagate_op_sharding.cache
+    for name, module in list(sys.modules.items()):
+        if not name.startswith(_DTENSOR):
+            continue
+        for value in list(vars(module).values()):
+            members = vars(value).values() if isinstance(value, type) else (value,)
+            for member in members:
+                function = getattr(member, "__func__", member)  # of a static method
+                if isinstance(function, functools._lru_cache_wrapper):
+                    yield function

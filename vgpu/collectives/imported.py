@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from vgpu import torch_releases
-from vgpu.changes import Changes
+from vgpu.torch_patches.undo import Changes
 
 Change = Callable[[ModuleType, Changes], None]
 

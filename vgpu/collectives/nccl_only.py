@@ -11,15 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from vgpu.changes import Changes
 from vgpu.collectives.imported import when_imported
+from vgpu.collectives.process_groups import BACKEND
 from vgpu.memory import gpus
-from vgpu.tensor import rules
+from vgpu.tensor.operator_info import handler
 from vgpu.tensor.operators import Args, Kwargs, Operator
 from vgpu.tensor.refusals import is_virtual_device
-
-BACKEND = "vccl"
-"""The backend of virtual GPUs, as ``nccl`` is that of CUDA's."""
+from vgpu.torch_patches.undo import Changes
 
 _SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"
 
@@ -145,7 +143,7 @@ def _refuse(what: str) -> NoReturn:
 def _refuse_symmetric_memory(module: ModuleType, changes: Changes) -> None:
     for name in ("empty", "rendezvous"):
         changes.wrap(module, name, _refusing_virtual)
-    rules.use_handlers(dict.fromkeys(_symmetric_operators(), _refused_operator))
+    handler(*_symmetric_operators())(_refused_operator)
 
 
 @functools.cache

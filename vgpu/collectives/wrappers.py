@@ -1,24 +1,30 @@
-"""Tensors around virtual tensors, such as DTensor and what a functional collective hands out.
+"""What torch wraps around virtual tensors and their modules: DTensor, DDP, pipeline schedules.
 
-C++ must know them under the device type whose queue autograd keeps (device/gpus.py); Python shows
-the virtual device. Such a class is seen when its first tensor is made, or, where C++ makes it, when
-its module is imported: enabling virtual GPUs imports none of them.
+C++ must know tensors around virtual ones, such as DTensor and what a functional collective returns,
+under the device type whose queue autograd keeps (memory/gpus.py); Python shows the virtual device.
+Such a class is seen when its first tensor is made, or, where C++ makes it, when its module is
+imported: enabling virtual GPUs imports none of them.
 """
 
 import functools
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from vgpu.changes import Changes
+from vgpu import torch_releases
+from vgpu.collectives import process_groups
 from vgpu.collectives.imported import when_imported
 from vgpu.memory import gpus
-from vgpu.tensor import generators, rules
-from vgpu.tensor.operators import Args, Kwargs, Operator
-from vgpu.tensor.tensor import VirtualTensor, cpp_device
+from vgpu.tensor import generators
+from vgpu.tensor.methods import cpp_device
+from vgpu.tensor.tensor import VirtualTensor
+from vgpu.torch_patches.undo import Changes
 
 
 def install(changes: Changes) -> None:
@@ -31,6 +37,8 @@ def install(changes: Changes) -> None:
     if dist.is_available():
         when_imported("torch.distributed.tensor._api", _show_device_of_dtensors, changes)
         when_imported("torch.distributed.tensor._random", _read_offset, changes)
+        when_imported("torch.distributed.pipelining.schedules", _without_votes, changes)
+        changes.wrap(DistributedDataParallel, "_ddp_init_helper", _without_times)
 
 
 def _naming_device(
@@ -84,24 +92,11 @@ def _show_device_of_dtensors(module: ModuleType, changes: Changes) -> None:
     _show_device(module.DTensor, changes)
 
 
-# Functional collectives
-
-
-def _wrap_async(func: Operator, args: Args, kwargs: Kwargs) -> torch.Tensor:
-    """A result that waits for its collective when it is first used."""
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    return AsyncCollectiveTensor(args[0])
-
-
-rules.use_handlers({"_c10d_functional::_wrap_tensor_autograd": _wrap_async})
-
-
 # Random numbers of DTensors
 
 
 def _read_offset(module: ModuleType, changes: Changes) -> None:
-    """DTensor moves a generator's offset between shards; ours stands at the end of its state.
+    """DTensor moves a generator's offset between shards; ours is at the end of its state.
 
     torch reads the 16 bytes of CUDA's generator: a seed, then an offset.
     """
@@ -122,3 +117,71 @@ def _read_offset(module: ModuleType, changes: Changes) -> None:
                 generators.set_offset_in(self._state, int(offset))
 
     changes.set(module, "_PhiloxState", PhiloxState)
+
+
+# DistributedDataParallel
+
+ddp_groups: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+"""Those over which a DistributedDataParallel adds up gradients; not their names, which come again."""
+
+
+def _without_times(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """C++ times DDP's parts on the CPU and on CUDA only, and warns of any other device."""
+
+    @functools.wraps(plain)
+    def helper(ddp: Any, *args: Any, **kwargs: Any) -> None:
+        plain(ddp, *args, **kwargs)
+        ddp_groups.add(ddp.process_group)
+        if ddp.device_type == gpus.DEVICE_TYPE:
+            ddp.logger = _LoggerWithoutTimes(ddp.logger)
+
+    return helper
+
+
+class _LoggerWithoutTimes:
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Nothing: there are no times to log."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+
+# Pipeline schedules
+
+
+def _without_votes(module: ModuleType, changes: Changes) -> None:
+    schedule = module._PipelineSchedule
+    if torch_releases.votes_in_warm_up(schedule):
+        changes.wrap(schedule, "_warmup_p2p", _alone)
+    else:
+        changes.wrap(schedule, "_initialize_pipeline_distributed_state", _as_a_fake_group)
+
+
+def _as_a_fake_group(plain: Callable[..., None]) -> Callable[..., None]:
+    """Before its first step a schedule lets all stages vote, by an all-reduce of values, whether their
+    sizes are known (``input_args`` and ``output_args``), and warms up their connections.
+
+    With torch's own fake process group it skips both, and says which stage's sizes are missing.
+    Ranks that are absent have no vote either.
+    """
+
+    @functools.wraps(plain)
+    def initialize(*args: Any, **kwargs: Any) -> None:
+        if not process_groups.ranks_are_absent:
+            return plain(*args, **kwargs)
+        with mock.patch.object(dist, "get_backend", lambda group=None: "fake"):
+            return plain(*args, **kwargs)
+
+    return initialize
+
+
+def _alone(plain: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(plain)
+    def warm_up(*args: Any, **kwargs: Any) -> None:
+        absent = process_groups.ranks_are_absent
+        return (torch_releases.warm_up_alone if absent else plain)(*args, **kwargs)
+
+    return warm_up

@@ -1,1 +1,1 @@
-"""The virtual GPUs themselves: their datasheets, links, memory and random numbers."""
+"""GPUs, links and networks from datasheets, and how well a matrix product fills a GPU."""

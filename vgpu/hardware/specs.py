@@ -1,8 +1,10 @@
-"""What a GPU model can do, from its maker's datasheet.
+"""What each GPU model can do, from its maker's datasheet.
 
-The figures are the maker's peaks: no program reaches them, and a cost model must say what share of
-a peak it assumes. ``memory_bytes`` takes the datasheet's gigabytes as GiB, which is how boards are
-built; a driver keeps a few hundred MiB for itself, which is not modelled.
+The rates are the maker's peaks, which no program reaches: ``CostModel`` says what share of each it
+assumes. To add a GPU, add an entry to ``PRESETS``; everything else reads it from there.
+
+``memory_bytes`` takes the datasheet's gigabytes as GiB, which is how boards are built. Left out: the
+few hundred MiB that a driver keeps for itself.
 """
 
 from dataclasses import dataclass
@@ -14,19 +16,23 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class GPUSpec:
-    """One GPU as PyTorch sees it (a K80 board holds two)."""
+    """One GPU as PyTorch sees it (a K80 board holds two).
+
+    FLOP/s of a type are those of dense matrices of it; None where the GPU's tensor cores lack it.
+    """
 
     name: str
     memory_bytes: int
     memory_bandwidth_bytes_per_s: float
     fp32_flop_per_s: float
-    tensor_flop_per_s: float  # dense float16 on tensor cores; the float32 rate if it has none
+    tensor_flop_per_s: float  # float16, and bfloat16 where it has it; fp32's without tensor cores
     multi_processor_count: int
     compute_capability: tuple[int, int]
     source: str
     link: Link = LINKS["PCIe 3"]  # to the other GPUs of such a machine
     host_link: Link = LINKS["PCIe 3"]
-    tf32_flop_per_s: float | None = None  # dense float32 on tensor cores; None before the A100
+    tf32_flop_per_s: float | None = None  # float32 on tensor cores, from the A100 on
+    fp8_flop_per_s: float | None = None  # float8_e4m3fn and float8_e5m2, from the H100 on
 
     @property
     def has_bfloat16(self) -> bool:
@@ -34,8 +40,9 @@ class GPUSpec:
         return self.compute_capability >= (8, 0)
 
 
-# The rates of tensor cores are for dense matrices: datasheets since the A100 also print twice as
-# much, for matrices with two zeros in each four entries. H100's and H200's print only that: 989.
+# Datasheets since the A100 also print twice the rates of tensor cores, for matrices with two zeros in
+# each four entries. H100's and H200's print only those: 989 TFLOP/s of TF32, 1979 of float16 and
+# bfloat16, 3958 of float8. Compute capabilities are from https://developer.nvidia.com/cuda-gpus.
 PRESETS: dict[str, GPUSpec] = {
     "K80": GPUSpec(
         name="Virtual Tesla K80",
@@ -45,7 +52,8 @@ PRESETS: dict[str, GPUSpec] = {
         tensor_flop_per_s=4.37e12,
         multi_processor_count=13,
         compute_capability=(3, 7),
-        source="NVIDIA Tesla K80 board specification BD-07317-001; half a board, GPU boost clock",
+        source="NVIDIA Tesla K80 board specification BD-07317-001: half a board, GPU boost clock; "
+        "multiprocessors: 2496 cores of 192 each",
     ),
     "V100": GPUSpec(
         name="Virtual Tesla V100-SXM2-16GB",
@@ -55,7 +63,8 @@ PRESETS: dict[str, GPUSpec] = {
         tensor_flop_per_s=125e12,
         multi_processor_count=80,
         compute_capability=(7, 0),
-        source="NVIDIA V100 Tensor Core GPU datasheet, SXM2 column",
+        source="NVIDIA V100 Tensor Core GPU datasheet, SXM2 column; multiprocessors: NVIDIA Tesla "
+        "V100 whitepaper WP-08608-001",
         link=LINKS["NVLink 2"],
         host_link=LINKS["PCIe 3"],
     ),
@@ -67,7 +76,8 @@ PRESETS: dict[str, GPUSpec] = {
         tensor_flop_per_s=312e12,
         multi_processor_count=108,
         compute_capability=(8, 0),
-        source="NVIDIA A100 Tensor Core GPU datasheet, 40 GB SXM column",
+        source="NVIDIA A100 Tensor Core GPU datasheet, 40 GB SXM column; multiprocessors: NVIDIA "
+        "A100 whitepaper",
         link=LINKS["NVLink 3"],
         host_link=LINKS["PCIe 4"],
         tf32_flop_per_s=156e12,
@@ -80,10 +90,12 @@ PRESETS: dict[str, GPUSpec] = {
         tensor_flop_per_s=989e12,
         multi_processor_count=132,
         compute_capability=(9, 0),
-        source="NVIDIA H100 Tensor Core GPU datasheet, SXM column",
+        source="NVIDIA H100 Tensor Core GPU datasheet, SXM column; multiprocessors: NVIDIA H100 "
+        "whitepaper",
         link=LINKS["NVLink 4"],
         host_link=LINKS["PCIe 5"],
         tf32_flop_per_s=494.5e12,
+        fp8_flop_per_s=1979e12,
     ),
     "H200": GPUSpec(
         name="Virtual H200",
@@ -93,10 +105,12 @@ PRESETS: dict[str, GPUSpec] = {
         tensor_flop_per_s=989e12,
         multi_processor_count=132,
         compute_capability=(9, 0),
-        source="NVIDIA H200 Tensor Core GPU datasheet, SXM column",
+        source="NVIDIA H200 Tensor Core GPU datasheet, SXM column; multiprocessors: NVIDIA H100 "
+        "whitepaper",
         link=LINKS["NVLink 4"],
         host_link=LINKS["PCIe 5"],
         tf32_flop_per_s=494.5e12,
+        fp8_flop_per_s=1979e12,
     ),
 }
 

@@ -3,10 +3,8 @@
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from vgpu.collectives.table import SAME_ELEMENTS
 from vgpu.launch.call_sites import CallSite, CollectiveRecord, RankState
-
-# In these every rank has to bring as many elements of the same dtype; shapes may differ.
-_SAME_NUMEL = {"all_reduce", "broadcast", "reduce"}
 
 
 def explain(states: Sequence[RankState | None], name_file: Callable[[str], str]) -> str:
@@ -143,7 +141,7 @@ def _records(
 def _is_mismatch(records: Collection[CollectiveRecord]) -> bool:
     """Whether ranks came to the same collective with what cannot go together."""
     names = {c.name for c in records}
-    return len(names) > 1 or (names <= _SAME_NUMEL and len({c.numels for c in records}) > 1)
+    return len(names) > 1 or (names <= SAME_ELEMENTS and len({c.numels for c in records}) > 1)
 
 
 def _missing(states: Sequence[RankState | None], wanted: CollectiveRecord) -> list[int]:

@@ -5,21 +5,20 @@ the last reference goes, be it a variable or what autograd saved. The block hang
 Python object, which torch keeps for as long as the storage itself lives.
 
 What CUDA's caching allocator would reserve for the blocks is worked out when it is asked for
-(reserve.py); it does not decide what fits.
+(records.py); it does not decide what fits.
 
 Left out: the room that CUDA's own context takes.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from vgpu.memory.records import MemoryRecord
-from vgpu.memory.reserve import Reserve
+from vgpu.memory.records import MemoryRecord, Reserve
 
 # CUDACachingAllocator.cpp, kMinBlockSize: every request is rounded up to a multiple of it.
 _ROUNDING_BYTES = 512
@@ -30,24 +29,31 @@ def rounded(request_bytes: int) -> int:
     return -(-request_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
 
 
-_current_stream: Callable[[int], int] | None = None  # None until a stream is made current
+several_streams = False  # time/streams.py sets it: until then each block is on a default stream
 
 
-def streams_from(current_stream: Callable[[int], int]) -> None:
-    """Let ``current_stream`` say which stream is current, by a GPU's index, in this thread."""
-    global _current_stream
-    _current_stream = current_stream
+class Borrowed(Protocol):
+    """Tensors that gloo uses for a collective (collectives/borrowed_buffers.py)."""
+
+    def is_dropped(self) -> bool: ...
+
+    def wait_for_return(self) -> None: ...
 
 
-_lent: Sequence[Any] = ()
-_take_back: Callable[[], object] = list  # nothing to do while nothing is lent
+borrowed: list[Borrowed] = []
+"""What gloo may still hold when nobody else does; a collective appends its tensors under the lock."""
+borrowed_lock = (
+    threading.RLock()
+)  # a finalizer that counts bytes may run in the thread that holds it
 
 
-def lent_to(lent: Sequence[Any], take_back: Callable[[], object]) -> None:
-    """Call ``take_back`` before bytes are counted while anything is ``lent``: others may hold blocks
-    that are free (distributed/lent.py)."""
-    global _lent, _take_back
-    _lent, _take_back = lent, take_back
+def _wait_for_returns() -> None:
+    """Before bytes are counted: of collectives that have ended, gloo has dropped its tensors."""
+    with borrowed_lock:
+        dropped = [each for each in borrowed if each.is_dropped()]
+        borrowed[:] = [each for each in borrowed if each not in dropped]
+    for each in dropped:
+        each.wait_for_return()
 
 
 # A finalizer may run between any two instructions, also in a thread that holds the lock.
@@ -98,8 +104,12 @@ def of_another_host() -> Iterator[None]:
 class DeviceMemory:
     """The counters of one virtual GPU."""
 
-    def __init__(self, device: torch.device, capacity_bytes: int) -> None:
+    def __init__(
+        self, device: torch.device, capacity_bytes: int, current_stream: Callable[[int], int]
+    ) -> None:
+        """current_stream: by a GPU's index, the number of its stream that is current."""
         self.device = device
+        self._current_stream = current_stream
         self.capacity_bytes = capacity_bytes
         self.allowed_bytes: int | None = None
         """What this process may take of the capacity; None where it may take all."""
@@ -115,8 +125,8 @@ class DeviceMemory:
 
     def settled(self) -> "DeviceMemory":
         """This, when nothing that is free is counted any more."""
-        if _lent:
-            _take_back()
+        if borrowed:
+            _wait_for_returns()
         return self
 
     @property
@@ -134,8 +144,8 @@ class DeviceMemory:
 
     def allocate(self, request_bytes: int, operation: str) -> "Block":
         """Count a new block of at least ``request_bytes``."""
-        if _lent:
-            _take_back()
+        if borrowed:
+            _wait_for_returns()
         _acquire()
         try:
             size_bytes = request_bytes + 511 & ~511  # rounded, in less time
@@ -150,7 +160,7 @@ class DeviceMemory:
             if allocated_bytes > self.peak_bytes:
                 self.peak_bytes = allocated_bytes
             if not self.is_gone:
-                stream = _current_stream(self.device.index) if _current_stream else 0
+                stream = self._current_stream(self.device.index) if several_streams else 0
                 block.number = self.reserve.new(size_bytes, stream)
                 if _records:
                     self.record(block, size_bytes, size_bytes, stream, operation)
@@ -166,7 +176,9 @@ class DeviceMemory:
         self.allocated_bytes += more_bytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         if not self.is_gone:
-            stream = _current_stream(self.device.index) if _current_stream and size_bytes else 0
+            stream = 0
+            if several_streams and size_bytes:
+                stream = self._current_stream(self.device.index)
             self.reserve.resized(block.number, size_bytes, stream)
             self.record(block, more_bytes, size_bytes, stream, operation)
 
@@ -177,7 +189,7 @@ class DeviceMemory:
         if size_bytes:
             for record in _records:
                 if record.depth <= self._depth:
-                    record.note(self, block, size_bytes, block_bytes, stream, operation)
+                    record.add(self, block, size_bytes, block_bytes, stream, operation)
 
     def set_capacity(self, capacity_bytes: int) -> None:
         with _lock:
@@ -192,7 +204,7 @@ class DeviceMemory:
             self.peak_bytes = self.allocated_bytes
             if self.live_block_count:
                 self.reserve.begin_anew()
-            else:  # what was noted need not be played to come to nothing
+            else:  # the old log would come to nothing
                 self.reserve = Reserve(self.device, self.capacity_bytes)
 
     def reset_peak(self) -> None:
@@ -248,7 +260,7 @@ class DeviceMemory:
     def _out_of_memory(self, size_bytes: int) -> str:
         # The sentences of CUDACachingAllocator.cpp, which has given back what it could before.
         self.empty_cache()
-        # Blocks may have needed more, had they to lie in one piece each (reserve.py).
+        # Blocks may have needed more, had they to lie in one piece each (records.py).
         reserved_bytes = min(self.reserved()[0], self.capacity_bytes)
         allocated = format_size(self.allocated_bytes)
         allowed = ""

@@ -23,9 +23,9 @@ _LARGE_SEGMENT_BYTES = 20 * _MIB  # kLargeBuffer
 _OWN_SEGMENT_BYTES = 10 * _MIB  # kMinLargeAlloc: from here on it gets a segment of its own,
 _OWN_SEGMENT_STEP_BYTES = 2 * _MIB  # kRoundLarge: of a multiple of this
 # Between the first bytes of two segments; more than any GPU has, and whole pages of either pool.
-_APART_BYTES = _LARGE_SEGMENT_BYTES << 30
+_SEGMENT_DISTANCE_BYTES = _LARGE_SEGMENT_BYTES << 30
 
-_OLD_PLACE = -1  # beside the numbers of blocks
+_OLD_BLOCK = -1  # a key beside the numbers of blocks, which begin at 0
 
 
 class _Piece:
@@ -145,16 +145,17 @@ class CachingAllocator:
         device: torch.device,
         capacity_bytes: int,
         expandable_segments: bool = False,
-        goes_on: bool = False,
+        may_exceed_capacity: bool = False,
     ) -> None:
         """device: for messages. capacity_bytes: the most that can be reserved.
 
-        goes_on: whether a block that finds no room is put beyond the capacity, without an error.
+        may_exceed_capacity: whether a block that finds no room gets memory beyond the capacity, in
+        place of an error.
         """
         self.device = device
         self.capacity_bytes = capacity_bytes
         self.expandable_segments = expandable_segments
-        self.goes_on = goes_on
+        self.may_exceed_capacity = may_exceed_capacity
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.retries = 0  # how often cached segments were given back for want of memory
@@ -175,7 +176,7 @@ class CachingAllocator:
         if piece is None:
             self.release_cached()
             self.retries += 1
-            piece = self._take(pool, size_bytes, self.goes_on)
+            piece = self._take(pool, size_bytes, self.may_exceed_capacity)
             if piece is None:
                 raise self._out_of_memory(size_bytes, stream)
         left_bytes = piece.size_bytes - size_bytes
@@ -200,9 +201,9 @@ class CachingAllocator:
 
     def resize(self, block: int, size_bytes: int, stream: int) -> None:
         """A new place for a block, whose values are copied there (``resize_bytes_cuda``)."""
-        self._used[_OLD_PLACE] = self._used.pop(block)  # until the values are copied
+        self._used[_OLD_BLOCK] = self._used.pop(block)  # until the values are copied
         self.allocate(block, size_bytes, stream)
-        self.free(_OLD_PLACE)
+        self.free(_OLD_BLOCK)
 
     def __contains__(self, block: int) -> bool:
         """Whether a block with this number is in use."""
@@ -226,10 +227,10 @@ class CachingAllocator:
 
     # More memory, from the GPU or back to it
 
-    def _take(self, pool: _Pool, size_bytes: int, is_beyond: bool = False) -> _Piece | None:
+    def _take(self, pool: _Pool, size_bytes: int, may_exceed: bool = False) -> _Piece | None:
         """A free piece that is large enough, of new memory (``alloc_block``); None without room.
 
-        is_beyond: there is room beyond the capacity.
+        may_exceed: take memory beyond the capacity where there is no room.
         """
         if self.expandable_segments:
             return self._expand(pool, size_bytes)
@@ -239,15 +240,15 @@ class CachingAllocator:
             segment_bytes = _LARGE_SEGMENT_BYTES
         else:
             segment_bytes = _rounded_up(size_bytes, _OWN_SEGMENT_STEP_BYTES)
-        has_room = self._reserve(segment_bytes, is_beyond)
+        has_room = self._reserve(segment_bytes, may_exceed)
         return self._new_segment(pool, segment_bytes) if has_room else None
 
     def _new_segment(self, pool: _Pool, size_bytes: int, is_mapped: bool = True) -> _Piece:
-        self._next_address += _APART_BYTES
+        self._next_address += _SEGMENT_DISTANCE_BYTES
         return _Piece(pool, self._next_address, size_bytes, is_mapped)
 
-    def _reserve(self, size_bytes: int, is_beyond: bool = False) -> bool:
-        if self.reserved_bytes + size_bytes > self.capacity_bytes and not is_beyond:
+    def _reserve(self, size_bytes: int, may_exceed: bool = False) -> bool:
+        if self.reserved_bytes + size_bytes > self.capacity_bytes and not may_exceed:
             return False
         self.reserved_bytes += size_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)

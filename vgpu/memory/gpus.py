@@ -13,7 +13,7 @@ from vgpu.memory.blocks import DeviceMemory
 
 DEVICE_TYPE = "vgpu"
 # The device that C++ sees. It needs a type whose index autograd keeps and for which torch ships no
-# kernel; Lazy is the only one (dispatch/tensor.py).
+# kernel; Lazy is the only one (tensor/tensor.py).
 CPP_DEVICE_TYPE = "lazy"
 # Where "vgpu" names no index, C++ asks the device guard for the current device. A guard in Python
 # can only tell its type, and C++ makes index 0 of it. A type that no tensor has keeps "the current
@@ -37,7 +37,7 @@ class VirtualGPU:
         self.device = torch.device(DEVICE_TYPE, index)
         self.cpp_device = torch.device(CPP_DEVICE_TYPE, index)
         self.spec = spec
-        self.memory = DeviceMemory(self.device, capacity_bytes)
+        self.memory = DeviceMemory(self.device, capacity_bytes, current_stream_number)
         self.generator: torch.Generator | None = None  # generators.py makes it
 
     def __repr__(self) -> str:
@@ -51,7 +51,7 @@ _by_device: dict[torch.device, VirtualGPU] = {}
 
 
 class _Choices(threading.local):
-    """What a thread has made current: a GPU, and on each of them a stream (timing/streams.py)."""
+    """What a thread has made current: a GPU, and on each of them a stream (time/streams.py)."""
 
     def __init__(self) -> None:
         self.index = 0
@@ -171,13 +171,83 @@ def exchange_index(index: int) -> int:
 
 def _current_node() -> tuple[tuple[int, int], int | None] | None:
     """What tells the autograd node that runs in this thread from others, and its GPU's index."""
-    task = torch._C._current_graph_task_id()
+    task = graph_task()
     node = None if task == -1 else torch._C._current_autograd_node()
     if node is None:
         return None
     devices = [metadata.device for metadata in node._input_metadata]
     own = [device.index for device in devices if device.type == CPP_DEVICE_TYPE]
     return (task, node._sequence_nr()), own[0] if own else None
+
+
+graph_task = torch._C._current_graph_task_id
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine runs the caller."""
+    return graph_task() != -1
+
+
+stream_priorities: dict[int, int] = {}
+"""Of streams by their number, where it is not 0; below 0 their kernels overtake those of others."""
+
+# By the number of an autograd node, in a recording: the index of a GPU and the number of a stream of
+# its own, for nodes that were made on another stream than the default one.
+streams_of_nodes: dict[int, tuple[int, int]] = {}
+
+
+def set_streams() -> dict[int, Any]:
+    """The streams that this thread has set, by their GPUs' indices; in a backward pass, that pass.
+
+    The engine makes a node's stream current; what a hook sets inside comes on top.
+    """
+    current = in_use.current
+    backward = graph_task()
+    under_way = current.of_backward
+    if backward == -1:
+        under_way.clear()
+        return current.streams
+    while under_way and under_way[-1][0] > backward:  # of a pass within this one, which has ended
+        under_way.pop()
+    if not under_way or under_way[-1][0] != backward:
+        under_way.append((backward, {}))
+    return under_way[-1][1]
+
+
+def set_stream_number(index: int) -> int | None:
+    """The number of the stream that this thread has set on a GPU; None if it has not."""
+    stream = set_streams().get(index)
+    return None if stream is None else stream.stream_id
+
+
+def current_stream_number(index: int) -> int:
+    """The number of the stream that is current on a GPU in this thread; 0 is the default one.
+
+    In a backward pass it is the node's in a recording only, unless a hook has set one.
+    """
+    number = set_stream_number(index)
+    if number is None:
+        number = stream_number_of_node(index) if in_backward() else 0
+    return number
+
+
+def stream_number_of_node(index: int) -> int:
+    """The number of the stream that the engine makes current on a GPU for the node that runs.
+
+    It is that of the node's forward; on other GPUs the default one stays. Behind the last node, in
+    the engine's callbacks, it is that of the pass's caller.
+    """
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return callers_stream_number(index)
+    gpu, number = streams_of_nodes.get(node._sequence_nr(), (index, 0))
+    return number if gpu == index else 0
+
+
+def callers_stream_number(index: int) -> int:
+    """The number of the stream that was current on a GPU when the backward pass was called."""
+    stream = in_use.current.streams.get(index)
+    return 0 if stream is None else stream.stream_id
 
 
 def by_index(index: int) -> VirtualGPU:

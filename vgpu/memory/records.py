@@ -1,7 +1,18 @@
-"""A record of what was allocated and released when, and what CUDA would reserve for it."""
+"""What was allocated and released when, and what CUDA's caching allocator would reserve for it.
+
+``MemoryRecord`` is what ``vgpu.record_memory`` gives. ``Reserve`` is what ``torch.vgpu`` asks for
+``memory_reserved`` and the like: a block's way through the allocator takes longer than to log it, so
+allocations are logged, in 8 bytes each, and the allocator gets them when somebody asks, or when the
+log has become long.
+
+Left out of ``Reserve``, besides what caching_allocator.py leaves out: outside of a recording, what a
+backward pass allocates lies on the default stream. CUDA's allocator fails where it finds no room
+between blocks; a virtual GPU goes on, and has then reserved more than it has.
+"""
 
 import itertools
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,7 +47,7 @@ class MemoryEvent:
 
 
 @dataclass(frozen=True)
-class Reserved:
+class AllocatorStats:
     """What CUDA's caching allocator makes of the events of one device.
 
     The names are those of ``torch.cuda``: ``peak_reserved_bytes`` is what its
@@ -103,7 +114,7 @@ class MemoryRecord:
         device: torch.device | str,
         expandable_segments: bool = False,
         capacity_bytes: int | None = None,
-    ) -> Reserved:
+    ) -> AllocatorStats:
         """What CUDA's caching allocator would reserve on ``device`` for the same events.
 
         expandable_segments: as in ``PYTORCH_CUDA_ALLOC_CONF``. capacity_bytes: what the GPU has, in
@@ -126,7 +137,7 @@ class MemoryRecord:
                 allocator.allocate(event.block, event.block_bytes, event.stream or 0)
             else:
                 allocator.resize(event.block, event.block_bytes, event.stream or 0)
-        return Reserved(
+        return AllocatorStats(
             reserved_bytes=allocator.reserved_bytes,
             peak_reserved_bytes=allocator.peak_reserved_bytes,
             allocated_bytes=allocator.allocated_bytes,
@@ -135,7 +146,7 @@ class MemoryRecord:
             retries=allocator.retries,
         )
 
-    def note(
+    def add(
         self,
         memory: Memory,
         block: object,
@@ -194,4 +205,104 @@ def _allocate_older(
         allocator.allocate(block, size_bytes, 0)
 
 
-_NEVER_RELEASED = -2  # beside the numbers of blocks
+_NEVER_RELEASED = -2  # a key beside the numbers of blocks, which begin at 0
+
+
+# An entry from 0 on is a new block: its bytes and its stream. Those below 0 are _FREE less a block's
+# number, or one of the others; after _RESIZE come a block's number, and its bytes and stream.
+_RESET_PEAK, _EMPTY_CACHE, _RESIZE, _FORGET_RETRIES, _FREE = -1, -2, -3, -4, -5
+_LONGEST_LOG = 2**21  # 16 MiB; the allocator takes a few seconds for it
+_STREAM_BITS = 11  # a block is a multiple of 512 bytes, so this many more leave room for 20
+_STREAM_MASK = 2**20 - 1
+
+
+class Reserve:
+    """Segments of one GPU, as the allocator would have them."""
+
+    def __init__(self, device: torch.device, capacity_bytes: int) -> None:
+        self._allocator = CachingAllocator(device, capacity_bytes, may_exceed_capacity=True)
+        # A finalizer may append between any two others, so entries that belong together are extended
+        # at once.
+        self._log = array("q")
+        self._append = self._log.append
+        self._logged_blocks = self._applied_blocks = 0
+        self._is_applying = False
+
+    def new(self, block_bytes: int, stream: int) -> int:
+        """A new block has so many bytes: 512, a multiple or none. Returns its number."""
+        packed = block_bytes << _STREAM_BITS | stream & _STREAM_MASK
+        number = self._logged_blocks = self._logged_blocks + 1
+        self._append(packed)  # in the order of their numbers, which entries do not repeat
+        if len(self._log) > _LONGEST_LOG:
+            self._shorten_log()
+        return number
+
+    def resized(self, block: int, block_bytes: int, stream: int) -> None:
+        """The block of this number has so many bytes from now on, perhaps none."""
+        packed = block_bytes << _STREAM_BITS | stream & _STREAM_MASK
+        self._log.extend((_RESIZE, block, packed))
+
+    def freed(self, block: int) -> None:
+        """The block of this number, which had some bytes, is gone."""
+        self._append(_FREE - block)
+        if len(self._log) > _LONGEST_LOG:
+            self._shorten_log()
+
+    def reset_peak(self) -> None:
+        self._append(_RESET_PEAK)
+
+    def empty_cache(self) -> None:
+        """Give back what lies free in whole segments."""
+        self._append(_EMPTY_CACHE)
+
+    def begin_anew(self) -> None:
+        """Give back what lies free, and count peaks and retries from now on."""
+        self._log.extend((_FORGET_RETRIES, _EMPTY_CACHE, _RESET_PEAK))
+
+    def set_capacity(self, capacity_bytes: int) -> None:
+        """From now on the GPU has so many bytes."""
+        if capacity_bytes != self._allocator.capacity_bytes:
+            self.now().capacity_bytes = capacity_bytes
+
+    def now(self) -> CachingAllocator:
+        """The allocator after everything in the log."""
+        count = len(self._log)
+        entries = iter(self._log[:count])
+        del self._log[:count]  # blocks may be freed meanwhile; their entries come later
+        self._is_applying = True
+        try:
+            for entry in entries:
+                self._apply(entry, entries)
+        finally:
+            self._is_applying = False
+        return self._allocator
+
+    def _shorten_log(self) -> None:
+        if not self._is_applying:
+            self.now()
+
+    def _apply(self, entry: int, following: Iterator[int]) -> None:
+        if entry >= 0:
+            self._applied_blocks += 1
+            self._place(self._applied_blocks, entry)
+        elif entry <= _FREE:
+            self._allocator.free(_FREE - entry)
+        elif entry == _RESIZE:
+            self._place(next(following), next(following))
+        elif entry == _RESET_PEAK:
+            self._allocator.reset_peaks()
+        elif entry == _FORGET_RETRIES:
+            self._allocator.retries = 0
+        else:
+            self._allocator.release_cached()
+
+    def _place(self, block: int, packed: int) -> None:
+        """Let a block have as many bytes as an entry says."""
+        allocator, block_bytes = self._allocator, packed >> _STREAM_BITS & ~511
+        if block not in allocator:
+            if block_bytes:
+                allocator.allocate(block, block_bytes, packed & _STREAM_MASK)
+        elif block_bytes:
+            allocator.resize(block, block_bytes, packed & _STREAM_MASK)
+        else:
+            allocator.free(block)

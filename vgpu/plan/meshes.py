@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vgpu import CostModel
+from vgpu.collectives import table
 from vgpu.plan.transformer import TransformerSizes, check_count
 
 DIMENSIONS = ("tensor", "context", "pipeline", "data")
@@ -126,7 +127,7 @@ class _Work:
     def tensor(self) -> Traffic:
         ranks, times = self.group["tensor"], 4 * self.layers * self.micro_batches
         each_s = self.cost.group_time_s("all_reduce", self.hidden_bytes, ranks)
-        sent_bytes = 2 * (len(ranks) - 1) / len(ranks) * self.hidden_bytes
+        sent_bytes = table.sent_bytes("all_reduce", self.hidden_bytes, len(ranks))
         return self._traffic("tensor", ranks, times * sent_bytes, times * each_s, times * each_s)
 
     def context(self) -> Traffic:
@@ -161,7 +162,8 @@ class _Work:
         reduced_bytes = self.parameters * _GRADIENT_BYTES
         gather_s = self.cost.group_time_s("all_gather", gathered_bytes, ranks)
         reduce_s = self.cost.group_time_s("reduce_scatter", reduced_bytes, ranks)
-        sent_bytes = (len(ranks) - 1) / len(ranks) * (gathered_bytes + reduced_bytes)
+        sent_bytes = table.sent_bytes("all_gather", gathered_bytes, len(ranks))
+        sent_bytes += table.sent_bytes("reduce_scatter", reduced_bytes, len(ranks))
         exposed_s = max(gather_s - self.forward_s, 0) + max(reduce_s - self.backward_s, 0)
         return self._traffic("data", ranks, sent_bytes, gather_s + reduce_s, exposed_s)
 

@@ -33,8 +33,8 @@ from vgpu.plan.plan import Plan, Step, on_cluster
 from vgpu.plan.schedules import BACKWARD, FORWARD, Action, Box, Schedule, SimulatedSchedule
 from vgpu.plan.workers import progress
 from vgpu.profiling.peaks import PeakByCause
-from vgpu.time.joint import replay_beside
-from vgpu.time.trace import TraceEvent, in_order, union_s
+from vgpu.time.simulate import replay_beside
+from vgpu.time.timeline import TraceEvent, in_order, union_s
 
 
 def predict_pipeline(plan: Plan, **costs: Any) -> "PipelineStep":
@@ -333,7 +333,7 @@ def _simulated(recordings: _Recordings) -> PipelineStep:
         for action, context in action_contexts(schedule, device).items()
     }
     updates = [alike[_kind(plan, device)].update for device in range(schedule.devices)]
-    transfer_s = _transfer_s(plan, updates[0].programs[0].model)
+    transfer_s = _transfer_s(plan, updates[0].programs[0].costs)
     times = RecordedTimes(timelines, schedule.devices, transfer_s)
     simulated = schedules.simulate(schedule, times)
     timeline = _timeline(plan, simulated, times.timelines, updates)

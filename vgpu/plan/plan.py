@@ -10,7 +10,7 @@ from vgpu.plan import estimate, schedules
 from vgpu.plan.layout import Layout, SlowestRank, check_tp, slowest_rank, split_layers
 from vgpu.plan.parallelize import RECOMPUTE
 from vgpu.plan.transformer import TransformerSizes, check_count
-from vgpu.time.trace import covered_s
+from vgpu.time.timeline import covered_s
 from vgpu.units import format_bytes
 
 MOST_RANKS = 32_768

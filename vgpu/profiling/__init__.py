@@ -1,12 +1,22 @@
-"""What PyTorch is asked for: operations, and on a rank collectives (``sent.py`` has their bytes)."""
+"""Operators called, collectives called and bytes sent; memory by cause in ``memory`` and ``peaks``."""
 
-from vgpu.profiling.operator_log import (
-    Calls,
-    Collectives,
-    answer_counted,
-    counted,
-    counted_on_gpu,
+from vgpu.profiling.collective_counters import (
+    CollectiveCalls,
+    CollectiveCounter,
+    ParameterGatherCounter,
+    count_collectives,
+    count_collectives_on_gpu,
     own_gpu,
 )
+from vgpu.profiling.operator_log import EagerDispatchMode, OperatorLog
 
-__all__ = ["Calls", "Collectives", "answer_counted", "counted", "counted_on_gpu", "own_gpu"]
+__all__ = [
+    "CollectiveCalls",
+    "CollectiveCounter",
+    "EagerDispatchMode",
+    "OperatorLog",
+    "ParameterGatherCounter",
+    "count_collectives",
+    "count_collectives_on_gpu",
+    "own_gpu",
+]

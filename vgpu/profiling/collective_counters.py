@@ -1,42 +1,66 @@
-"""What a rank sends in collectives, those of DTensors and of the backward pass included."""
+"""The collectives that a rank calls, and what it sends: of DTensors and in backward passes, too.
 
+Whatever calls them, the operators of collectives/table.py carry them out, on virtual GPUs, real ones
+and the CPU alike. Ranks import this file, so it imports no DTensor, which takes a second.
+"""
+
+import os
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
-from vgpu.profiling.watching import Watching, collective_name
+from vgpu.collectives import table
+from vgpu.collectives.calls import Call
+from vgpu.profiling.operator_log import EagerDispatchMode
 
-# What each rank sends around a ring of n, of a tensor's bytes; see vgpu/timing/collectives.py.
-_SENT: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1,
-}
+_DTENSOR = "torch.distributed.tensor"
 
 
-class _Collectives(Watching):
-    """Shows ``_note`` each collective inside a ``with`` block, also of a backward pass there."""
+class _CollectiveObserver(EagerDispatchMode):
+    """Calls ``see`` before each collective inside a ``with`` block, also of a backward pass there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back with the tensors of this rank
-        name = collective_name(func)
-        if name and "barrier" not in name:  # which sends nothing to speak of
-            self._note(name, func, args)
+        if _DTENSOR in sys.modules:
+            dtensor = sys.modules[_DTENSOR].DTensor
+            if any(issubclass(kind, dtensor) for kind in types):
+                return NotImplemented  # it comes back with the tensors of this rank
+        if func._schema.name in table.NAMES:
+            self.see(table.read_call(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def _note(self, name: str, func: Any, args: tuple[Any, ...]) -> None:
+    def see(self, call: Call) -> None:
         raise NotImplementedError
 
 
-class ParametersGathered(_Collectives):
+class CollectiveCounter(_CollectiveObserver):
+    """Counts what this rank sends inside a ``with`` block, also in a backward pass that runs there.
+
+    ``calls`` has each collective's name and the bytes of the whole tensor as nccl-tests counts them
+    (doc/PERFORMANCE.md): for ``all_gather`` the gathered one, for ``reduce_scatter`` the one before.
+    ``sent_bytes`` is what the rank sends for all of them, each around a ring. A barrier counts as
+    nothing. NotImplementedError for ``gather`` and ``scatter``, in which ranks send unequally much.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+        self.sent_bytes = 0.0
+
+    @property
+    def names(self) -> list[str]:
+        """The collectives' names, in order."""
+        return [name for name, _ in self.calls]
+
+    def see(self, call: Call) -> None:
+        if call.name != "barrier":
+            self.sent_bytes += table.sent_bytes(call.name, call.size_bytes, call.group.size())
+            self.calls.append((call.name, call.size_bytes))
+
+
+class ParameterGatherCounter(_CollectiveObserver):
     """Counts the all-gathers of floating-point numbers.
 
     A checkpoint's plans of what to read are gathered as well, as Python objects: those travel as
@@ -47,54 +71,75 @@ class ParametersGathered(_Collectives):
         super().__init__()
         self.count = 0
 
-    def _note(self, name: str, func: Any, args: tuple[Any, ...]) -> None:
-        if "gather" in name:
-            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-            self.count += any(tensor.is_floating_point() for tensor in tensors)
+    def see(self, call: Call) -> None:
+        if "gather" in call.name:
+            self.count += any(tensor.is_floating_point() for tensor in call.inputs)
 
 
-class Sent(_Collectives):
-    """Counts what this rank sends inside a ``with`` block, also in a backward pass that runs there.
+# On a rank
 
-    ``calls`` has each collective's name and the bytes of the whole tensor as nccl-tests counts them
-    (doc/PERFORMANCE.md): for ``all_gather`` the gathered one, for ``reduce_scatter`` the one before.
-    ``size_bytes`` is what the rank sends for all of them, each around a ring. NotImplementedError
-    for other collectives than ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` and
-    ``broadcast``.
+# A collective's name, and how many numbers this rank put in (of a receive: how many came).
+CollectiveCalls = list[tuple[str, int]]
+
+
+def own_gpu() -> torch.device:
+    """On a rank that has a GPU: which one."""
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, int(os.environ["LOCAL_RANK"]))
+
+
+def count_collectives(
+    rank: int, world_size: int, function: Callable[..., Any], *args: Any
+) -> tuple[Any, CollectiveCalls]:
+    """On a rank: what ``function(rank, world_size, *args)`` returns, and the collectives it called."""
+    with _InputCounter(None) as counter:
+        result = function(rank, world_size, *args)
+    return result, counter.calls
+
+
+def count_collectives_on_gpu(
+    rank: int, world_size: int, function: Callable[..., Any], *args: Any
+) -> tuple[Any, CollectiveCalls]:
+    """The same on a rank with a GPU; TypeError for a collective of CPU tensors.
+
+    NCCL's rule, on virtual GPUs as well: what a collective is given must be on the rank's GPU.
     """
+    with _InputCounter(own_gpu()) as counter:
+        result = function(rank, world_size, *args)
+    return result, counter.calls
 
-    def __init__(self) -> None:
+
+MAKE_IT_ON_THE_GPU = (
+    "make it there, with device=..., or with new_tensor and new_empty of a tensor there"
+)
+
+
+class _InputCounter(_CollectiveObserver):
+    """What a block puts into collectives, in numbers of elements."""
+
+    def __init__(self, gpu: torch.device | None) -> None:
         super().__init__()
-        self.calls: list[tuple[str, int]] = []
-        self.size_bytes = 0.0
+        self.calls: CollectiveCalls = []
+        self._gpu = gpu
 
-    @property
-    def names(self) -> list[str]:
-        """The collectives' names, in order."""
-        return [name for name, _ in self.calls]
-
-    def _note(self, name: str, func: Any, args: tuple[Any, ...]) -> None:
-        if name not in _SENT:
-            raise NotImplementedError(f"Sent counts {', '.join(_SENT)}; {func} is none of them")
-        count = _group_of(args).size()
-        sizes = [x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-        size_bytes = sum(sizes)
-        # An operator of c10d also gets the tensors that it fills.
-        filled = func.namespace == "c10d"
-        if name == "all_gather" or (name == "reduce_scatter" and filled):
-            size_bytes = count * min(sizes)
-        elif name == "all_to_all" and filled:
-            size_bytes //= 2
-        self.calls.append((name, size_bytes))
-        self.size_bytes += size_bytes * _SENT[name](count)
+    def see(self, call: Call) -> None:
+        counted = call.outputs if call.name == "recv" else call.inputs
+        self.calls.append((call.name, sum(tensor.numel() for tensor in counted)))
+        on_cpu = any(tensor.is_cpu for tensor in (*call.inputs, *call.outputs))
+        if self._gpu and on_cpu and call.name != "barrier" and not _carries_pickles():
+            raise TypeError(
+                f"{call.name} was given a CPU tensor, and NCCL carries only what is on the rank's GPU, "
+                f"here {self._gpu}: {MAKE_IT_ON_THE_GPU}"
+            )
 
 
-def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
-    for value in reversed(args):
-        if isinstance(value, dist.ProcessGroup):
-            return value
-        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            return dist.ProcessGroup.unbox(value)
-        if isinstance(value, str) and value not in ("sum", "avg"):
-            return _resolve_process_group(value)  # type: ignore[arg-type]
-    raise AssertionError(f"no process group among {args}")
+def _carries_pickles() -> bool:
+    """Whether it is for Python objects, which travel as bytes on the CPU, where the group has a
+    backend for it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if "object" in frame.f_code.co_name:
+            return True
+        frame = frame.f_back
+    return False

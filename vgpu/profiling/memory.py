@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from vgpu.memory import gpus
 from vgpu.memory.blocks import rounded
-from vgpu.profiling.watching import Watching
+from vgpu.profiling.operator_log import EagerDispatchMode
 
 OTHER = "activations and other"
 ACTIVATIONS, TEMPORARY = "activations", "temporary"
@@ -126,7 +126,7 @@ class Moment:
         return sum(self.by_cause.values())
 
 
-class StepRecord(Watching):
+class StepRecord(EagerDispatchMode):
     """The bytes on one GPU after every operation of a training step, by cause.
 
     A context round one step; inside it, ``phase(name)`` says what comes next. The causes, in

@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import vgpu
 from vgpu import torch_releases
+from vgpu.memory.gpus import in_backward
 from vgpu.memory.records import MemoryEvent
 from vgpu.tensor.tensor import VirtualTensor, block_of
-from vgpu.time.backward import in_backward
 
 PARAMETERS, STATE, GRADIENTS = "parameters", "optimizer state", "gradients"
 GATHERED, ACTIVATIONS, TEMPORARY = "gathered parameters", "activations", "temporary"

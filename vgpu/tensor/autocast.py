@@ -1,7 +1,7 @@
 """Autocast for virtual GPUs: which operators run in which type, as for CUDA.
 
-The policies and the cache of cast weights are those of ``aten/src/ATen/autocast_mode.cpp``; which
-operator has which policy stands in lists.py.
+The policies and the cache of cast weights are those of ``aten/src/ATen/autocast_mode.cpp``. Which
+operator has which policy is in the lists at the end of this file.
 """
 
 import functools
@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from vgpu.changes import Changes
 from vgpu.memory import gpus
-from vgpu.tensor import autocast_lists as lists
 from vgpu.tensor.operators import Operator, named_arguments, operator_of_aten
+from vgpu.torch_patches.undo import Changes
 
 _KEY = "AutocastPrivateUse1"
 _KEYSET = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
@@ -30,11 +29,11 @@ def install(changes: Changes) -> None:
 def register(library: torch.library.Library) -> None:
     """Add the kernels to ``library``, an implementation library for ``aten``."""
     kernels = {
-        **dict.fromkeys(lists.LOWER_PRECISION_FP, _in_lower_precision),
-        **dict.fromkeys(lists.FP32, _in_float32),
-        **dict.fromkeys(lists.FP32_SET_OPT_DTYPE, _giving_float32),
-        **dict.fromkeys(lists.FP32_APPEND_DTYPE, _giving_float32_by_another),
-        **dict.fromkeys(lists.PROMOTE, _in_widest),
+        **dict.fromkeys(LOWER_PRECISION_FP, _in_lower_precision),
+        **dict.fromkeys(FP32, _in_float32),
+        **dict.fromkeys(FP32_SET_OPT_DTYPE, _giving_float32),
+        **dict.fromkeys(FP32_APPEND_DTYPE, _giving_float32_by_another),
+        **dict.fromkeys(PROMOTE, _in_widest),
     }
     for name, policy in kernels.items():
         func = operator_of_aten(name)
@@ -87,7 +86,7 @@ def _giving_float32(func: Operator) -> Kernel:
 def _giving_float32_by_another(func: Operator) -> Kernel:
     schema = func._schema.arguments
     defaults = {one.name: one.default_value for one in schema if one.has_default_value()}
-    other = operator_of_aten(lists.FP32_APPEND_DTYPE[func.name().removeprefix("aten::")])
+    other = operator_of_aten(FP32_APPEND_DTYPE[func.name().removeprefix("aten::")])
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEYSET):
@@ -207,3 +206,144 @@ def _clearing(plain: Callable[[], None]) -> Callable[[], None]:
         plain()
 
     return clear_autocast_cache
+
+
+# Which operators run in which type on CUDA: the ``AT_FORALL_...`` of ``ATen/autocast_mode.h``, with the
+# names of torch's own lists, overload by overload. ``tests/vgpu/tensor/test_autocast.py`` compares them
+# with the header of the torch that is installed.
+
+LOWER_PRECISION_FP = [
+    "_convolution.deprecated",
+    "_convolution",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_tbc",
+    "conv_transpose1d",
+    "conv_transpose2d.input",
+    "conv_transpose3d.input",
+    "convolution",
+    "prelu",
+    "addmm",
+    "addmv",
+    "addr",
+    "matmul",
+    "einsum",
+    "mm",
+    "mv",
+    "linalg_vecdot",
+    "linear",
+    "addbmm",
+    "baddbmm",
+    "bmm",
+    "chain_matmul",
+    "linalg_multi_dot",
+    "_thnn_fused_lstm_cell",
+    "_thnn_fused_gru_cell",
+    "lstm_cell",
+    "gru_cell",
+    "rnn_tanh_cell",
+    "rnn_relu_cell",
+    "_scaled_dot_product_flash_attention",
+    "scaled_dot_product_attention",
+]
+"""All inputs in the type of autocast."""
+
+FP32 = [
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "log1p",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor",
+    "pow.Scalar",
+    "softplus",
+    "layer_norm",
+    "native_layer_norm",
+    "rms_norm",
+    "group_norm",
+    "frobenius_norm.dim",
+    "nuclear_norm",
+    "nuclear_norm.dim",
+    "cosine_similarity",
+    "poisson_nll_loss",
+    "cosine_embedding_loss",
+    "nll_loss",
+    "nll_loss2d",
+    "hinge_embedding_loss",
+    "kl_div",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "mse_loss",
+    "margin_ranking_loss",
+    "multilabel_margin_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+    "multi_margin_loss",
+    "binary_cross_entropy_with_logits",
+    "dist",
+    "pdist",
+    "cdist",
+    "renorm",
+    "logsumexp",
+    "upsample_nearest1d",
+    "_upsample_nearest_exact1d",
+    "upsample_nearest2d",
+    "_upsample_nearest_exact2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact3d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "_upsample_bilinear2d_aa",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+    "_upsample_bicubic2d_aa",
+]
+"""All inputs in float32."""
+
+FP32_SET_OPT_DTYPE = [
+    "prod",
+    "prod.dim_int",
+    "softmax.int",
+    "log_softmax.int",
+    "cumprod",
+    "cumsum",
+    "linalg_vector_norm",
+    "linalg_matrix_norm",
+    "linalg_matrix_norm.str_ord",
+    "sum",
+    "sum.dim_IntList",
+]
+"""Inputs as they are; the argument ``dtype``, where it is left out, is float32."""
+
+FP32_APPEND_DTYPE = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+}
+"""Inputs as they are; the overload that takes a ``dtype``, with float32, runs instead."""
+
+PROMOTE = [
+    "addcdiv",
+    "addcmul",
+    "atan2",
+    "bilinear",
+    "cross",
+    "dot",
+    "vdot",
+    "grid_sampler",
+    "index_put",
+    "tensordot",
+    "scatter_add",
+]
+"""All inputs in the widest of their types."""

@@ -8,9 +8,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vgpu.changes import Changes
 from vgpu.memory import gpus
 from vgpu.tensor.operators import Args, Kwargs, Operator
+from vgpu.torch_patches.undo import Changes
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,47 +1,30 @@
 """What torch's C++ dispatcher calls for virtual GPUs where it asks no virtual tensor's Python.
 
-An operator that needs a treatment of its own is not registered here: it gets a handler
-(handlers.py) or a refusal (refusals.py).
+An operator that needs a treatment of its own is not registered here: it gets a handler. The files
+with handlers are imported here, all of them.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._library import utils
 
-from vgpu.changes import Changes
 from vgpu.memory import gpus
-from vgpu.tensor import autocast as casting
-from vgpu.tensor import custom, handlers, parts, refusals, rules
-from vgpu.tensor.gpu_only import (
+from vgpu.tensor import (  # noqa: F401
     attention,
-    embedding_bag,
-    half_to_float,
-    half_types,
-    log_sigmoid,
+    autocast,
+    composite,
+    copies,
+    cuda_kernels,
     norms,
-    out_dtype,
-    rms_norm,
+    parts,
+    refusals,
 )
-from vgpu.tensor.operations import dispatch
-from vgpu.tensor.operators import Operator, operator_of_aten, overloads
-
-rules.use_handlers(
-    {
-        **attention.HANDLERS,
-        **embedding_bag.HANDLERS,
-        **half_to_float.HANDLERS,
-        **half_types.HANDLERS,
-        **log_sigmoid.HANDLERS,
-        **norms.HANDLERS,
-        **out_dtype.HANDLERS,
-        **rms_norm.HANDLERS,
-        **handlers.HANDLERS,
-        **refusals.HANDLERS,
-    }
-)
-rules.use_parts({**half_to_float.PARTS, **parts.PARTS})
-rules.use_for_foreign(custom.run)
+from vgpu.tensor.operators import Args, Kwargs, Operator, overloads
+from vgpu.tensor.tensor import VirtualTensor, run, unwrap
+from vgpu.torch_patches.undo import Changes
 
 # The keys of calls that have no tensor yet: of "vgpu:k", and of "vgpu", the current device (gpus.py).
 _FACTORY_KEYS = ("PrivateUse1", gpus.CURRENT_DEVICE_TYPE.upper())
@@ -50,14 +33,16 @@ _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 def install(changes: Changes) -> None:
     kernels = changes.library("aten")
-    kernels.impl("_pin_memory", handlers.pin_cpu_memory, "CPU")
-    kernels.impl("is_pinned", handlers.is_cpu_pinned, "CPU")
-    casting.install(changes)
+    kernels.impl("_pin_memory", copies.pin_cpu_memory, "CPU")
+    kernels.impl("is_pinned", copies.is_cpu_pinned, "CPU")
+    changes.wrap(utils, "_c_check_aliasing_constraint", comparing_values)
+    changes.wrap(torch.library.Library, "impl", for_cpp_device)
+    autocast.install(changes)
 
 
 @functools.cache
 def register_once() -> tuple[torch.library.Library, ...]:
-    """Send to ``dispatch`` what reaches the keys of our backends without a virtual tensor.
+    """Send to ``run`` what reaches the keys of our backends without a virtual tensor.
 
     Nothing else has these keys, so the registrations stay when virtual GPUs are disabled: then they
     say so.
@@ -65,8 +50,8 @@ def register_once() -> tuple[torch.library.Library, ...]:
     fallbacks = torch.library.Library("_", "IMPL")
     for backend in _FACTORY_KEYS:
         for key in (backend, f"Sparse{backend}", f"SparseCsr{backend}"):
-            fallbacks.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), key)
-    fallbacks.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), "Lazy")
+            fallbacks.fallback(lambda func, *args, **kwargs: run(func, args, kwargs), key)
+    fallbacks.fallback(lambda func, *args, **kwargs: run(func, args, kwargs), "Lazy")
     for key, refuse in refusals.FALLBACKS.items():
         fallbacks.fallback(refuse, key)
     fallbacks.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
@@ -86,11 +71,9 @@ def register_once() -> tuple[torch.library.Library, ...]:
     for func in (aten.copy_.default, *made_here):
         for key in _FACTORY_KEYS:
             kernels.impl(func, functools.partial(_call, func), key)
-    for name in half_to_float.PARTS:
-        func = operator_of_aten(name.removeprefix("aten::"))
-        kernels.impl(func, functools.partial(_divide, func), "AutogradLazy")
-    casting.register(kernels)
-    rms_norm.register(kernels)
+    cuda_kernels.register(kernels)
+    autocast.register(kernels)
+    norms.register(kernels)
     return fallbacks, kernels
 
 
@@ -109,14 +92,41 @@ def _computing_operators() -> list[Operator]:
                 full_name, "CompositeExplicitAutograd"
             )
             writes_out = any(argument.is_out for argument in func._schema.arguments)
-            if computes and not rules.is_composite(func) and not writes_out:
+            if computes and not composite.is_composite(func) and not writes_out:
                 found.append(func)
     return found
 
 
 def _call(func: Operator, *args: Any, **kwargs: Any) -> Any:
-    return dispatch(func, args, kwargs)
+    return run(func, args, kwargs)
 
 
-def _divide(func: Operator, *args: Any, **kwargs: Any) -> Any:
-    return rules.rule_for(func).parts(func, args, kwargs)
+# Kernels that a user registers (custom_op, Library): what they are for runs in composite.py
+
+
+def comparing_values(plain: Callable[..., None]) -> Callable[..., None]:
+    """torch's check that a result is no alias, which reads storages; virtual ones are inside."""
+
+    @functools.wraps(plain)
+    def _c_check_aliasing_constraint(
+        name: str, args: Args, kwargs: Kwargs, result: Any, *rest: Any
+    ) -> None:
+        values = [result] if isinstance(result, VirtualTensor) else result
+        if isinstance(values, list | tuple):
+            values = tuple(unwrap(values, [], []))
+        named = dict(zip(kwargs, unwrap(kwargs.values(), [], []), strict=True))
+        plain(name, tuple(unwrap(args, [], [])), named, values, *rest)
+
+    return _c_check_aliasing_constraint
+
+
+def for_cpp_device(plain: Callable[..., None]) -> Callable[..., None]:
+    """``Library.impl``; what a GPU does for autograd is asked for by C++'s name of the device."""
+
+    @functools.wraps(plain)
+    def impl(library: Any, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
+        plain(library, op_name, fn, dispatch_key, **options)
+        if dispatch_key == "AutogradPrivateUse1":
+            plain(library, op_name, fn, "AutogradLazy", **options)
+
+    return impl

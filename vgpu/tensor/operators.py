@@ -1,11 +1,11 @@
 """torch's operators as this package sees them: their type, and how a call fills their schema."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 
-# What an operator takes is its own affair, and so is what it gives back.
+# What an operator takes is arbitrary, and so is what it gives back.
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
@@ -55,3 +55,12 @@ def operator_of_aten(name: str) -> Operator:
     packet, _, overload = name.partition(".")
     func: Operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
     return func
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)

@@ -1,7 +1,7 @@
 """Operators that are one call on the CPU and several on a GPU, with tensors between them.
 
 Those tensors take room there, and each operator takes time. What C++ itself makes of others, for every
-device alike, stands in rules.py. Here are those whose kernel for the CPU does the same inside, where
+device alike, is in composite.py. Here are those whose kernel for the CPU does the same inside, where
 nobody counts it. What CUDA's kernels for sorting, scanning and reducing take as scratch is left out.
 """
 
@@ -9,13 +9,21 @@ from typing import Any
 
 import torch
 
-from vgpu.tensor.operators import Args, Handler, Kwargs, Operator, named_arguments
-from vgpu.tensor.rules import Condition, always
+from vgpu.tensor.operator_info import in_parts
+from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments
+from vgpu.tensor.tensor import is_shape
 
 aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # at::Reduction
 
 
+def is_reduced(args: Args, kwargs: Kwargs) -> bool:
+    """Whether a mean or sum is asked for; ``reduction`` is the first integer behind the tensors."""
+    given = [one for one in args[2:4] if type(one) is int]
+    return (given[0] if given else kwargs.get("reduction", _MEAN)) != _NONE
+
+
+@in_parts("aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss", when=is_reduced)
 def loss(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """A loss and its mean or sum (Loss.cpp).
 
@@ -33,6 +41,7 @@ def loss(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return aten.sum.IntList_out(each, [], out=result)
 
 
+@in_parts("aten::binary_cross_entropy", when=is_reduced)
 def binary_cross_entropy(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """Its mean or sum is written over the losses (``binary_cross_entropy_out_cuda``, Loss.cu)."""
     named = named_arguments(func, args, kwargs)
@@ -41,12 +50,7 @@ def binary_cross_entropy(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return each.resize_as_(reduced).copy_(reduced)
 
 
-def is_reduced(args: Args, kwargs: Kwargs) -> bool:
-    """Whether a mean or sum is asked for; ``reduction`` is the first integer behind the tensors."""
-    given = [one for one in args[2:4] if type(one) is int]
-    return (given[0] if given else kwargs.get("reduction", _MEAN)) != _NONE
-
-
+@in_parts("aten::logsumexp")
 def logsumexp(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """The largest value is taken off before the exponential (``logsumexp_out_impl``, ReduceOps.cpp)."""
     named = named_arguments(func, args, kwargs)
@@ -61,13 +65,6 @@ def logsumexp(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return (source - largest).exp_().sum(dims, keepdim).log_().add_(kept)
 
 
-def masked_select(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """By index, as CUDA's kernel (``masked_select_out_cuda_impl``, IndexKernel.cpp)."""
-    named = named_arguments(func, args, kwargs)
-    mask, source = torch.broadcast_tensors(*torch.atleast_1d(named["mask"], named["self"]))
-    return aten.index.Tensor(source, [mask])
-
-
 def fits_mask(args: Args, kwargs: Kwargs) -> bool:
     """Whether there are values to count, and nothing to complain of."""
     named = named_arguments(aten.masked_select.default, args, kwargs)
@@ -75,6 +72,33 @@ def fits_mask(args: Args, kwargs: Kwargs) -> bool:
     return mask.dtype is torch.bool and source.device == mask.device
 
 
+@in_parts("aten::masked_select", when=fits_mask)
+def masked_select(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """By index, as CUDA's kernel (``masked_select_out_cuda_impl``, IndexKernel.cpp)."""
+    named = named_arguments(func, args, kwargs)
+    mask, source = torch.broadcast_tensors(*torch.atleast_1d(named["mask"], named["self"]))
+    return aten.index.Tensor(source, [mask])
+
+
+def are_unready(args: Args, kwargs: Kwargs) -> bool:
+    """Whether there are masks, or indices on the CPU for a tensor on a GPU.
+
+    A single number is filled in by the mask (``canDispatchToMaskedFill``). The mask of a shape has no
+    values to make indices of.
+    """
+    source, indices, *others = args
+    if source.device.type == "cpu" or is_shape(source):
+        return False
+    given = [one for one in indices if one is not None]
+    fills = len(given) == 1 and others and others[0].numel() == 1 and others[1:2] != [True]
+    return any((one.dtype is torch.bool and not fills) or one.device.type == "cpu" for one in given)
+
+
+@in_parts(
+    *("aten::index.Tensor", "aten::index_put", "aten::index_put_"),
+    *("aten::_index_put_impl_", "aten::_unsafe_index.Tensor"),
+    when=are_unready,
+)
 def index(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """Masks become integers first, and what is on the CPU goes to the GPU (``expandTensors``)."""
     source, indices, *others = args
@@ -90,19 +114,6 @@ def index(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return func(source, ready, *others, **kwargs)
 
 
-def unready(args: Args, kwargs: Kwargs) -> bool:
-    """Whether there are masks, or indices on the CPU for a tensor on a GPU.
-
-    A single number is filled in by the mask (``canDispatchToMaskedFill``).
-    """
-    source, indices, *others = args
-    if source.device.type == "cpu":
-        return False
-    given = [one for one in indices if one is not None]
-    fills = len(given) == 1 and others and others[0].numel() == 1 and others[1:2] != [True]
-    return any((one.dtype is torch.bool and not fills) or one.device.type == "cpu" for one in given)
-
-
 def _check_mask(mask: torch.Tensor, source: torch.Tensor, first: int) -> None:
     for dim, (found, size) in enumerate(zip(mask.shape, source.shape[first:], strict=False)):
         if found != size:
@@ -110,18 +121,3 @@ def _check_mask(mask: torch.Tensor, source: torch.Tensor, first: int) -> None:
                 f"The shape of the mask {list(mask.shape)} at index {dim} does not match the "
                 f"shape of the indexed tensor {list(source.shape)} at index {first + dim}"
             )
-
-
-PARTS: dict[str, tuple[Condition, Handler]] = {
-    "aten::mse_loss": (is_reduced, loss),
-    "aten::smooth_l1_loss": (is_reduced, loss),
-    "aten::huber_loss": (is_reduced, loss),
-    "aten::binary_cross_entropy": (is_reduced, binary_cross_entropy),
-    "aten::logsumexp": (always, logsumexp),
-    "aten::masked_select": (fits_mask, masked_select),
-    "aten::index.Tensor": (unready, index),
-    "aten::index_put": (unready, index),
-    "aten::index_put_": (unready, index),
-    "aten::_index_put_impl_": (unready, index),
-    "aten::_unsafe_index.Tensor": (unready, index),
-}

@@ -1,6 +1,7 @@
 """What virtual GPUs cannot do: a clear error, before C++ raises an obscure one or crashes."""
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -10,9 +11,10 @@ from torch.autograd import forward_ad
 from torch.nn.parallel import comm as torch_comm
 from torch.utils import _pytree as pytree
 
-from vgpu.changes import Changes
 from vgpu.memory import gpus
-from vgpu.tensor.operators import Handler
+from vgpu.tensor.operator_info import handler
+from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments
+from vgpu.torch_patches.undo import Changes
 
 _NESTED = (
     "nested tensors are not supported on virtual GPUs: pad the parts to one size "
@@ -34,14 +36,12 @@ _STORAGE = (
     "torch.empty(n, dtype=torch.uint8, device='vgpu:0')"
 )
 
-# Operators that make a tensor of a kind that virtual GPUs do not have.
+# By operator: those that make a tensor of a kind that virtual GPUs do not have.
 _REFUSED = {
     "aten::_nested_tensor_from_mask": _NESTED_ENCODER,
     "aten::_nested_tensor_from_tensor_list": _NESTED,
     "aten::_nested_view_from_buffer": _NESTED,
     "aten::_nested_view_from_jagged": _NESTED,
-    "aten::_make_per_channel_quantized_tensor": _QUANTIZED,
-    "aten::_make_per_tensor_quantized_tensor": _QUANTIZED,
     "aten::quantize_per_channel": _QUANTIZED,
     "aten::quantize_per_tensor": _QUANTIZED,
     "aten::quantize_per_tensor_dynamic": _QUANTIZED,
@@ -55,7 +55,8 @@ def _refusing(message: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-HANDLERS: dict[str, Handler] = {name: _refusing(text) for name, text in _REFUSED.items()}
+for _name, _message in _REFUSED.items():
+    handler(_name)(_refusing(_message))
 # By dispatch key: what a move of such a tensor from the CPU reaches.
 FALLBACKS = {
     "NestedTensorPrivateUse1": _refusing(_NESTED),
@@ -70,7 +71,6 @@ def install(changes: Changes) -> None:
     changes.wrap(forward_ad, "make_dual", make_dual)
     changes.wrap(torch, "compile", refusing_virtual)
     changes.wrap(torch.jit.RecursiveScriptModule, "to", script_module_to)
-    changes.wrap(torch.jit.ScriptModule, "__call__", script_module_call)
     changes.wrap(torch_comm, "broadcast", broadcast)
     changes.set(torch.UntypedStorage, gpus.DEVICE_TYPE, storage_to_gpu)
 
@@ -122,29 +122,6 @@ def script_module_to(plain: Callable[..., torch.nn.Module]) -> Callable[..., tor
         return plain(module, *args, **kwargs)
 
     return to
-
-
-def script_module_call(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Calling a ScriptModule: TorchScript does not say what an operation on virtual tensors raised."""
-
-    @functools.wraps(plain)
-    def __call__(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return plain(module, *args, **kwargs)
-        except RuntimeError as error:
-            given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            virtual = [x.device for x in given if is_virtual_device(x.device)]
-            if not virtual:
-                raise
-            own = {x.device for x in (*module.parameters(), *module.buffers())}
-            kept = f", but its parameters stay on {min(own, key=str)}" if own else ""
-            raise RuntimeError(
-                f"a ScriptModule was called with a tensor on {virtual[0]}{kept}, and an operation "
-                "of it failed: call the module that it was made of, without torch.jit, which also "
-                "moves to a virtual GPU and says what is wrong"
-            ) from error
-
-    return __call__
 
 
 def storage_to_gpu(storage: torch.UntypedStorage, device: Any = None) -> torch.UntypedStorage:
@@ -277,3 +254,31 @@ def _not_compiled(found: str) -> NotImplementedError:
     return NotImplementedError(
         f"torch.compile is not supported on virtual GPUs, and {found}, or compile it on the CPU"
     )
+
+
+def refuse_mixed_layer_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
+    """RuntimeError where a weight or bias has another type than the input: CUDA has no such kernel.
+
+    Without a row to normalize it asks for none.
+    """
+    named = named_arguments(func, args, kwargs)
+    input, shape = named["input"], named["normalized_shape"]
+    for name in ("weight", "bias"):
+        other = named[name]
+        if other is not None and other.dtype is not input.dtype:
+            if math.prod(input.shape[: input.dim() - len(shape)]) == 0:
+                return
+            raise RuntimeError(
+                f"expected scalar type {_NAMES.get(input.dtype, input.dtype)} but found "
+                f"{_NAMES.get(other.dtype, other.dtype)}. The {name} of a layer norm must have its "
+                f"input's type on a GPU: the input is {input.dtype}, the {name} {other.dtype}. "
+                "Convert one of them, or compute under torch.autocast"
+            )
+
+
+_NAMES = {
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+    torch.float32: "Float",
+    torch.float64: "Double",
+}

@@ -11,23 +11,18 @@ from importlib import resources
 
 import torch
 
+from vgpu.tensor.operator_info import INDEXING, OperatorInfo
 from vgpu.tensor.operators import Args, Kwargs, Operator
 
-Check = Callable[[Operator, Args, Kwargs], None]
+
+def check(info: OperatorInfo, args: Args, kwargs: Kwargs) -> None:
+    """RuntimeError, as on CUDA, where the operands of a call are not all where they may be."""
+    _check_hosts(info.func, args, kwargs)
+    check_of(info.func)(info.func, args, kwargs)
 
 
-def check_for(func: Operator) -> Check:
-    """The check for the operands of ``func``."""
-    on_devices = _on_devices(func)
-
-    def check(func: Operator, args: Args, kwargs: Kwargs) -> None:
-        _check_hosts(func, args, kwargs)
-        on_devices(func, args, kwargs)
-
-    return check
-
-
-def _on_devices(func: Operator) -> Check:
+def check_of(func: Operator) -> Callable[[Operator, Args, Kwargs], None]:
+    """Which of the checks below CUDA makes for an operator."""
     if func._schema.name in INDEXING:
         return _check_indexing
     if _is_elementwise(func):
@@ -36,7 +31,7 @@ def _on_devices(func: Operator) -> Check:
         return _check_convolution
     if func._schema.name in _WITH_SCALAR and func._schema.overload_name == "Tensor":
         return _check_scalar
-    return _check_generated
+    return check_generated
 
 
 def _is_elementwise(func: Operator) -> bool:
@@ -49,11 +44,6 @@ def _is_elementwise(func: Operator) -> bool:
     return sibling is not None and torch.Tag.pointwise in sibling.tags
 
 
-# Operators whose second argument is a list of indices, integers or masks.
-INDEXING = {
-    f"aten::{name}"
-    for name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
-}
 # Run by TensorIterator, or made of what is, but without torch's tag for it.
 _ELEMENTWISE = {
     f"aten::{name}"
@@ -75,7 +65,7 @@ _ELEMENTWISE = {
         "where",
     )
 }
-# Their kernels read a scalar that lies on the CPU (ATen/native/cuda/ForeachBinaryOpScalarTensor.cu).
+# Their kernels read a scalar that is on the CPU (ATen/native/cuda/ForeachBinaryOpScalarTensor.cu).
 _WITH_SCALAR = {f"aten::_foreach_{name}" for name in ("div", "div_", "mul", "mul_")}
 
 
@@ -109,7 +99,7 @@ def _check_elementwise(func: Operator, args: Args, kwargs: Kwargs) -> None:
             )
 
 
-def _check_generated(func: Operator, args: Args, kwargs: Kwargs) -> None:
+def check_generated(func: Operator, args: Args, kwargs: Kwargs) -> None:
     common = None
     for name, tensor in _named_tensors(func, args, kwargs):
         if name in _MAY_BE_ON_CPU and tensor.device.type == "cpu":
@@ -136,7 +126,7 @@ def _check_convolution(func: Operator, args: Args, kwargs: Kwargs) -> None:
                 f"Input type ({tensor.type()}) and {name} type ({other.type()}) should be the same"
                 f"{mkldnn if name == 'weight' and tensor.device.type == 'cpu' else ''}"
             )
-    _check_generated(func, args, kwargs)
+    check_generated(func, args, kwargs)
 
 
 def _check_indexing(func: Operator, args: Args, kwargs: Kwargs) -> None:
@@ -158,7 +148,7 @@ def _check_indexing(func: Operator, args: Args, kwargs: Kwargs) -> None:
 
 
 def _check_scalar(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """A list of tensors on one GPU (rules.py takes others apart) and one scalar for all of them."""
+    """A list of tensors on one GPU (others run one by one) and one scalar for all of them."""
     tensor, scalar = args[0][0], args[1]
     if not _is_cpu_scalar(scalar):
         verb = "is expected" if func._schema.name.endswith("_") else "expected"

@@ -1,63 +1,65 @@
-"""The tensor of a virtual GPU: what it shows, and how it is made of its values.
+"""The tensors of a virtual GPU, and the way of every operation on them: read ``run``.
 
-A :class:`VirtualTensor` holds a CPU tensor with the values. To C++ it is a tensor without storage
-on ``lazy:k``. That device type was chosen because autograd keeps its index (a copy between two
-virtual GPUs is differentiated as a copy back) and runs its backward in the CPU's queue, and because
-torch ships no kernels for it, so that whatever autograd's formulas create there is dispatched to
-operations.py as well. Python shows ``vgpu:k``: the ``device`` property below says so.
+A :class:`VirtualTensor` holds a CPU tensor with the values, a :class:`ShapeTensor` a meta tensor
+without any. To C++ both are tensors without storage on ``lazy:k``. That device type was chosen
+because autograd keeps its index (a copy between two virtual GPUs is differentiated as a copy back)
+and runs its backward in the CPU's queue, and because torch ships no kernels for it, so that whatever
+autograd's formulas create there is dispatched to ``run`` as well.
 """
 
-import builtins
 import copy
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 
 from vgpu.memory import gpus
-from vgpu.memory.blocks import Block
+from vgpu.memory.blocks import Block as MemoryBlock
 from vgpu.memory.gpus import VirtualGPU
-from vgpu.tensor import views
-from vgpu.tensor.device_names import naming_devices
-from vgpu.tensor.operators import Args, Handler, Kwargs, Operator
-from vgpu.tensor.refusals import subclass_refused
-
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
-# Attributes that make a tensor virtual.
-HELD = {"_block", "_given_data", "_gpu", "_inner"}
-# Attributes that any virtual tensor may have; torch marks a Parameter with the last.
-OWN_ATTRIBUTES = {*HELD, "_is_param"}
+from vgpu.tensor import observer, same_device
+from vgpu.tensor.compute import compute, refuse_host_memory, require_room
+from vgpu.tensor.lookup import (
+    RESULTS,
+    Output,
+    Result,
+    look_up,
+    output_like,
+    signature_of,
+    stays_real,
+)
+from vgpu.tensor.methods import (
+    HOST,
+    Place,
+    ShapeMethods,
+    TensorMethods,
+    count_bytes,
+    has_values,
+    no_value,
+    strided_parts,
+)
+from vgpu.tensor.observer import Observer, Operation, virtual_among
+from vgpu.tensor.operator_info import KNOWN, Block, OperatorInfo, info_of
+from vgpu.tensor.operators import (
+    Args,
+    Handler,
+    Kwargs,
+    Operator,
+    argument,
+    named_arguments,
+)
+from vgpu.tensor.refusals import refuse_tangents
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _in_inference_mode = torch.is_inference_mode_enabled
-_new = naming_devices(torch.Tensor.new)
 set_cpp_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
-def _not_ready(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    raise AssertionError("vgpu.tensor.operations runs operations, and is not imported")
-
-
-# Runs each operation on virtual tensors.
-runner: Handler = _not_ready
-
-
-def run_with(handler: Handler) -> None:
-    """Let ``handler`` run each operation on virtual tensors."""
-    global runner
-    runner = handler
-
-
-class VirtualTensor(torch.Tensor):
+class VirtualTensor(TensorMethods):
     """A tensor on a virtual GPU; made by torch's own functions, never by hand."""
 
     # No slots: a plain tensor that becomes virtual (data_assignment.py) has none.
-    _gpu: VirtualGPU
-    _inner: torch.Tensor
-    _block: Block | None = None  # of a tensor without values, whose storage is not its own
-    _given_data = False  # whether .data was assigned: earlier views lie in other memory
-
-    # Torch functions run as they are; only the methods below know the virtual device's name.
+    # Torch functions run as they are; only TensorMethods knows the virtual device's name.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -70,153 +72,267 @@ class VirtualTensor(torch.Tensor):
     ) -> Any:
         if len(types) > 1 and not all(issubclass(kind, VirtualTensor) for kind in types):
             return NotImplemented  # a tensor around a virtual one (DTensor) goes first
-        return runner(func, args, kwargs or {})
+        return run(func, args, kwargs or {})
 
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self._gpu.device
-
-    grad = property(
-        torch._C.TensorBase.grad.__get__,  # type: ignore[union-attr]
-        naming_devices(torch._C.TensorBase.grad.__set__),  # type: ignore[union-attr]
-    )
-    tensor_split = naming_devices(torch.Tensor.tensor_split)  # type: ignore[assignment]
-
-    def get_device(self) -> int:
-        return self._gpu.index
-
-    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """``Tensor.to``; C++ compares devices there, so it must get the ones it knows."""
-        if "device" in kwargs:
-            kwargs["device"] = cpp_device(kwargs["device"])
-        elif args:
-            args = (cpp_device(args[0]), *args[1:])
-        return super().to(*args, **kwargs)
-
-    def type(  # type: ignore[override]
-        self,
-        dtype: torch.dtype | str | None = None,
-        non_blocking: bool = False,
-        **kwargs: Any,
-    ) -> str | torch.Tensor:
-        if dtype is None and self.layout is not torch.strided:  # C++ has no name for it
-            return self._inner.type().replace("torch", f"torch.{gpus.DEVICE_TYPE}", 1)
-        if dtype is None:
-            return super().type().replace(gpus.CPP_DEVICE_TYPE, gpus.DEVICE_TYPE)
-        return super().type(dtype, non_blocking, **kwargs)
-
-    def numpy(self, *, force: bool = False) -> NDArray[Any]:
-        if force:
-            return self.detach().cpu().resolve_conj().resolve_neg().numpy()
-        raise _not_numpy(self.device)
-
-    def __array__(self, dtype: object = None) -> NDArray[Any]:
-        raise _not_numpy(self.device)
-
-    def tolist(self) -> Any:
-        return self.cpu().tolist()
-
-    def data_ptr(self) -> int:
-        return self._inner.data_ptr()
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """FSDP1 calls it below dispatch, where C++ would find no kernel for its device."""
-        func = torch.ops.aten.record_stream.default
-        self.__torch_dispatch__(func, (type(self),), (self, stream))
-
-    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        """The old constructor; C++ forgets the index there, and has none for sparse tensors."""
-        if self.layout is torch.sparse_coo and args:
-            return torch.sparse_coo_tensor(
-                *args, dtype=self.dtype, device=self.device, check_invariants=False
-            )
-        if not kwargs and all(type(size) is int for size in args):
-            return self.new_empty(args or (0,))
-        if not kwargs and len(args) == 1 and isinstance(args[0], list | tuple):
-            sizes = isinstance(args[0], torch.Size)
-            return self.new_empty(args[0]) if sizes else self.new_tensor(args[0])
-        made: torch.Tensor = _new(self, *args, **kwargs)
-        return made
-
-    def as_subclass(self, cls: builtins.type[torch.Tensor]) -> "VirtualTensor":  # type: ignore[override]
-        if not issubclass(VirtualTensor, cls):
-            raise subclass_refused(cls)
-        return self
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage of the values: it shows which tensors share memory, but not on which device."""
-        return self._inner.untyped_storage()
-
-    def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
-        if tensor_contents is None and self.layout is torch.strided and self.numel() > 0:
-            with torch.no_grad():
-                tensor_contents = torch._tensor_str._tensor_str(self._inner, len("tensor("))
-        text: str = torch._tensor_str._str(self, tensor_contents=tensor_contents)
-        text = text.replace("Tensor(", "tensor(", 1)
-        if isinstance(self, torch.nn.Parameter):
-            text = text.removeprefix("Parameter(").removesuffix(")")
-            return f"Parameter containing:\n{text}"
-        return text
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        found: torch.Tensor | None = memo.get(id(self))
-        if found is not None:
-            return found
-        if isinstance(self, torch.nn.Parameter):  # as torch's own: no gradient, no attributes
-            values = self.detach().clone(memory_format=torch.preserve_format)
-            copied = memo[id(self)] = torch.nn.Parameter(values, self.requires_grad)
-            return copied
-        with torch.inference_mode(False):  # in it autograd finds no history of a changed view
-            is_leaf = self.is_leaf
-        if not is_leaf:
-            raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
-                "protocol at the moment.  If you were attempting to deepcopy a module, this may be "
-                "because of a torch.nn.utils.weight_norm usage, "
-                "see https://github.com/pytorch/pytorch/pull/103001"
-            )
-        result = self._copied(memo)
-        result.requires_grad_(self.requires_grad)
-        memo[id(self)] = result
-        others = {name: value for name, value in vars(self).items() if name not in HELD}
-        vars(result).update(copy.deepcopy(others, memo))
-        if self.grad is not None:
-            result.grad = copy.deepcopy(self.grad, memo)
-        return result
-
-    def _copied(self, memo: dict[int, Any]) -> "VirtualTensor":
-        """A copy without a gradient, of memory that is copied once for all tensors that share it."""
+    def _copy_memory(self, memo: dict[int, Any]) -> torch.Tensor:
         return wrap(copy.deepcopy(self._inner, memo), self._gpu, "deepcopy")
 
-    def __format__(self, format_spec: str) -> str:
-        return self.item().__format__(format_spec) if self.dim() == 0 else repr(self)
-
-
-for name in views.RESHAPING:
-    setattr(VirtualTensor, name, views.keeping_views(getattr(torch.Tensor, name)))
 
 # Printing breaks lines by the width of the type's name; torch's own is six letters.
 VirtualTensor.__name__ = "Tensor"
 
 
-def _not_numpy(device: torch.device) -> TypeError:
-    return TypeError(
-        f"can't convert {device} device type tensor to numpy. "
-        "Use Tensor.cpu() to copy the tensor to host memory first."
-    )
+class ShapeTensor(ShapeMethods, VirtualTensor):
+    """A tensor without values, on a virtual GPU or on the host: size, strides, type and bytes."""
+
+    _gpu: Place  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Operator,
+        types: tuple[type, ...],
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> Any:
+        if len(types) > 1 and around_shapes(types):
+            return NotImplemented
+        return run(func, args, kwargs or {}, _NO_BLOCK)
+
+    def _copy_memory(self, memo: dict[int, Any]) -> torch.Tensor:
+        block = self._block
+        base: ShapeTensor | None = None if block is None else memo.get(id(block))
+        result = make_shape(output_like(self._inner), self._gpu, "deepcopy", base)
+        if block is not None:
+            memo.setdefault(id(block), result)
+        return result
 
 
-def cpp_device(device: Any) -> Any:
-    """``device`` as C++ knows it, if it means a virtual GPU; anything else unchanged."""
-    if isinstance(device, str) and device.startswith(gpus.DEVICE_TYPE):
-        device = torch.device(device)
-    elif type(device) is int:
-        return gpus.by_index(device).cpp_device
-    if isinstance(device, torch.device):
-        gpu = gpus.resolve(device)
+def around_shapes(types: tuple[type, ...]) -> bool:
+    """Whether there is a tensor around shapes, such as DTensor: it comes back with them."""
+    for kind in types:
+        if (
+            kind is not ShapeTensor  # asked first: nearly all are, and every call comes here
+            and not issubclass(kind, VirtualTensor)
+            and getattr(kind, "__torch_dispatch__", None) is not _NO_DISPATCH
+        ):
+            return True
+    return False
+
+
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
+_NO_BLOCK = nullcontext()
+
+
+# The way of an operation
+
+
+def run(
+    func: Operator,
+    args: Args,
+    kwargs: Kwargs,
+    block: Block | None = None,
+    for_handler: bool = False,
+) -> Any:
+    """Run one operation on virtual tensors: every one arrives here.
+
+    block: for shapes, the ``shapes_only()`` block that the call came through, if any; None for
+    tensors with values. for_handler: see ``run_unrecorded``.
+    """
+    info = KNOWN.get(id(func)) or info_of(func)
+    now: Observer | None = None
+    if not for_handler:
+        if info.divides is not None and info.divides(args, kwargs):
+            with block or _NO_BLOCK:
+                return info.parts(func, args, kwargs)
+        if block is None:
+            if info.handler is not None:
+                return _run_handler(info, info.handler, args, kwargs)
+        elif info.shape_handler is not None and (
+            info.copies or virtual_among((*args, *kwargs.values()))
+        ):
+            return info.shape_handler(func, args, kwargs, block)
+        now = observer.recording
+
+    # Read the arguments: the CPU tensors inside, or what decides the shapes of the results.
+    inputs: list[VirtualTensor] = []
+    mixed = False
+    if block is not None:
+        signature = signature_of(info, args, kwargs, inputs)
+    else:
+        others: list[torch.Tensor] = []
+        inner_args = unwrap(args, inputs, others)
+        inner_kwargs = kwargs
+        if kwargs:
+            inner_kwargs = dict(zip(kwargs, unwrap(kwargs.values(), inputs, others), strict=True))
+        if others:
+            mixed = True
+
+    # Where does it run?
+    gpu: Any = None
+    for tensor in inputs:
+        if tensor._gpu is not gpu:
+            mixed = mixed or gpu is not None
+            gpu = tensor._gpu if gpu is None or gpu is HOST else gpu
+    if mixed:
+        refuse_tangents((args, *kwargs.values()))
+        same_device.check(info, args, kwargs)
+    if block is not None and (gpu is None or info.makes_on_device):
+        gpu = _place_of_shape(info, args, kwargs, inputs, gpu)
+        if gpu is None:  # it computes with real values
+            return func(*args, **kwargs)
+    elif info.makes_on_device:
+        gpu = _set_inner_device(inner_kwargs, gpu)
         if gpu is not None:
-            return gpu.cpp_device
-    return device
+            require_room(inner_args, inner_kwargs, gpu)
+
+    # A recording may be on.
+    written: Sequence[torch.Tensor] = ()
+    if (info.writes or info.waits) and (block is not None or now is not None):
+        written = info.written(args, kwargs)
+        if block is not None:
+            _require_shapes(info, args, inputs, written)
+    operation = None
+    if now is not None and isinstance(gpu, VirtualGPU):
+        operation = Operation(info, args, kwargs, inputs, written, gpu)
+        now.before(operation)
+        if operation.args is not args:  # something is read before it is written
+            args, kwargs = operation.args, operation.kwargs
+            inner_args = unwrap(args, [], [])
+            inner_kwargs = dict(zip(kwargs, unwrap(kwargs.values(), [], []), strict=True))
+
+    # Compute the values, or look the shapes up; wrap what came, whose bytes are counted.
+    looked_up: Result | None = None
+    if block is not None:
+        looked_up = RESULTS.get(signature) or look_up(info, signature, args, kwargs)
+        if looked_up.alone is not None and info.aliases is None:
+            outputs: Any = make_shape(looked_up.alone, gpu, info.name)
+        else:
+            outputs = _wrap_shapes(info, args, kwargs, inputs, looked_up, gpu)
+    else:
+        try:
+            result = compute(info, args, inner_args, inner_kwargs, gpu)
+        except RuntimeError as error:
+            _clean_up(info, args, kwargs, gpu, error)
+            raise
+        if info.aliases is not None:
+            outputs = _wrap_arguments(info, info.aliases, result, args, kwargs, gpu)
+        elif gpu is not None and type(result) is torch.Tensor:
+            outputs = wrap(result, gpu, info.name)
+        else:
+            outputs = wrap_result(result, gpu, info.name)
+    if operation is not None and now is not None:
+        now.after(operation, outputs, looked_up)
+    return outputs
+
+
+def run_unrecorded(func: Operator, args: Args, kwargs: Kwargs, block: Block | None = None) -> Any:
+    """Run one operation past its handler and the recording: for handlers."""
+    return run(func, args, kwargs, block, for_handler=True)
+
+
+def _run_handler(info: OperatorInfo, handler: Handler, args: Args, kwargs: Kwargs) -> Any:
+    if observer.recording is None or info.records_itself:
+        return handler(info.func, args, kwargs)
+    inputs = virtual_among((*args, *kwargs.values()))
+    written = info.written(args, kwargs)
+    operation = Operation(info, args, kwargs, inputs, written, inputs[0]._gpu)
+    observer.recording.before(operation)
+    outputs = handler(info.func, operation.args, operation.kwargs)
+    observer.recording.after(operation, outputs, None)
+    return outputs
+
+
+# Reading the arguments
+
+
+def unwrap(
+    values: Iterable[Any], inputs: list[VirtualTensor], others: list[torch.Tensor]
+) -> list[Any]:
+    """The values with CPU tensors in place of virtual ones.
+
+    Appends the virtual tensors to ``inputs``, and those that are not virtual to ``others``.
+    """
+    inner = []
+    for value in values:
+        kind = type(value)
+        if kind is VirtualTensor:
+            inputs.append(value)
+            value = value._inner
+        elif kind is list or kind is tuple:
+            value = unwrap(value, inputs, others)
+        elif isinstance(value, torch.Tensor):
+            others.append(value)
+        inner.append(value)
+    return inner
+
+
+def named_values(func: Operator, args: Args, kwargs: Kwargs) -> tuple[Kwargs, VirtualGPU]:
+    """For handlers: the arguments by name, with CPU tensors in place of virtual ones; the GPU.
+
+    RuntimeError where the devices differ.
+    """
+    named = named_arguments(func, args, kwargs)
+    inputs: list[VirtualTensor] = []
+    others: list[torch.Tensor] = []
+    values = unwrap(named.values(), inputs, others)
+    gpu = inputs[0]._gpu
+    if others or any(tensor._gpu is not gpu for tensor in inputs):
+        same_device.check(info_of(func), args, kwargs)
+    return dict(zip(named, values, strict=True)), gpu
+
+
+def _set_inner_device(inner_kwargs: Kwargs, gpu: VirtualGPU | None) -> VirtualGPU | None:
+    """Turn ``device=`` into the CPU's; returns the GPU of the result, None for a real device."""
+    device = inner_kwargs.get("device")
+    if device is None:
+        return gpu
+    target = gpus.resolve(device)
+    if target is not None:
+        inner_kwargs["device"] = "cpu"
+        inner_kwargs.pop("pin_memory", None)
+    return target
+
+
+def _place_of_shape(
+    info: OperatorInfo,
+    args: Args,
+    kwargs: Kwargs,
+    inputs: Sequence[VirtualTensor],
+    place: Place | None,
+) -> Place | None:
+    """Where the result of a call on shapes is; None where it has values and is no shape."""
+    device = kwargs.get("device")
+    if device is not None:
+        place = gpus.resolve(torch.device(device))
+        if place is None and torch.device(device).type != "cpu":
+            return None
+    if place is None and not inputs and stays_real(info, args, kwargs):
+        return None
+    return place or HOST
+
+
+def _require_shapes(
+    info: OperatorInfo,
+    args: Args,
+    inputs: Sequence[VirtualTensor],
+    written: Sequence[torch.Tensor],
+) -> None:
+    """The error of a call that needs values, or would change a tensor that has some."""
+    if info.waits and info.waits_for(args):
+        raise no_value(inputs[0], info.name)
+    for changed in written:
+        if type(changed) is not ShapeTensor:
+            raise has_values(changed, info.name)
+
+
+# Wrapping results, and counting their bytes
+
+# Autocast of our device; marks of a sparse tensor, which C++ asks for its layout.
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+_AUTOCAST_ON_HOST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_COO = torch._C.DispatchKeySet(torch._C.DispatchKey.Sparse)
+_COMPRESSED = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCsr)
 
 
 def wrap(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> VirtualTensor:
@@ -264,36 +380,145 @@ def wrap(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> VirtualTensor
     return tensor
 
 
-# Keys that mark a tensor as sparse for C++, which asks a compressed one for its layout.
-_COO = torch._C.DispatchKeySet(torch._C.DispatchKey.Sparse)
-_COMPRESSED = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCsr)
+def wrap_result(result: Any, gpu: VirtualGPU | None, operation: str) -> Any:
+    """Wrap each tensor of a result; numbers, and everything on a real device, stay as they are."""
+    if isinstance(result, torch.Tensor):
+        return result if gpu is None else wrap(result, gpu, operation)
+    if isinstance(result, list | tuple):
+        return type(result)([wrap_result(item, gpu, operation) for item in result])
+    return result
 
 
-def strided_parts(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The strided tensors that a tensor consists of: itself, or what a sparse one holds."""
-    if values.layout is torch.strided:
-        return (values,)
-    if values.layout is torch.sparse_coo:
-        return values._indices(), values._values()
-    if values.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return values.crow_indices(), values.col_indices(), values.values()
-    return values.ccol_indices(), values.row_indices(), values.values()
+def _wrap_arguments(
+    info: OperatorInfo,
+    aliases: Sequence[tuple[int, str] | None],
+    result: Any,
+    args: Args,
+    kwargs: Kwargs,
+    gpu: VirtualGPU | None,
+) -> Any:
+    """The results of an in-place or ``out=`` call: the very arguments that it wrote to."""
+    several = len(aliases) > 1
+    outputs = []
+    for alias, item in zip(aliases, result if several else (result,), strict=True):
+        if alias is None:
+            outputs.append(wrap_result(item, gpu, info.name))
+            continue
+        written = argument(alias, args, kwargs)
+        if info.reshapes or written._inner.layout is not torch.strided:
+            refresh(written, info.name)
+        outputs.append(written)
+    return tuple(outputs) if several else outputs[0]
 
 
-def count_bytes(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> Block:
-    """The block of the storage behind ``values``; a new one on ``gpu`` where it has none yet."""
-    storage = values.untyped_storage()
-    block: Block | None = getattr(storage, "_vgpu_block", None)
-    if block is None:
-        block = gpu.memory.allocate(storage.nbytes(), operation)
-        storage._vgpu_block = block  # type: ignore[attr-defined]
-    return block
+def _clean_up(
+    info: OperatorInfo, args: Args, kwargs: Kwargs, gpu: VirtualGPU | None, error: RuntimeError
+) -> None:
+    """After an operation that failed: what it has changed before, and CUDA's error for no room."""
+    if info.reshapes:
+        for alias in info.aliases or ():
+            changed = None if alias is None else argument(alias, args, kwargs)
+            if isinstance(changed, VirtualTensor):
+                refresh(changed, info.name)
+    if gpu is not None:
+        refuse_host_memory(error, gpu)
 
 
-def block_of(tensor: VirtualTensor) -> Block:
+def refresh(changed: VirtualTensor, operation: str) -> None:
+    """Show the size, strides and bytes that the values have after an in-place operation."""
+    values, gpu = changed._inner, changed._gpu
+    for part in strided_parts(values):
+        block = count_bytes(part, gpu, operation)
+        try:
+            block.resize(part.untyped_storage().nbytes(), operation)
+        except torch.OutOfMemoryError:
+            storage = part.untyped_storage()
+            if part is values:  # back to its size from before the growth
+                part.set_(storage, changed.storage_offset(), changed.size(), changed.stride())
+            storage.resize_(block.size_bytes)
+            raise
+    set_cpp_data(changed, wrap(values, gpu, operation))
+
+
+def block_of(tensor: VirtualTensor) -> MemoryBlock:
     """The counted bytes that hold the tensor's values."""
     if tensor._block is not None:
         return tensor._block
     values = tensor._inner
     part = values if values.layout is torch.strided else strided_parts(values)[-1]
     return count_bytes(part, tensor._gpu, "unknown")
+
+
+def make_shape(
+    output: Output, gpu: Place, operation: str, base: VirtualTensor | None = None
+) -> ShapeTensor:
+    """A shape on ``gpu``; a view of ``base`` counts no bytes of its own."""
+    if base is not None and (inference := base.is_inference()) is not _in_inference_mode():
+        # A view of a tensor that was made outside of inference mode is one from outside as well.
+        with torch.inference_mode(inference):
+            return make_shape(output, gpu, operation, base)
+    meta, size, stride, offset, dtype, storage_bytes = output
+    shape = _make_wrapper(
+        ShapeTensor,
+        size,
+        strides=stride,
+        storage_offset=offset or None,  # 0 unless given, and giving it takes time
+        dtype=dtype,
+        device=gpu.cpp_device,
+        _extra_dispatch_keys=_AUTOCAST_ON_HOST if gpu is HOST else _AUTOCAST,
+    )
+    if dtype.is_complex and meta.is_conj():
+        torch._C._set_conj(shape, True)
+    shape._inner = meta
+    shape._gpu = gpu
+    if isinstance(gpu, VirtualGPU):
+        shape._block = (
+            gpu.memory.allocate(storage_bytes, operation) if base is None else block_of(base)
+        )
+    return shape
+
+
+def _wrap_shapes(
+    info: OperatorInfo,
+    args: Args,
+    kwargs: Kwargs,
+    inputs: Sequence[VirtualTensor],
+    result: Result,
+    gpu: Place,
+) -> Any:
+    """The results of a call on shapes: new ones, and the arguments that it wrote to."""
+    outputs: list[object] = []
+    aliases = info.aliases or ()
+    for position, output in enumerate(result.outputs):
+        number = result.bases[position]
+        alias = aliases[position] if position < len(aliases) else None
+        if not isinstance(output, Output):
+            outputs.append(output)
+        elif alias is not None:
+            changed = argument(alias, args, kwargs)
+            if changed._inner is not output.meta:
+                _reshape(changed, output, info.name)
+            outputs.append(changed)
+        else:
+            base = None if number is None or inputs[number]._gpu is not gpu else inputs[number]
+            outputs.append(make_shape(output, gpu, info.name, base))
+    if result.form is None:
+        return outputs[0] if outputs else None
+    return result.form(outputs)
+
+
+def _reshape(changed: ShapeTensor, output: Output, operation: str) -> None:
+    """Give a shape that an operation changed in place its new size, strides and bytes.
+
+    Memory that is large enough stays as it is; ``set_`` gives it other memory.
+    """
+    block = changed._block
+    if block is not None and (output.storage_bytes > block.size_bytes or operation == "set_"):
+        block.resize(output.storage_bytes, operation)
+    set_cpp_data(changed, make_shape(output, changed._gpu, operation, changed))
+    changed._inner = output.meta
+
+
+def is_shape(value: object) -> bool:
+    """Whether a tensor has no values."""
+    return isinstance(value, ShapeTensor)

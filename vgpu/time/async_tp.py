@@ -34,25 +34,25 @@ and memory: neither the buffers nor what a copy that falls away would take.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vgpu.time.costs import CostModel, Work
+from vgpu.time.costs import CostModel, Workload
 from vgpu.time.steps import (
-    Ask,
-    Collective,
+    BEGIN_EVENTS,
     Copy,
     Factors,
+    GroupCollective,
     HostWait,
     Kernel,
-    Mark,
     Program,
-    Step,
-    Together,
-    Wait,
+    ProgramStep,
+    QueryEvent,
+    RecordEvent,
+    WaitEvent,
 )
 
 
-def in_pieces(program: Program) -> Sequence[Step]:
+def in_pieces(program: Program) -> Sequence[ProgramStep]:
     """The program's steps, with pieces in place of such collectives and products."""
-    if not program.model.async_tp:
+    if not program.costs.async_tp:
         return program.steps
     pairs = _Pairs(program)
     return _Rewriting(pairs).steps(program.steps) if pairs.of else program.steps
@@ -81,46 +81,43 @@ class _Pair(NamedTuple):
     is_read: bool = False  # whether something else reads all that was gathered
 
 
-_BEGIN_MOMENTS = (Kernel, Copy, Together, Collective, Mark)
-
-
 class _Pairs:
-    """Which collectives of a program go together with which products; all by their moments."""
+    """Which collectives of a program go together with which products; all by their events."""
 
     def __init__(self, program: Program) -> None:
         self.of: dict[int, _Pair] = {}
         self.gone: set[int] = set()  # products, and copies that nobody needs any longer
         self._kept = program.kept
-        self._steps = [step for step in program.steps if isinstance(step, _BEGIN_MOMENTS)]
+        self._steps = [step for step in program.steps if isinstance(step, BEGIN_EVENTS)]
         self._readers: dict[int, list[int]] = {}
-        for moment, step in enumerate(self._steps):
-            if isinstance(step, Kernel | Copy | Collective):
+        for event, step in enumerate(self._steps):
+            if isinstance(step, Kernel | Copy | GroupCollective):
                 for writer in set(step.operands.writers):
-                    self._readers.setdefault(writer, []).append(moment)
+                    self._readers.setdefault(writer, []).append(event)
         in_hosts = [
-            (moment, step)
-            for moment, step in enumerate(self._steps)
-            if isinstance(step, Collective) and _is_in_a_host(step, program.model)
+            (event, step)
+            for event, step in enumerate(self._steps)
+            if isinstance(step, GroupCollective) and _is_in_a_host(step, program.costs)
         ]
-        for moment, step in in_hosts:
+        for event, step in in_hosts:
             if step.name == "all_gather":
-                self._gather(moment, step)
-        for moment, step in in_hosts:
+                self._gather(event, step)
+        for event, step in in_hosts:
             if step.name == "reduce_scatter":
-                self._scatter(moment, step)
+                self._scatter(event, step)
 
-    def _gather(self, moment: int, gather: Collective) -> None:
-        readers = self._readers.get(moment, [])
+    def _gather(self, event: int, gather: GroupCollective) -> None:
+        readers = self._readers.get(event, [])
         copies = [reader for reader in readers if self._only_moves(reader, gather.size_bytes)]
         products: dict[int, _Product] = {}
-        for source in (moment, *copies):
+        for source in (event, *copies):
             for reader in self._readers.get(source, []):
                 product = self._product(reader, gather)
                 if (
                     product is not None
                     and product.factors.left == source
                     and product.factors.left_bytes == gather.size_bytes
-                    and all(right < moment for right in product.kernel.operands.writers[1:])
+                    and all(right < event for right in product.kernel.operands.writers[1:])
                 ):
                     products[reader] = product
         if products:
@@ -129,17 +126,17 @@ class _Pairs:
                 if copy not in self._kept and self.gone.issuperset(self._readers.get(copy, [])):
                     self.gone.add(copy)
             is_read = not self.gone.issuperset(readers)
-            self.of[moment] = _Pair([products[one] for one in sorted(products)], is_read)
+            self.of[event] = _Pair([products[one] for one in sorted(products)], is_read)
 
-    def _scatter(self, moment: int, scatter: Collective) -> None:
-        reader, copies, writers = moment, list[int](), scatter.operands.writers
+    def _scatter(self, event: int, scatter: GroupCollective) -> None:
+        reader, copies, writers = event, list[int](), scatter.operands.writers
         while len(writers) == 1 and self._readers[writers[0]] == [reader]:
             (source,) = writers
             product = self._product(source, scatter)
             if product is not None:
                 if source not in self.gone and product.result_bytes == scatter.size_bytes:
                     self.gone |= {source, *copies}
-                    self.of[moment] = _Pair([product])
+                    self.of[event] = _Pair([product])
                 return
             if source in self._kept or not self._only_moves(source, scatter.size_bytes):
                 return
@@ -148,91 +145,93 @@ class _Pairs:
             assert isinstance(step, Kernel)
             reader, writers = source, step.operands.writers
 
-    def _product(self, moment: int, collective: Collective) -> _Product | None:
-        """The matrix product that a thread gives to a stream, if it gives the collective too."""
-        step = self._steps[moment]
+    def _product(self, event: int, collective: GroupCollective) -> _Product | None:
+        """The matrix product that a thread launches on a stream, if it launches the collective too."""
+        step = self._steps[event]
         if not isinstance(step, Kernel) or step.operands.factors is None:
             return None
-        if (step.thread, step.stream) != (collective.thread, collective.caller):
+        if (step.thread, step.stream) != (collective.thread, collective.issued_on):
             return None
         return _Product(step, step.operands.factors)
 
-    def _only_moves(self, moment: int, size_bytes: int) -> bool:
+    def _only_moves(self, event: int, size_bytes: int) -> bool:
         """Whether a kernel does no more than to put so many bytes in another order."""
-        step = self._steps[moment]
+        step = self._steps[event]
         if not isinstance(step, Kernel) or not step.operands.moves:
             return False
         return len(step.operands.writers) == 1 and step.work.size_bytes == 2 * size_bytes
 
 
-def _is_in_a_host(collective: Collective, model: CostModel) -> bool:
-    return len(collective.ranks) > 1 and len(model.hosts_of(collective.ranks)) == 1
+def _is_in_a_host(collective: GroupCollective, costs: CostModel) -> bool:
+    return len(collective.ranks) > 1 and len(costs.hosts_of(collective.ranks)) == 1
 
 
 class _Rewriting:
-    """A program's steps written anew. Each old moment keeps a new one, with another number."""
+    """A program's steps rewritten. Each old event has a new one, with another number."""
 
     def __init__(self, pairs: _Pairs) -> None:
         self._pairs = pairs
-        self._written: list[Step] = []
-        self._moments = 0
+        self._rewritten: list[ProgramStep] = []
+        self._events = 0
         self._number: list[int] = []  # the new one, by the old one
 
-    def steps(self, steps: Sequence[Step]) -> list[Step]:
+    def steps(self, steps: Sequence[ProgramStep]) -> list[ProgramStep]:
         for step in steps:
-            if isinstance(step, _BEGIN_MOMENTS):
+            if isinstance(step, BEGIN_EVENTS):
                 self._number.append(self._with_pieces(len(self._number), step))
-            elif isinstance(step, Wait | HostWait | Ask):
-                self._written.append(step._replace(moment=self._number[step.moment]))
+            elif isinstance(step, WaitEvent | HostWait | QueryEvent):
+                self._rewritten.append(step._replace(event=self._number[step.event]))
             else:
-                self._written.append(step)
-        return self._written
+                self._rewritten.append(step)
+        return self._rewritten
 
-    def _with_pieces(self, moment: int, step: Step) -> int:
-        if moment in self._pairs.gone:
+    def _with_pieces(self, event: int, step: ProgramStep) -> int:
+        if event in self._pairs.gone:
             assert isinstance(step, Kernel)
-            return self._begin(Mark(step.stream))
-        pair = self._pairs.of.get(moment)
+            return self._begin(RecordEvent(step.stream))
+        pair = self._pairs.of.get(event)
         if pair is None:
             return self._begin(step)
-        assert isinstance(step, Collective)
+        assert isinstance(step, GroupCollective)
         return self._gather(step, pair) if step.name == "all_gather" else self._scatter(step, pair)
 
-    def _gather(self, gather: Collective, pair: _Pair) -> int:
-        count, lane = len(gather.ranks), pair.products[0].kernel.stream
+    def _gather(self, gather: GroupCollective, pair: _Pair) -> int:
+        count, stream = len(gather.ranks), pair.products[0].kernel.stream
         piece_bytes = gather.size_bytes // count
-        own = _kernel("copy", gather, lane, 2 * piece_bytes)
-        self._written.append(Wait(gather.stream, self._begin(own)))  # to where others find it
+        own = _kernel("copy", gather, stream, 2 * piece_bytes)
+        self._rewritten.append(
+            WaitEvent(gather.stream, self._begin(own))
+        )  # to where others find it
         for product in pair.products:
             for right in product.kernel.operands.writers[1:]:
-                self._written.append(Wait(lane, self._number[right]))
+                self._rewritten.append(WaitEvent(stream, self._number[right]))
         last = 0
         for number in range(count):
             if number:
                 last = self._begin(gather._replace(name="permute", size_bytes=piece_bytes))
-                self._written.append(Wait(lane, last))
+                self._rewritten.append(WaitEvent(stream, last))
             for product in pair.products:
                 self._begin(product.piece(count))
         return self._begin(own) if pair.is_read else last
 
-    def _scatter(self, scatter: Collective, pair: _Pair) -> int:
+    def _scatter(self, scatter: GroupCollective, pair: _Pair) -> int:
         (product,), count = pair.products, len(scatter.ranks)
-        lane, piece_bytes = product.kernel.stream, scatter.size_bytes // count
+        stream, piece_bytes = product.kernel.stream, scatter.size_bytes // count
         last = 0
         for number in range(count):
             multiplied = self._begin(product.piece(count))
             if number < count - 1:
-                self._written.append(Wait(scatter.stream, multiplied))
+                self._rewritten.append(WaitEvent(scatter.stream, multiplied))
                 last = self._begin(scatter._replace(name="permute", size_bytes=piece_bytes))
-        self._written.append(Wait(lane, last))
-        return self._begin(_kernel("sum", scatter, lane, scatter.size_bytes + piece_bytes))
+        self._rewritten.append(WaitEvent(stream, last))
+        return self._begin(_kernel("sum", scatter, stream, scatter.size_bytes + piece_bytes))
 
-    def _begin(self, step: Step) -> int:
-        self._written.append(step)
-        self._moments += 1
-        return self._moments - 1
+    def _begin(self, step: ProgramStep) -> int:
+        self._rewritten.append(step)
+        self._events += 1
+        return self._events - 1
 
 
-def _kernel(name: str, beside: Collective, stream: int, size_bytes: int) -> Kernel:
-    work = Work(0, size_bytes)
+def _kernel(name: str, beside: GroupCollective, stream: int, size_bytes: int) -> Kernel:
+    work = Workload(0, size_bytes)
     return Kernel(name, beside.thread, stream, beside.module, beside.backward, work)

@@ -1,77 +1,314 @@
-"""Where an operation goes: the stream that gets it, and the thread and the module that ask for it."""
+"""Who issues an operation: which thread, on which stream, in which module, forward or backward.
 
-from collections.abc import Callable
+The host has several threads: the program's own, DataParallel's, and the autograd engine's, one for
+each GPU, which launches from C++, without the interpreter's lock. ``backward()`` has no completion
+callback: whoever asks next, its caller or another pass, lets the caller's thread and streams wait
+for it.
+
+A module's name is its path below the outermost module that was called: ``layer1.0.conv1``. In
+backward it is that of the module whose forward made the node of autograd's graph.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
 
-from vgpu.memory.gpus import VirtualGPU
-from vgpu.time import module_names
-from vgpu.time.backward import callers_number, in_backward
-from vgpu.time.clock import Clock
-from vgpu.time.lanes import HostTime, StreamTime
-from vgpu.time.module_names import Nodes
+from vgpu.memory import gpus
+from vgpu.memory.gpus import (
+    VirtualGPU,
+    callers_stream_number,
+    current_stream_number,
+    graph_task,
+    in_backward,
+    set_stream_number,
+    stream_number_of_node,
+)
+from vgpu.time.happens_before import RecordedStream
+
+if TYPE_CHECKING:  # the recorder has the threads
+    from vgpu.time.recorder import Recorder
 
 
-class Places:
-    """Where the operations of one recording go."""
+# Threads
 
-    def __init__(self, clock: Clock, set_stream: Callable[[int], int | None]) -> None:
-        """set_stream: for the index of a GPU, the number of the stream that the thread has set."""
-        self._clock = clock
-        self._set_stream = set_stream
-        self._nodes = Nodes()
 
-    def of(self, name: str, gpu: VirtualGPU, note: bool = True) -> tuple[StreamTime, HostTime]:
-        """The stream that gets the next operation on ``gpu``, and the thread that hands it over.
+class HostThread:
+    """One thread of the host."""
 
-        Tells the thread which module it works for. note: False for the source of a copy, whose
-        backward runs on the target's stream.
+    __slots__ = ("backward", "index", "module", "number")
+
+    def __init__(self, index: int, number: int) -> None:
+        self.index = index  # among the threads of the recording
+        self.number = number  # its row in a trace
+        # Who issues its next operation (call_sites.py).
+        self.module = ""
+        self.backward = False
+
+
+class _Thread(threading.local):
+    host: HostThread
+
+
+class HostThreads:
+    """The threads of one recording, and its backward passes."""
+
+    def __init__(self, recorder: "Recorder") -> None:
+        self._recorder = recorder
+        self.main = recorder.begin_thread(0, None, 1)
+        self._engines: dict[int, HostThread] = {}  # those of the last backward pass
+        self._of_thread = _Thread()
+        self._of_thread.host = self.main
+        self._parent = self.main  # new threads start at its time
+        self._sharing = 1
+        self._forked: list[HostThread] = []
+        self._last_pass = _BackwardPass(-1, 0)  # it runs, or has ended
+        # Of the last pass: the stream that its caller had made current on the same GPU.
+        self._callers_streams: dict[RecordedStream, RecordedStream] = {}
+
+    def issuing(self) -> HostThread:
+        """The calling thread; in a backward pass, the engine's that runs the node."""
+        if in_backward():
+            self.begin_pass_if_new()
+            return self.engine(gpus.current_index())
+        self.end_pass_if_returned()
+        return self._current()
+
+    def _current(self) -> HostThread:
+        """The calling thread. One that is new here starts at its parent's time."""
+        try:
+            return self._of_thread.host
+        except AttributeError:
+            number = gpus.current_index() + 1
+            host = self._recorder.begin_thread(number, self._parent, self._sharing)
+            self._of_thread.host = host
+            self._forked.append(host)
+            return host
+
+    def engine(self, index: int) -> HostThread:
+        """The autograd engine's thread that launches the backward pass on the GPU ``index``."""
+        engine = self._engines.get(index)
+        if engine is None:
+            caller = getattr(self._of_thread, "host", self.main)
+            engine = self._recorder.begin_thread(caller.number, caller, 0)
+            self._engines[index] = engine
+        return engine
+
+    # DataParallel
+
+    def fork(self, caller: HostThread, threads: int) -> None:
+        """Threads seen from now on start at the caller's time.
+
+        They share one interpreter, and each gets an equal part of it: by arithmetic, not by turns,
+        so that nothing depends on how the real threads interleave.
+        """
+        self._parent = self._recorder.begin_thread(0, caller, 1)
+        self._sharing = threads
+
+    def join(self, caller: HostThread) -> None:
+        """The caller goes on when all threads since ``fork`` have ended."""
+        self._recorder.join_threads(caller, self._forked)
+        self._forked.clear()
+        self._parent, self._sharing = self.main, 1
+
+    # Backward passes
+
+    def begin_pass_if_new(self) -> None:
+        """The engine is about to launch something: perhaps the first operation of another pass."""
+        if self._last_pass.has_ended and self._last_pass.number != graph_task():
+            self._end_pass()
+        if not self._engines:
+            self._last_pass = _BackwardPass(graph_task(), threading.get_ident())
+            torch.autograd.Variable._execution_engine.queue_callback(self._last_pass.end)
+
+    def end_pass_if_returned(self) -> None:
+        """If a pass of this thread has returned: its caller has waited for it."""
+        mine = self._engines and self._last_pass.thread == threading.get_ident()
+        if mine and not in_backward():
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        """``backward()`` has returned: its caller waited until everything was launched."""
+        self._recorder.join_threads(self._current(), self._engines.values())
+        self._engines.clear()
+        self.join_callers_streams()
+
+    def note_stream(self, gpu: VirtualGPU, stream: RecordedStream) -> None:
+        """The engine enqueues work on a stream of ``gpu``."""
+        if stream not in self._callers_streams:
+            number = callers_stream_number(gpu.index)
+            self._callers_streams[stream] = self._recorder.stream(gpu, number)
+
+    def join_callers_streams(self) -> None:
+        """The streams of a pass's caller wait for those on which gradients came."""
+        ended, self._callers_streams = self._callers_streams, {}
+        for stream in sorted(ended, key=lambda s: (s.device.index, s.number)):
+            current = ended[stream]
+            if current is not stream:
+                self._recorder.wait_stream(current, stream)
+
+
+class _BackwardPass:
+    def __init__(self, number: int, thread: int) -> None:
+        """number: autograd's. thread: the one that called it."""
+        self.number = number
+        self.thread = thread
+        self.has_ended = False
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+# Modules
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.of_module: dict[int, str] = {}
+
+
+_stack = _Stack()
+
+
+def current_module() -> str:
+    """The innermost module that is running in this thread; empty outside every module."""
+    names = _stack.names
+    return names[-1] if names else ""
+
+
+@contextmanager
+def modules_tracked() -> Iterator[None]:
+    """Follow every module's forward while the block runs."""
+    # always_call: also a forward that raises must leave the stack.
+    handles = [
+        torch_module.register_module_forward_pre_hook(_enter),
+        torch_module.register_module_forward_hook(_leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        _stack.names.clear()
+
+
+def _enter(module: nn.Module, inputs: Any) -> None:
+    if not _stack.names:
+        # Read again at each outermost call: a module may have changed, or its id be another's.
+        _stack.of_module = {id(part): name for name, part in module.named_modules()}
+    name = _stack.of_module.get(id(module))
+    _stack.names.append(name if name else type(module).__name__)
+
+
+def _leave(module: nn.Module, inputs: Any, output: Any) -> None:
+    if _stack.names:
+        _stack.names.pop()
+
+
+# Nodes of autograd's graph
+
+_next_node_number = torch._C._autograd._get_sequence_nr
+
+
+class _LastNode(threading.local):
+    last = -1  # the number of the last node that was seen
+    is_fork = True  # whether the recording's own thread has started it
+
+
+class _Nodes:
+    """The nodes of autograd's graphs in one recording: which module and which stream made them.
+
+    Each thread numbers its own, so those of DataParallel's threads are kept apart.
+    """
+
+    def __init__(self) -> None:
+        # Operation and module, by number.
+        self._of_main: dict[int, tuple[str, str]] = {}
+        self._of_forks: dict[int, tuple[str, str]] = {}
+        self._of_thread = _LastNode()
+        self._of_thread.is_fork = False
+        self._of_thread.last = _next_node_number() - 1  # those before are none of these
+
+    def note(self, operation: str, module: str, gpu: int, stream: int) -> None:
+        """Remember the node that was made last, if it is new: torch makes it before the kernel.
+
+        Without gradients as well: the node of a ``Function`` is made before its forward.
+        """
+        number, thread = _next_node_number() - 1, self._of_thread
+        if number <= thread.last:
+            return
+        thread.last = number
+        (self._of_forks if thread.is_fork else self._of_main)[number] = (operation, module)
+        if stream:
+            gpus.streams_of_nodes[number] = (gpu, stream)
+
+    def module_of_running(self) -> str:
+        """The module of the node that runs; empty behind the last one."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        noted = self._of_main.get(node._sequence_nr())
+        if not self._of_forks:
+            return noted[1] if noted else ""
+        # Another thread may have used the same number: the name must fit as well.
+        name = node.name().lower()
+        for candidate in (noted, self._of_forks.get(node._sequence_nr())):
+            if candidate and name.startswith(candidate[0].replace("_", "")):
+                return candidate[1]
+        return ""
+
+
+# One call site
+
+
+class CallSites:
+    """Who issues the operations of one recording."""
+
+    def __init__(self, recorder: "Recorder") -> None:
+        self._recorder = recorder
+        self._nodes = _Nodes()
+
+    def of(
+        self, name: str, gpu: VirtualGPU, note: bool = True
+    ) -> tuple[RecordedStream, HostThread]:
+        """The stream of the next operation on ``gpu``, and the thread that issues it.
+
+        Sets the thread's module. note: False for the source of a copy, whose backward runs on the
+        target's stream.
         """
         if in_backward():
             return self._of_backward(name, gpu, note)
-        host = self._clock.host()
-        number = self._set_stream(gpu.index) or 0
-        host.module, host.backward = module_names.current(), False
+        host = self._recorder.host()
+        number = set_stream_number(gpu.index) or 0
+        host.module, host.backward = current_module(), False
         if note:
             self._nodes.note(name, host.module, gpu.index, number)
-        return self._clock.stream(gpu, number), host
+        return self._recorder.stream(gpu, number), host
 
-    def _of_backward(self, name: str, gpu: VirtualGPU, note: bool) -> tuple[StreamTime, HostTime]:
-        clock = self._clock
-        clock.passes.begin_if_new()
-        module, number = self._of_node(gpu.index)
-        engine = clock.hosts.engine(gpu.index)
+    def _of_backward(
+        self, name: str, gpu: VirtualGPU, note: bool
+    ) -> tuple[RecordedStream, HostThread]:
+        threads = self._recorder.threads
+        threads.begin_pass_if_new()
+        module = self._nodes.module_of_running()
+        if torch._C._current_autograd_node() is None:  # behind the last one, in a callback
+            threads.join_callers_streams()
+        engine = threads.engine(gpu.index)
         engine.module, engine.backward = module, True
-        number_set = self._set_stream(gpu.index)
-        number = number if number_set is None else number_set
+        number_set = set_stream_number(gpu.index)
+        number = stream_number_of_node(gpu.index) if number_set is None else number_set
         if note:  # with create_graph, or in a checkpoint that computes its part again
-            self._nodes.note(name, module_names.current() or module, gpu.index, number)
-        stream = clock.stream(gpu, number)
+            self._nodes.note(name, current_module() or module, gpu.index, number)
+        stream = self._recorder.stream(gpu, number)
         if number_set is None:
-            clock.passes.give(gpu, stream)
+            threads.note_stream(gpu, stream)
         return stream, engine
 
     def note(self, name: str, gpu: VirtualGPU) -> None:
-        """The same for an operation that launches nothing, whose node has a stream as well."""
-        number = self.current_stream(gpu.index)
-        self._nodes.note(name, module_names.current(), gpu.index, number)
-
-    def current_stream(self, index: int) -> int:
-        """The number of the stream that is current on a GPU in this thread; 0 is the default one.
-
-        In a backward pass that is the node's, unless a hook has set another.
-        """
-        number = self._set_stream(index)
-        if number is None:
-            number = self._of_node(index)[1] if in_backward() else 0
-        return number
-
-    def _of_node(self, index: int) -> tuple[str, int]:
-        """The module of the node that runs, and the number of its stream on a GPU.
-
-        Behind the last node, in the engine's callbacks, it is that of the pass's caller.
-        """
-        if torch._C._current_autograd_node() is not None:
-            return self._nodes.running(index)
-        self._clock.passes.join_callers_streams()
-        return "", callers_number(index)
+        """An operation launches nothing, but its node has a module and a stream as well."""
+        self._nodes.note(name, current_module(), gpu.index, current_stream_number(gpu.index))

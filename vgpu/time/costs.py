@@ -2,7 +2,7 @@
 
 An operation lasts as the roofline says (Williams, Waterman and Patterson, 2009): the longer of
 FLOPs over FLOP/s and bytes over bytes/s, plus a fixed time to start. A matrix product takes longer
-where its tiles do not fill the GPU, and to write its result (device/products.py). FLOPs are counted by
+where its tiles do not fill the GPU, and to write its result (hardware/efficiency.py). FLOPs are counted by
 torch's own ``torch.utils.flop_counter``, bytes are those of the tensors. No program reaches a
 datasheet's peak, so arithmetic, memory and links each have a share of theirs: see ``CostModel``.
 
@@ -18,33 +18,58 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from vgpu.collectives import table as collectives
+from vgpu.collectives.table import Route
 from vgpu.hardware import efficiency as products
 from vgpu.hardware.efficiency import Product
-from vgpu.hardware.links import Link, get_link
-from vgpu.hardware.networks import Network, get_network
+from vgpu.hardware.links import Link, Network, get_link, get_network
 from vgpu.hardware.specs import GPUSpec, get_spec
-from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments
-from vgpu.time import collectives
-from vgpu.time import validation as figures
-from vgpu.time.collectives import Way
-from vgpu.time.traits import tensors_in
+from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments, tensors_in
 
-# What an operation computes with: the float32 units; tensor cores, in two formats of 16 bits; and
-# float32 that goes to tensor cores if torch allows TF32 for it, which may change at any time.
-FLOAT32, FLOAT16, BFLOAT16 = "float32", "float16", "bfloat16"
+# What an operation computes with: the float32 units; tensor cores, in two formats of 16 bits and in
+# those of 8; and float32 that goes to tensor cores if torch allows TF32 for it, which may change at
+# any time.
+FLOAT32, FLOAT16, BFLOAT16, FLOAT8 = "float32", "float16", "bfloat16", "float8"
 PRODUCT, CONVOLUTION = "product", "convolution"
 TF32 = "tf32"  # one that is sure to go there, if the GPU has it
 _TF32_SWITCH = {PRODUCT: "matmul", CONVOLUTION: "conv"}  # in torch.backends.cuda and .cudnn
 _float32_precision = torch._C._get_fp32_precision_getter
 
 
-class Work(NamedTuple):
-    """What one call of an operation does, whatever the GPU."""
+# Numbers that a cost model takes. A time that is not a number would make a simulator wait for ever,
+# and one below zero a step end before it begins.
+
+
+def check_share(name: str, value: object) -> None:
+    """ValueError for what is not a number above 0 and up to 1."""
+    if not _is_real(value) or not 0 < value <= 1:  # type: ignore[operator]
+        raise ValueError(f"{name} must be in (0, 1], got {value!r}")
+
+
+def check_seconds(name: str, value: object) -> None:
+    """ValueError for what is not a finite number of at least 0."""
+    if not _is_real(value) or not 0 <= value < math.inf:  # type: ignore[operator]
+        raise ValueError(f"{name} must be seconds, finite and not negative, got {value!r}")
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    """ValueError for what is not an integer of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+class Workload(NamedTuple):
+    """What one call of an operation computes and moves, whatever the GPU."""
 
     flop: int
     size_bytes: int  # read and written
@@ -53,7 +78,7 @@ class Work(NamedTuple):
 
     @property
     def allows_tf32(self) -> bool:
-        """Whether torch's settings of this moment let TF32 do it, on a GPU that has it.
+        """Whether torch's present settings let TF32 do it, on a GPU that has it.
 
         By default they do for convolutions (``torch.backends.cudnn.allow_tf32``) and not for matrix
         products (``torch.backends.cuda.matmul.allow_tf32``, ``set_float32_matmul_precision``).
@@ -63,13 +88,13 @@ class Work(NamedTuple):
         switch = _TF32_SWITCH.get(self.arithmetic)
         return switch is not None and _float32_precision("cuda", switch) == "tf32"
 
-    def settled(self) -> "Work":
-        """The same work by torch's settings of this moment, whatever they are later."""
+    def with_current_tf32(self) -> "Workload":
+        """The same by torch's present settings, whatever they are later."""
         if self.arithmetic not in _TF32_SWITCH:
             return self
         return self._replace(arithmetic=TF32 if self.allows_tf32 else FLOAT32)
 
-    def of_rows(self, parts: int, right_bytes: int) -> "Work":
+    def of_rows(self, parts: int, right_bytes: int) -> "Workload":
         """What one of so many equal parts of a matrix product's rows does.
 
         right_bytes: of the right factor, which each part reads.
@@ -78,7 +103,7 @@ class Work(NamedTuple):
         product = self.product and self.product._replace(
             rows=self.product.rows // parts, written_bytes=self.product.written_bytes // parts
         )
-        return Work(self.flop // parts, size_bytes, self.arithmetic, product)
+        return Workload(self.flop // parts, size_bytes, self.arithmetic, product)
 
 
 _SHARES = ("arithmetic_share", "memory_share", "link_share", "network_share", "locked_share")
@@ -93,7 +118,7 @@ class CostModel:
     Four shares say how much of a datasheet's peak is reached. None is measured here. If a lesson
     fits one to a published time, it says which; the others stay assumed:
 
-    - ``arithmetic_share``: of what products.py leaves of it. The best matrix products reach 0.87
+    - ``arithmetic_share``: of what hardware/efficiency.py leaves of it. The best matrix products reach 0.87
       (A100) and 0.80 (H100) of the peak in bfloat16 (stas00/ml-engineering), convolutions of a real
       network less; 0.5 is assumed.
     - ``memory_share``: kernels that only read and write reach 0.7 to 0.9, depending on the GPU
@@ -138,16 +163,16 @@ class CostModel:
     speed_spread: float = 0.0
     slowest_of: int = 1
     fuses: bool = False  # whether elementwise chains go once through memory, as in torch.compile
-    # whether products run beside their own collectives (compiled/async_tp.py)
+    # whether products run beside their own collectives (async_tp.py)
     async_tp: bool = False
 
     def __post_init__(self) -> None:
         for name in _SHARES:
-            figures.check_share(name, getattr(self, name))
+            check_share(name, getattr(self, name))
         for name in _SECONDS:
-            figures.check_seconds(name, getattr(self, name))
+            check_seconds(name, getattr(self, name))
         for name, least in _COUNTS.items():
-            figures.check_whole(name, getattr(self, name), least)
+            check_whole(name, getattr(self, name), least)
         if self.collective_processors >= self.spec.multi_processor_count:
             raise ValueError(
                 f"collective_processors must be below the {self.spec.multi_processor_count} of "
@@ -181,7 +206,7 @@ class CostModel:
             new["network"] = get_network(new["network"])
         return replace(self, **new)
 
-    def kernel_time_s(self, work: Work) -> float:
+    def kernel_time_s(self, work: Workload) -> float:
         """Seconds of one operation on the GPU, from its first to its last instruction."""
         spec, peak = self.spec, self._peak_flop_per_s(work)
         arithmetic_s = work.flop / (peak * self.arithmetic_share) * self.slowest
@@ -198,10 +223,17 @@ class CostModel:
         )
         return product_s + self.kernel_s
 
-    def _peak_flop_per_s(self, work: Work) -> float:
+    def _peak_flop_per_s(self, work: Workload) -> float:
         spec = self.spec
         if work.arithmetic == FLOAT16 or (work.arithmetic == BFLOAT16 and spec.has_bfloat16):
             return spec.tensor_flop_per_s
+        if work.arithmetic == FLOAT8:
+            if spec.fp8_flop_per_s is None:
+                raise ValueError(
+                    f"{spec.name} cannot multiply float8 tensors: its fp8_flop_per_s is None. Take a "
+                    "GPU whose tensor cores have float8, such as the H100"
+                )
+            return spec.fp8_flop_per_s
         if spec.tf32_flop_per_s is not None and work.allows_tf32:
             return spec.tf32_flop_per_s
         return spec.fp32_flop_per_s
@@ -234,7 +266,7 @@ class CostModel:
         return self._seconds("send", size_bytes, 2, self.spec.host_link)
 
     def collective_time_s(self, name: str, size_bytes: float, count: int) -> float:
-        """Seconds of a collective of ``collectives.py`` among ``count`` GPUs."""
+        """Seconds of a collective of ``collectives/table.py`` among ``count`` GPUs."""
         return self._seconds(name, size_bytes, count, self.link)
 
     def group_time_s(self, name: str, size_bytes: float, ranks: Sequence[int]) -> float:
@@ -243,7 +275,7 @@ class CostModel:
         if self.network is None or len(hosts) == 1:
             return self.collective_time_s(name, size_bytes, len(ranks))
         inside = min((each for each in hosts.values() if each > 1), default=2)
-        way = Way(
+        route = Route(
             self.link.latency_s,
             self.link.among_bytes_per_s(inside) * self.link_share,
             len(hosts),
@@ -252,7 +284,7 @@ class CostModel:
             self.network.latency_s,
             self.network.bytes_per_s_per_gpu(self.gpus_per_host) * self.network_share,
         )
-        return collectives.seconds(name, size_bytes, len(ranks), way)
+        return collectives.seconds(name, size_bytes, len(ranks), route)
 
     def link_name(self, ranks: Sequence[int]) -> str:
         """What a collective among these ranks goes over: the slowest part of it."""
@@ -265,8 +297,8 @@ class CostModel:
         return Counter(rank // self.gpus_per_host if self.gpus_per_host else 0 for rank in ranks)
 
     def _seconds(self, name: str, size_bytes: float, count: int, link: Link) -> float:
-        way = Way(link.latency_s, link.among_bytes_per_s(count) * self.link_share)
-        return collectives.seconds(name, size_bytes, count, way)
+        route = Route(link.latency_s, link.among_bytes_per_s(count) * self.link_share)
+        return collectives.seconds(name, size_bytes, count, route)
 
 
 @functools.cache
@@ -298,7 +330,7 @@ def fit_share(time_of: Callable[[float], float], measured_s: float) -> float:
     return math.sqrt(low * high)
 
 
-def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Work:
+def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Workload:
     """FLOPs and bytes of one call that has happened: the tensors may have no values."""
     packet = _IN_PLACE.get(func._schema.name, func._overloadpacket)
     count = flop_registry.get(packet)
@@ -309,13 +341,15 @@ def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Work:
     touched = [*tensors_in((args, tuple(kwargs.values()))), *tensors_in(result)]
     size_bytes = sum(touched_bytes(tensor) for tensor in touched)
     if not flop:
-        return Work(flop, size_bytes)
-    return Work(flop, size_bytes, _arithmetic_of(func, touched), _product_of(func, flop, result))
+        return Workload(flop, size_bytes)
+    return Workload(
+        flop, size_bytes, _arithmetic_of(func, touched), _product_of(func, flop, result)
+    )
 
 
 # torch's counter does not know these.
 _IN_PLACE = {"aten::addmm_": torch.ops.aten.addmm, "aten::baddbmm_": torch.ops.aten.baddbmm}
-_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"}
 
 
 def _product_of(func: Operator, flop: int, result: torch.Tensor) -> Product | None:
@@ -330,6 +364,8 @@ def _product_of(func: Operator, flop: int, result: torch.Tensor) -> Product | No
 def _arithmetic_of(func: Operator, touched: list[torch.Tensor]) -> str:
     """What an operation that the FLOP counter knows computes with: a product or a convolution."""
     types = {tensor.dtype for tensor in touched}
+    if types & {torch.float8_e4m3fn, torch.float8_e5m2}:
+        return FLOAT8
     if torch.float16 in types:
         return FLOAT16
     if torch.bfloat16 in types:

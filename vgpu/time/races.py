@@ -1,11 +1,12 @@
-"""Who wrote and who reads each block of memory, and whether a stream forgot to wait.
+"""Races: whether a stream uses memory that another has written or read, and forgot to wait.
 
 On CUDA a forgotten wait gives right values on some days and garbage on others. Here it is always
-noted, whatever the times are; and if the times say that a value is not written yet when it is read,
-the reader gets NaN (or the smallest number of a type that has no NaN).
+reported, whatever the times are: vector clocks say what happens before what (happens_before.py). If
+the times say that a value is not written yet when it is read, the reader gets NaN (or the smallest
+number of a type that has no NaN).
 
-No block is used twice here, but on CUDA the caching allocator hands a freed one out again, on the
-stream on which it was allocated. So two more races are noted, with right values: a block that is
+No block is used twice here, but on CUDA the caching allocator reuses a freed one, on the
+stream on which it was allocated. So two more races are reported, with right values: a block that is
 freed while another stream may still use it, without ``record_stream``; and a stream that uses new
 memory without waiting for the one on which it was allocated.
 
@@ -20,27 +21,27 @@ import torch
 
 from vgpu.memory import blocks as memory
 from vgpu.memory.blocks import Block
+from vgpu.memory.gpus import in_backward
 from vgpu.tensor import tensor
 from vgpu.tensor.operators import Args, Kwargs
 from vgpu.tensor.tensor import VirtualTensor
-from vgpu.time import module_names
-from vgpu.time.backward import in_backward
-from vgpu.time.clock import Clock
+from vgpu.time.call_sites import HostThread, current_module
 from vgpu.time.costs import touched_bytes
-from vgpu.time.lanes import Done, HostTime, StreamTime
-from vgpu.time.trace import FreedInUse, Race, Timeline
+from vgpu.time.happens_before import Enqueued, RecordedStream
+from vgpu.time.recorder import Recorder
+from vgpu.time.timeline import FreedInUse, Race, Timeline
 
 
 class Uses:
-    """Who has used a block of memory since it was made, in recordings of virtual time."""
+    """Who has used a block of memory since it was allocated, in recordings of virtual time."""
 
-    __slots__ = ("judge", "reads", "recorded", "write")
+    __slots__ = ("accesses", "reads", "recorded", "write")
 
     def __init__(self) -> None:
-        self.write: Done | None = None  # the last one
-        self.reads: dict[StreamTime, Done] = {}  # the last one of each stream, since then
-        self.recorded: set[StreamTime] = set()  # given to record_stream
-        self.judge: Accesses | None = None  # who wants to know when the block is freed
+        self.write: Enqueued | None = None  # the last one
+        self.reads: dict[RecordedStream, Enqueued] = {}  # the last of each stream, since then
+        self.recorded: set[RecordedStream] = set()  # given to record_stream
+        self.accesses: Accesses | None = None  # where it matters when the block is freed
 
     @staticmethod
     def of(block: Block) -> "Uses":
@@ -49,55 +50,56 @@ class Uses:
         uses: Uses = block.uses
         return uses
 
-    def freed(self, made: Done) -> None:
-        """The block goes; ``made`` is the operation for which it was allocated."""
-        if self.judge is None:
+    def freed(self, allocation: Enqueued) -> None:
+        """The block is freed; ``allocation`` is the operation for which it was allocated."""
+        if self.accesses is None:
             return
-        last = self.write or made
+        last = self.write or allocation
         for use in (last, *self.reads.values()):
             # Autograd itself records the streams that read a gradient.
-            gradient = made.backward and use.backward
-            if use.stream is not made.stream and use.stream not in self.recorded and not gradient:
-                writer = last if last.stream is made.stream else made
-                self.judge.freed_in_use.append((_without_put_off(writer), _without_put_off(use)))
+            gradient = allocation.backward and use.backward
+            other = use.stream is not allocation.stream and use.stream not in self.recorded
+            if other and not gradient:
+                writer = last if last.stream is allocation.stream else allocation
+                self.accesses.freed_in_use.append((_without_result(writer), _without_result(use)))
 
 
 class Accesses:
     """The accesses of one recording, and the races among them."""
 
-    def __init__(self, clock: Clock, timeline: Timeline) -> None:
-        self._clock = clock
+    def __init__(self, recorder: Recorder, timeline: Timeline) -> None:
+        self._recorder = recorder
         self._timeline = timeline
         # Of blocks freed since the last operation: who wrote one on its own stream, and who used
         # it on another.
-        self.freed_in_use: list[tuple[Done, Done]] = []
+        self.freed_in_use: list[tuple[Enqueued, Enqueued]] = []
 
     def check(
         self,
         name: str,
         read: Iterable[VirtualTensor],
         written: Iterable[VirtualTensor],
-        stream: StreamTime,
-        host: HostTime,
+        stream: RecordedStream,
+        host: HostThread,
     ) -> list[VirtualTensor]:
         """Whether what the next operation of ``stream`` uses is ready.
 
-        In a backward pass the autograd engine makes streams wait. Elsewhere a race is noted.
+        In a backward pass the autograd engine makes streams wait. Elsewhere a race is reported.
         Returns the tensors that are not written yet when the operation starts.
         """
         late: list[VirtualTensor] = []
-        if not self._clock.several_streams:
+        if not self._recorder.several_streams:
             return late
         if self.freed_in_use and not host.backward:
-            self._judge_freed(stream)
+            self._check_freed(stream)
         for used in read:
             write = _last_write(tensor.block_of(used))
             if write is None or write.stream is stream:
                 continue
-            write = write.launched
-            races = self._races(name, stream, write)
-            if races and write.end_s > self._clock.ready_s(stream, host):
-                late.append(used)
+            if self._races(name, stream, write):
+                written_s = self._recorder.time_s(write.event)
+                if written_s > self._recorder.ready_s(stream, host):
+                    late.append(used)
         for used in written:
             block = tensor.block_of(used)
             reads = () if block.uses is None else block.uses.reads.values()
@@ -106,82 +108,83 @@ class Accesses:
                     self._races(name, stream, before)
         return late
 
-    def _races(self, name: str, stream: StreamTime, before: Done) -> bool:
+    def _races(self, name: str, stream: RecordedStream, before: Enqueued) -> bool:
         """Whether the stream's next operation may start before ``before`` has ended."""
-        if not self._is_of_this(before) or self._clock.comes_after(stream, before):
+        if not self._is_of_this(before) or self._recorder.happens_before(before, stream):
             return False
         if in_backward():
-            self._clock.settle(stream)
-            self._clock.settle(before.stream)
-            if self._clock.comes_after(stream, before):
-                return False
-            self._clock.wait_done(stream, before)
+            self._recorder.break_graph(stream)
+            self._recorder.break_graph(before.stream)
+            self._recorder.wait_operation(stream, before)
             return False
-        self._note(
+        self._report(
             Race(
                 operation=name,
                 device=stream.device,
                 stream=stream.number,
                 other_operation=before.operation,
                 other_stream=before.stream.number,
-                module=module_names.current(),
+                module=current_module(),
             )
         )
         return True
 
-    def _note(self, race: Race) -> None:
+    def _report(self, race: Race) -> None:
         if race not in self._timeline.races:
             self._timeline.races.append(race)
 
     def note(
-        self, done: Done, read: Iterable[VirtualTensor], written: Iterable[VirtualTensor]
+        self,
+        operation: Enqueued,
+        read: Iterable[VirtualTensor],
+        written: Iterable[VirtualTensor],
     ) -> None:
         """Remember what an operation has read and changed."""
-        reading = _without_put_off(done)
+        reading = _without_result(operation)
         for used in read:  # also while there is one stream: others may write it later
             block = tensor.block_of(used)
             reads = Uses.of(block).reads
-            if reads and next(iter(reads)).recording is not self._clock.recording:
+            if reads and next(iter(reads)).recording is not self._recorder.recording:
                 reads.clear()
-            reads[done.stream] = reading
-            self._watch(block, done)
+            reads[operation.stream] = reading
+            self._watch(block, operation)
         for used in written:
             block = tensor.block_of(used)
             uses = Uses.of(block)
-            uses.write = done
+            uses.write = operation
             uses.reads.clear()
             if block.made is not None and is_whole(used):
-                block.made = _without_put_off(block.made)  # nobody reads it any more
-            self._watch(block, done)
+                block.made = _without_result(block.made)  # nobody reads it any more
+            self._watch(block, operation)
 
-    def note_made(self, done: Done, made: Iterable[VirtualTensor]) -> None:
-        """Remember for which operation tensors that are new were allocated."""
-        for result in made:
-            tensor.block_of(result).made = done
+    def note_allocations(self, operation: Enqueued, results: Iterable[VirtualTensor]) -> None:
+        """Remember for which operation new tensors were allocated."""
+        for result in results:
+            tensor.block_of(result).made = operation
 
-    def _watch(self, block: Block, done: Done) -> None:
+    def _watch(self, block: Block, operation: Enqueued) -> None:
         """Look at a block when it is freed, if another stream than its own has used it."""
-        if block.made is not None and block.made.stream is not done.stream:
-            Uses.of(block).judge = self
+        if block.made is not None and block.made.stream is not operation.stream:
+            Uses.of(block).accesses = self
 
-    def record_stream(self, used: VirtualTensor, stream: StreamTime) -> None:
-        """``Tensor.record_stream``: the block stays until what the stream has been given ends."""
+    def record_stream(self, used: VirtualTensor, stream: RecordedStream) -> None:
+        """``Tensor.record_stream``: the block stays until what is on the stream so far ends."""
         Uses.of(tensor.block_of(used)).recorded.add(stream)
 
-    def last_write(self, tensor_: VirtualTensor) -> Done | None:
+    def last_write(self, tensor_: VirtualTensor) -> Enqueued | None:
         """What wrote the tensor last in this recording."""
         write = _last_write(tensor.block_of(tensor_))
         return write if write is not None and self._is_of_this(write) else None
 
-    def _is_of_this(self, done: Done) -> bool:
+    def _is_of_this(self, operation: Enqueued) -> bool:
         """Whether it belongs to this recording."""
-        return done.stream.recording is self._clock.recording
+        return operation.stream.recording is self._recorder.recording
 
-    def _judge_freed(self, stream: StreamTime) -> None:
+    def _check_freed(self, stream: RecordedStream) -> None:
         """Whether the stream has waited for those that used its freed blocks.
 
         It is asked when the stream gets its next work, which may get one of these blocks: a stream
-        that waits before then hands the memory out in good time, as those of a backward pass and
+        that waits before then reuses the memory in good time, as those of a backward pass and
         of FSDP do.
         """
         freed, self.freed_in_use = self.freed_in_use, []
@@ -190,8 +193,8 @@ class Accesses:
                 if self._is_of_this(writer):
                     self.freed_in_use.append((writer, use))
                 continue
-            if self._is_of_this(use) and not self._clock.comes_after(stream, use):
-                self._note(
+            if self._is_of_this(use) and not self._recorder.happens_before(use, stream):
+                self._report(
                     FreedInUse(
                         operation=writer.operation,
                         device=stream.device,
@@ -207,14 +210,14 @@ def is_whole(part: VirtualTensor) -> bool:
     return memory.rounded(touched_bytes(part)) >= tensor.block_of(part).size_bytes
 
 
-def _without_put_off(done: Done) -> Done:
-    """Without what it puts off, which must not outlive the blocks that it makes."""
-    return done if done.put_off is None else done._replace(put_off=None)
+def _without_result(operation: Enqueued) -> Enqueued:
+    """Without the result that it defers, which must not outlive the blocks that hold it."""
+    return operation if operation.deferred is None else operation._replace(deferred=None)
 
 
-def _last_write(block: Block) -> Done | None:
+def _last_write(block: Block) -> Enqueued | None:
     """What wrote the block last, if a recording has seen it."""
-    written: Done | None = None if block.uses is None else block.uses.write
+    written: Enqueued | None = None if block.uses is None else block.uses.write
     return written or block.made
 
 

@@ -1,14 +1,29 @@
-"""What does one thing at a time: a GPU's multiprocessors, one direction of a link."""
+"""What work waits for in a simulation: resources, its turn on a stream, an event, and other ranks.
+
+A resource does one thing at a time: a GPU's multiprocessors, one direction of a link. A collective
+starts when all of its ranks are ready for it and its wires are free: each GPU sends and receives one
+thing at a time inside its host, and one out of it. A message waits for its receiver, as with NCCL.
+Ranks that are not in the simulation are taken to be ready as soon as those that are.
+"""
 
 import bisect
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vgpu.time.steps import GroupCollective
+
+if TYPE_CHECKING:  # a rank arrives with its simulator
+    from vgpu.time.simulator import Simulator
 
 
-class Unit:
+class Resource:
     """Something that does one thing at a time.
 
-    Streams take turns. One whose turn comes late leaves a gap, and work that is handed over later
-    but can start earlier may fill it.
+    Streams take turns. One whose turn comes late leaves a gap, and work that is launched later but
+    can start earlier may fill it.
     """
 
     __slots__ = ("ends", "starts")
@@ -28,7 +43,7 @@ class Unit:
         return start_s
 
     def free_at(self, ready_s: float) -> float:
-        """The first moment from ``ready_s`` on that is free."""
+        """The first time from ``ready_s`` on that is free."""
         index = bisect.bisect_right(self.ends, ready_s)
         taken = index < len(self.starts) and self.starts[index] <= ready_s
         return self.ends[index] if taken else ready_s
@@ -49,7 +64,7 @@ class Unit:
             index += 1
         return end_s
 
-    def hold_up(self, start_s: float, end_s: float) -> None:
+    def delay(self, start_s: float, end_s: float) -> None:
         """From ``start_s`` on nothing is done until ``end_s``: what was to be done then is late.
 
         It takes up gaps behind it. What comes after a gap is late where the gap was too short.
@@ -91,7 +106,7 @@ class Unit:
 class Processors:
     """The multiprocessors of a GPU.
 
-    Kernels take turns, and one on a stream with priority passes: it starts when it is ready, and
+    Kernels take turns, and one on a stream with priority overtakes: it starts when it is ready, and
     whatever is running ends later by the time that it takes. (CUDA lets its blocks go first wherever
     a running one ends, which lasts far less than a kernel; CUDA C++ programming guide, Stream
     priorities.) Priorities among such streams are taken to be equal.
@@ -100,13 +115,13 @@ class Processors:
     before the collective keeps its times.
     """
 
-    __slots__ = ("_beside", "_first", "_lost", "_others")
+    __slots__ = ("_collectives", "_lost", "_others", "_prior")
 
     def __init__(self, lost: float = 0.0) -> None:
         """lost: the share of the multiprocessors that a collective takes for itself."""
-        self._first = Unit()  # kernels with priority
-        self._others = Unit()  # the rest, each with what passed it
-        self._beside = Unit(), Unit()  # collectives inside the host, and out of it
+        self._prior = Resource()  # kernels with priority
+        self._others = Resource()  # the rest, each with what overtook it
+        self._collectives = Resource(), Resource()  # inside the host, and out of it
         self._lost = lost
 
     @property
@@ -117,17 +132,17 @@ class Processors:
 
     def place(self, ready_s: float, duration_s: float) -> tuple[float, float]:
         """A kernel takes the first time that is free from ``ready_s`` on; returns start and end."""
-        passing = self._first
-        if not self._lost and (not passing.ends or passing.ends[-1] <= ready_s):
+        prior = self._prior
+        if not self._lost and (not prior.ends or prior.ends[-1] <= ready_s):
             start_s = self._others.place(ready_s, duration_s)
             return start_s, start_s + duration_s
         start_s = ready_s
         while True:
-            start_s = passing.free_at(start_s)
+            start_s = prior.free_at(start_s)
             takes_s = duration_s
-            for collectives in self._beside:
+            for collectives in self._collectives:
                 takes_s = collectives.worked_until(start_s, takes_s, self._lost) - start_s
-            takes_s = passing.worked_until(start_s, takes_s) - start_s
+            takes_s = prior.worked_until(start_s, takes_s) - start_s
             later_s = self._others.free_from(start_s, takes_s)
             if later_s == start_s:
                 break
@@ -135,29 +150,206 @@ class Processors:
         self._others.place(start_s, takes_s)
         return start_s, start_s + takes_s
 
-    def begin_collective(self, start_s: float, end_s: float, between_hosts: bool) -> None:
-        """A collective of the GPU has its times; those over the same links take turns."""
+    def note_collective(self, start_s: float, end_s: float, between_hosts: bool) -> None:
+        """A collective takes multiprocessors; those over the same links take turns."""
         if self._lost:
-            self._beside[between_hosts].place(start_s, end_s - start_s)
+            self._collectives[between_hosts].place(start_s, end_s - start_s)
 
-    def place_first(self, ready_s: float, duration_s: float) -> float:
+    def place_prior(self, ready_s: float, duration_s: float) -> float:
         """A kernel with priority takes its time; returns its start.
 
         What has been placed and is not over by then ends later.
         """
-        start_s = self._first.place(ready_s, duration_s)
-        self._others.hold_up(start_s, start_s + duration_s)
+        start_s = self._prior.place(ready_s, duration_s)
+        self._others.delay(start_s, start_s + duration_s)
         return start_s
 
 
-def place_together(units: Sequence[Unit], ready_s: float, duration_s: float) -> float:
-    """Take the first ``duration_s`` that are free in all ``units``; returns their start."""
+def place_together(resources: Sequence[Resource], ready_s: float, duration_s: float) -> float:
+    """Take the first ``duration_s`` that are free in all ``resources``; returns their start."""
     start_s = ready_s
     while True:
-        later_s = max(unit.free_from(start_s, duration_s) for unit in units)
+        later_s = max(resource.free_from(start_s, duration_s) for resource in resources)
         if later_s == start_s:
             break
         start_s = later_s
-    for unit in units:
-        unit.place(start_s, duration_s)
+    for resource in resources:
+        resource.place(start_s, duration_s)
     return start_s
+
+
+# Queues
+
+
+class SimulatedStream:
+    """One stream: when it is free, and what is queued on it."""
+
+    __slots__ = ("compute", "device", "free_s", "has_priority", "last_kernel", "number", "queue")
+
+    def __init__(
+        self, device: torch.device, number: int, compute: Processors, has_priority: bool
+    ) -> None:
+        self.device = device
+        self.number = number
+        self.compute = compute  # shared by all streams of the device
+        self.has_priority = has_priority  # whether its kernels overtake those of others
+        self.free_s = 0.0
+        self.last_kernel: int | None = None  # its place among the simulator's trace events
+        self.queue: deque[QueuedWork] = deque()  # the first one waits for something
+
+
+class QueuedWork:
+    """Work that is queued on each of some streams, and runs when it is first on all of them."""
+
+    __slots__ = ("run", "streams")
+
+    def __init__(self, streams: Sequence[SimulatedStream], run: Callable[[], bool]) -> None:
+        self.streams = streams
+        self.run = run  # returns False as long as it has to wait
+
+
+class Queues:
+    """The events of one program, and the work that waits for them."""
+
+    def __init__(self) -> None:
+        self.happened_s: list[float | None] = []  # when each event happened; None until it has
+        self._waiting: dict[int, list[SimulatedStream]] = {}  # streams, by the event they wait for
+        self._woken: deque[SimulatedStream] = deque()
+
+    def time_s(self, event: int) -> float:
+        """When an event happened."""
+        time_s = self.happened_s[event]
+        assert time_s is not None, f"event {event} has not happened"
+        return time_s
+
+    def begin_event(self) -> int:
+        self.happened_s.append(None)
+        return len(self.happened_s) - 1
+
+    def end_event(self, event: int, time_s: float) -> None:
+        self.happened_s[event] = time_s
+        if self._waiting:
+            self._woken.extend(self._waiting.pop(event, ()))
+
+    def wake_at(self, event: int, stream: SimulatedStream) -> None:
+        """What is first in a stream's queue waits for an event."""
+        self._waiting.setdefault(event, []).append(stream)
+
+    def wake_later(self, stream: SimulatedStream) -> None:
+        """What is first in a stream's queue need not wait any longer."""
+        self._woken.append(stream)
+
+    def enqueue(self, streams: Sequence[SimulatedStream], run: Callable[[], bool]) -> None:
+        """Run something now, or when all that is queued before it on these streams has run."""
+        work = QueuedWork(streams, run)
+        for stream in streams:
+            stream.queue.append(work)
+        if all(stream.queue[0] is work for stream in streams):
+            self._go_on(streams[0])
+
+    def wake(self) -> bool:
+        """Go on with the streams whose events have happened; returns whether there were any."""
+        some = bool(self._woken)
+        while self._woken:
+            self._go_on(self._woken.popleft())
+        return some
+
+    def _go_on(self, stream: SimulatedStream) -> None:
+        while stream.queue:
+            work = stream.queue[0]
+            if any(other.queue[0] is not work for other in work.streams) or not work.run():
+                return
+            for other in work.streams:
+                other.queue.popleft()
+                if other is not stream and other.queue:
+                    self._woken.append(other)
+
+
+# Other ranks
+
+Key = tuple[Any, ...]
+
+
+class PendingCollective:
+    """One rank's side of a collective that has not ended."""
+
+    __slots__ = ("event", "has_ended", "launch_s", "ready_s", "simulator", "step", "stream")
+
+    def __init__(
+        self,
+        simulator: "Simulator",
+        step: GroupCollective,
+        stream: SimulatedStream,
+        launch_s: float,
+        event: int,
+    ) -> None:
+        self.simulator = simulator
+        self.step = step
+        self.stream = stream
+        self.launch_s = launch_s
+        self.event = event
+        self.ready_s: float | None = None  # None until the rank has arrived
+        self.has_ended = False
+
+
+class Rendezvous:
+    """The ranks that are simulated together, and the collectives in which some wait."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.ranks = frozenset(ranks)
+        self._arrived: dict[Key, list[PendingCollective]] = {}
+        self._counts: Counter[Key] = Counter()
+
+    def arrive(self, collective: PendingCollective) -> None:
+        """A rank is ready. When all are, the collective starts, and each side gets its times."""
+        key = self._key(collective)
+        sides = self._arrived.setdefault(key, [])
+        if sides:
+            _check_alike(sides[0], collective)
+        sides.append(collective)
+        expected = [rank for rank in collective.step.ranks if rank in self.ranks]
+        if len(sides) == len(expected):
+            del self._arrived[key]
+            _start(sides)
+            for side in sides[:-1]:
+                side.simulator.wake_later(side.stream)
+
+    def _key(self, collective: PendingCollective) -> Key:
+        """The same for all sides of one collective: a group's collectives have an order."""
+        step, rank = collective.step, collective.simulator.rank
+        ends: Key = tuple(sorted(step.ranks))
+        if step.name == "send":
+            ends = (rank, *(other for other in step.ranks if other != rank))
+        elif step.name == "recv":
+            ends = (*(other for other in step.ranks if other != rank), rank)
+        is_message = step.name in ("send", "recv")
+        key = (step.group, is_message, ends)
+        self._counts[(rank, step.name == "send", *key)] += 1
+        return (*key, self._counts[(rank, step.name == "send", *key)])
+
+
+def _start(sides: list[PendingCollective]) -> None:
+    step = sides[0].step
+    ready_s = max(side.launch_s if side.ready_s is None else side.ready_s for side in sides)
+    duration_s = max(
+        side.simulator.costs.group_time_s(step.name, side.step.size_bytes, step.ranks)
+        for side in sides
+    )
+    wires = [wire for side in sides for wire in side.simulator.wires(side)]
+    start_s = place_together(wires, ready_s, duration_s)
+    for side in sides:
+        side.simulator.end_collective(side, start_s, start_s + duration_s)
+
+
+def _check_alike(one: PendingCollective, other: PendingCollective) -> None:
+    """ValueError where two ranks come to one collective with different ones."""
+    first, second = one.step, other.step
+    same_name = {first.name, second.name} == {"send", "recv"} or first.name == second.name
+    same_size = first.size_bytes == second.size_bytes or first.name == "all_to_all"
+    if not same_name or not same_size:
+        raise ValueError(
+            f"ranks {one.simulator.rank} and {other.simulator.rank} meet in group {first.group!r} of "
+            f"ranks {list(first.ranks)} with different calls: {first.name} of "
+            f"{first.size_bytes:,} bytes and {second.name} of {second.size_bytes:,} bytes. All "
+            "ranks of a group must call the same collectives in the same order"
+        )

@@ -1,16 +1,16 @@
-"""Plays a program: when the threads, streams and copies of one process do what.
+"""Simulates one process: when its threads, streams and copies do what.
 
-The host needs a few microseconds to hand an operation over. The operation starts on its stream
-when the host has handed it over, the stream is free, and the moments it waits for have come. A
-copy between GPUs occupies the current streams of both. A host that asks for a value waits.
+The host needs a few microseconds to launch an operation. The operation starts on its stream when
+the host has launched it, the stream is free, and the events it waits for have happened. A copy
+between GPUs occupies the current streams of both. A host that asks for a value waits.
 
-A kernel on a stream with priority passes the others (units.py). What it holds up may have its times
-already, since it was handed over before. Then the last of them ends so much later, and what is handed
-over from then on comes behind it; what waited for one of them before stays where it is.
+A kernel on a stream with priority overtakes the others (resources.py). What it delays may have its
+times already, since it was launched before. Then the last of them ends so much later, and what is
+launched from then on comes behind it; what waited for one of them before keeps its times.
 
 Alone, a rank never waits for others: they are taken to be where it is. Together with them
-(joint.py) a moment may not have come yet. Then what its stream is given later stands in line, and
-the host goes on until it needs that moment itself.
+(simulate.py) an event may not have happened yet. Then what its stream gets later is queued, and the
+host goes on until it needs that event itself.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,133 +18,151 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from vgpu.memory import gpus
-from vgpu.time.costs import CostModel, Work
-from vgpu.time.queues import Lane, Lines, ThreadTime, Turn
-from vgpu.time.rendezvous import Meeting, Part
-from vgpu.time.resources import Processors, Unit
-from vgpu.time.steps import (
-    Ask,
-    Collective,
-    Copy,
-    HostWait,
-    Join,
-    Kernel,
-    Mark,
-    Spend,
-    Step,
-    Stream,
-    Thread,
-    Together,
-    Wait,
+from vgpu.time.costs import CostModel, Workload
+from vgpu.time.resources import (
+    PendingCollective,
+    Processors,
+    Queues,
+    Rendezvous,
+    Resource,
+    SimulatedStream,
 )
-from vgpu.time.trace import HOST, TraceEvent
+from vgpu.time.steps import (
+    BeginStream,
+    BeginThread,
+    Copy,
+    GroupCollective,
+    HostWait,
+    HostWork,
+    JoinThreads,
+    Kernel,
+    LocalCollective,
+    ProgramStep,
+    QueryEvent,
+    RecordEvent,
+    WaitEvent,
+)
+from vgpu.time.timeline import HOST, TraceEvent
 
 
-class Player(Lines):
+class SimulatedThread:
+    """One thread of the host: its time, and how long it takes to launch an operation."""
+
+    __slots__ = ("launch_s", "now_s", "number")
+
+    def __init__(self, number: int, now_s: float, launch_s: float) -> None:
+        self.number = number
+        self.now_s = now_s
+        self.launch_s = launch_s
+
+
+class Simulator(Queues):
     """The time of one program. All times are seconds since it began."""
 
     def __init__(
         self,
-        model: CostModel,
+        costs: CostModel,
         rank: int = 0,
-        meeting: Meeting | None = None,
-        place: int | None = None,
+        rendezvous: Rendezvous | None = None,
+        position: int | None = None,
     ) -> None:
-        """meeting: where ranks wait for one another; alone in one unless given.
+        """rendezvous: where ranks wait for one another; alone in one unless given.
 
-        place: the number of this rank's only GPU, and of its host, in a timeline of several ranks.
+        position: in a timeline of several ranks, the number of this rank's only GPU and of its host.
         """
         super().__init__()
-        self.model = model
+        self.costs = costs
         self.rank = rank
-        self.events: list[TraceEvent] = []
-        self.threads: list[ThreadTime] = []
-        self.lanes: list[Lane] = []
-        self.outstanding: dict[int, Part] = {}  # collectives that have not ended, by their moment
-        self.waits_for: int | None = None  # the moment for which the host waits
-        self._meeting = meeting or Meeting([rank])
-        self._place = place
-        self._compute: dict[int, Processors] = {}
-        self._links: dict[tuple[int, int], Unit] = {}
+        self.trace: list[TraceEvent] = []
+        self.threads: list[SimulatedThread] = []
+        self.streams: list[SimulatedStream] = []
+        self.pending: dict[int, PendingCollective] = {}  # by their event
+        self._rendezvous = rendezvous or Rendezvous([rank])
+        self._position = position
+        self._awaited: int | None = None  # the event for which the host waits
+        self._processors: dict[int, Processors] = {}
+        self._links: dict[tuple[int, int], Resource] = {}
         # Of a GPU: inside its host or out of it, and out of or into the GPU.
-        self._wires: dict[tuple[int, bool, str], Unit] = {}
-        self._seconds: dict[Work, float] = {}
-        self._does: dict[type, Callable[..., int | None]] = {
-            Ask: self._ask,
-            Collective: self._collective,
+        self._wires: dict[tuple[int, bool, str], Resource] = {}
+        self._durations_s: dict[Workload, float] = {}
+        self._handlers: dict[type, Callable[..., object]] = {
+            BeginStream: self._begin_stream,
+            BeginThread: self._begin_thread,
             Copy: self._copy,
+            GroupCollective: self._group_collective,
             HostWait: self._host_wait,
-            Join: self._join,
+            HostWork: self._host_work,
+            JoinThreads: self._join_threads,
             Kernel: self._kernel,
-            Mark: self._mark,
-            Spend: self._spend,
-            Stream: self._stream,
-            Thread: self._thread,
-            Together: self._together,
-            Wait: self._wait,
+            LocalCollective: self._local_collective,
+            QueryEvent: self._query_event,
+            RecordEvent: self._record_event,
+            WaitEvent: self._wait_event,
         }
 
-    def take_up(self, others: Iterable[TraceEvent], gpu: int) -> None:
-        """Collectives that were begun before the program, and still occupy what they use of a GPU."""
-        for event in sorted(others, key=lambda event: event.start_s):
-            start_s = max(0.0, event.start_s)
-            for wire in self._wires_of(gpu, event.name, event.ranks):
-                wire.place(start_s, event.end_s - start_s)
-            self._beside_kernels(
-                self._processors(gpu), event.name, event.ranks, start_s, event.end_s
-            )
+    def run(self, steps: Iterable[ProgramStep]) -> None:
+        """Simulate steps of a rank that is alone: it never has to wait for others."""
+        handlers = self._handlers
+        for step in steps:
+            handlers[type(step)](step)
 
-    def do(self, step: Step) -> int | None:
-        """Do one step; returns the number of the moment that it begins, if it begins one."""
-        return self._does[type(step)](step)
-
-    def play(self, steps: Iterable[Step]) -> Iterator[None]:
-        """Do all steps; yields where a collective or the host has to wait for other ranks."""
+    def run_beside_others(self, steps: Iterable[ProgramStep]) -> Iterator[None]:
+        """Simulate all steps; yields where a collective or the host has to wait for other ranks."""
+        handlers = self._handlers
         for step in steps:
             kind = type(step)
-            if kind is HostWait or kind is Ask:
-                self.waits_for = step.moment  # type: ignore[union-attr]
-                while self.moments[self.waits_for] is None:
+            if kind is HostWait or kind is QueryEvent:
+                self._awaited = step.event  # type: ignore[union-attr]
+                while self.host_waits:
                     yield
-                self.waits_for = None
-            self._does[kind](step)
-            if kind is Collective and self.outstanding:
+                self._awaited = None
+            handlers[kind](step)
+            if kind is GroupCollective and self.pending:
                 yield
 
     @property
     def host_waits(self) -> bool:
-        """Whether the host waits for a moment that has not come."""
-        return self.waits_for is not None and self.moments[self.waits_for] is None
+        """Whether the host waits for an event that has not happened."""
+        return self._awaited is not None and self.happened_s[self._awaited] is None
 
     def end(self) -> tuple[float, float]:
         """Seconds until the first thread had ended, and until everything had."""
         host_s = self.threads[0].now_s if self.threads else 0.0
-        return host_s, max([host_s, *(lane.free_s for lane in self.lanes)])
+        return host_s, max([host_s, *(stream.free_s for stream in self.streams)])
+
+    def occupy(self, others: Iterable[TraceEvent], gpu: int) -> None:
+        """Collectives were begun before the program, and still occupy what they use of a GPU."""
+        for event in sorted(others, key=lambda event: event.start_s):
+            start_s = max(0.0, event.start_s)
+            for wire in self._wires_of(gpu, event.name, event.ranks):
+                wire.place(start_s, event.end_s - start_s)
+            processors = self._processors_of(gpu)
+            self._take_processors(processors, event.name, event.ranks, start_s, event.end_s)
 
     # Threads
 
-    def _thread(self, step: Thread) -> None:
+    def _begin_thread(self, step: BeginThread) -> None:
         now_s = 0.0 if step.parent is None else self.threads[step.parent].now_s
-        model = self.model
-        launch_s = model.launch_s(step.sharing) if step.sharing else model.engine_launch_s
-        self.threads.append(ThreadTime(step.number, now_s, launch_s))
+        costs = self.costs
+        launch_s = costs.launch_s(step.sharing) if step.sharing else costs.engine_launch_s
+        self.threads.append(SimulatedThread(step.number, now_s, launch_s))
 
-    def _join(self, step: Join) -> None:
+    def _join_threads(self, step: JoinThreads) -> None:
         thread = self.threads[step.thread]
         thread.now_s = max([thread.now_s, *(self.threads[other].now_s for other in step.others)])
 
-    def _spend(self, step: Spend) -> None:
+    def _host_work(self, step: HostWork) -> None:
         self.threads[step.thread].now_s += step.duration_s
 
     def _host_wait(self, step: HostWait) -> None:
-        thread, time_s = self.threads[step.thread], self.come(step.moment)
+        thread, time_s = self.threads[step.thread], self.time_s(step.event)
         if time_s > thread.now_s:
-            self.events.append(
+            self.trace.append(
                 TraceEvent(
                     name=step.name,
                     kind="wait",
                     device=HOST,
-                    stream=thread.number if self._place is None else self._place,
+                    stream=thread.number if self._position is None else self._position,
                     start_s=thread.now_s,
                     end_s=time_s,
                     launch_s=thread.now_s,
@@ -152,83 +170,83 @@ class Player(Lines):
             )
             thread.now_s = time_s
 
-    def _ask(self, step: Ask) -> None:
+    def _query_event(self, step: QueryEvent) -> None:
         thread = self.threads[step.thread]
-        if thread.now_s < self.come(step.moment):
-            thread.now_s += self.model.python_launch_s  # so that a loop that asks ends
+        if thread.now_s < self.time_s(step.event):
+            thread.now_s += self.costs.python_launch_s  # so that a loop that asks ends
 
     # Streams
 
-    def _stream(self, step: Stream) -> None:
-        compute = self._processors(step.gpu)
-        index = step.gpu if self._place is None else self._place
+    def _begin_stream(self, step: BeginStream) -> None:
+        compute = self._processors_of(step.gpu)
+        index = step.gpu if self._position is None else self._position
         device = torch.device(gpus.DEVICE_TYPE, index)
-        self.lanes.append(Lane(device, step.number, compute, step.priority < 0))
+        self.streams.append(SimulatedStream(device, step.number, compute, step.priority < 0))
 
-    def _processors(self, gpu: int) -> Processors:
-        return self._compute.setdefault(gpu, Processors(self.model.lost_beside_collectives))
+    def _processors_of(self, gpu: int) -> Processors:
+        return self._processors.setdefault(gpu, Processors(self.costs.lost_beside_collectives))
 
-    def _mark(self, step: Mark) -> int:
-        lane, moment = self.lanes[step.stream], self.begin_moment()
+    def _record_event(self, step: RecordEvent) -> None:
+        stream, event = self.streams[step.stream], self.begin_event()
         host_s = 0.0 if step.thread is None else self.threads[step.thread].now_s
-
-        def run() -> bool:
-            self.end_moment(moment, max(lane.free_s, host_s))
-            return True
-
-        if lane.line:
-            lane.line.append(Turn((lane,), run))
-        else:
-            run()
-        return moment
-
-    def _wait(self, step: Wait) -> None:
-        lane = self.lanes[step.stream]
-        if not lane.line and (time_s := self.moments[step.moment]) is not None:
-            lane.free_s = max(lane.free_s, time_s)
+        if not stream.queue:
+            self.end_event(event, max(stream.free_s, host_s))
             return
 
         def run() -> bool:
-            time_s = self.moments[step.moment]
-            if time_s is None:
-                self.wake_at(step.moment, lane)
-                return False
-            lane.free_s = max(lane.free_s, time_s)
+            self.end_event(event, max(stream.free_s, host_s))
             return True
 
-        self.give((lane,), run)
+        self.enqueue((stream,), run)
 
-    def _kernel(self, step: Kernel) -> int:
+    def _wait_event(self, step: WaitEvent) -> None:
+        stream = self.streams[step.stream]
+        if not stream.queue and (time_s := self.happened_s[step.event]) is not None:
+            stream.free_s = max(stream.free_s, time_s)
+            return
+
+        def run() -> bool:
+            time_s = self.happened_s[step.event]
+            if time_s is None:
+                self.wake_at(step.event, stream)
+                return False
+            stream.free_s = max(stream.free_s, time_s)
+            return True
+
+        self.enqueue((stream,), run)
+
+    def _kernel(self, step: Kernel) -> None:
         thread = self.threads[step.thread]
         thread.now_s += thread.launch_s
         launch_s = thread.now_s
-        moment = self.begin_moment()
-        lane = self.lanes[step.stream]
-        if lane.line:
-            lane.line.append(Turn((lane,), lambda: self._run_kernel(step, lane, launch_s, moment)))
+        event = self.begin_event()
+        stream = self.streams[step.stream]
+        if stream.queue:
+            self.enqueue((stream,), lambda: self._run_kernel(step, stream, launch_s, event))
         else:
-            self._run_kernel(step, lane, launch_s, moment)
-        return moment
+            self._run_kernel(step, stream, launch_s, event)
 
-    def _run_kernel(self, step: Kernel, lane: Lane, launch_s: float, moment: int) -> bool:
+    def _run_kernel(
+        self, step: Kernel, stream: SimulatedStream, launch_s: float, event: int
+    ) -> bool:
         work = step.work
-        duration_s = self._seconds.get(work)
+        duration_s = self._durations_s.get(work)
         if duration_s is None:
-            duration_s = self._seconds[work] = self.model.kernel_time_s(work)
-        ready_s = launch_s if launch_s > lane.free_s else lane.free_s
-        if lane.first:
-            start_s = self._pass(lane, ready_s, duration_s)
+            duration_s = self._durations_s[work] = self.costs.kernel_time_s(work)
+        ready_s = launch_s if launch_s > stream.free_s else stream.free_s
+        if stream.has_priority:
+            start_s = self._overtake(stream, ready_s, duration_s)
             end_s = start_s + duration_s
         else:
-            start_s, end_s = lane.compute.place(ready_s, duration_s)
-        lane.free_s = end_s
-        lane.kernel = len(self.events)
-        self.events.append(
+            start_s, end_s = stream.compute.place(ready_s, duration_s)
+        stream.free_s = end_s
+        stream.last_kernel = len(self.trace)
+        self.trace.append(
             TraceEvent(
                 step.name,
                 "kernel",
-                lane.device,
-                lane.number,
+                stream.device,
+                stream.number,
                 start_s,
                 end_s,
                 launch_s,
@@ -238,34 +256,34 @@ class Player(Lines):
                 work.size_bytes,
             )
         )
-        self.end_moment(moment, end_s)
+        self.end_event(event, end_s)
         return True
 
-    def _pass(self, lane: Lane, ready_s: float, duration_s: float) -> float:
+    def _overtake(self, stream: SimulatedStream, ready_s: float, duration_s: float) -> float:
         """Run a kernel before those of streams without priority; returns its start."""
-        compute = lane.compute
+        compute = stream.compute
         busy_until_s = compute.busy_until_s
-        start_s = compute.place_first(ready_s, duration_s)
+        start_s = compute.place_prior(ready_s, duration_s)
         if compute.busy_until_s > busy_until_s:
-            for other in self.lanes:
-                if other.compute is not compute or other.first or other.kernel is None:
+            for other in self.streams:
+                if other.compute is not compute or other.has_priority or other.last_kernel is None:
                     continue
-                last = self.events[other.kernel]
+                last = self.trace[other.last_kernel]
                 if last.end_s == other.free_s == busy_until_s:
                     other.free_s = compute.busy_until_s
-                    self.events[other.kernel] = last._replace(end_s=other.free_s)
+                    self.trace[other.last_kernel] = last._replace(end_s=other.free_s)
         return start_s
 
-    def _together(self, step: Together) -> int:
+    def _local_collective(self, step: LocalCollective) -> None:
         thread = self.threads[step.thread]
-        lanes = [self.lanes[stream] for stream in step.streams]
-        thread.now_s += thread.launch_s * len(lanes)
-        launch_s, moment = thread.now_s, self.begin_moment()
+        streams = [self.streams[stream] for stream in step.streams]
+        thread.now_s += thread.launch_s * len(streams)
+        launch_s, event = thread.now_s, self.begin_event()
 
         def run() -> bool:
-            duration_s = self.model.collective_time_s(step.name, step.size_bytes, len(lanes))
-            start_s = max(launch_s, *(lane.free_s for lane in lanes))
-            event = TraceEvent(
+            duration_s = self.costs.collective_time_s(step.name, step.size_bytes, len(streams))
+            start_s = max(launch_s, *(stream.free_s for stream in streams))
+            traced = TraceEvent(
                 name=step.name,
                 kind="collective",
                 device=HOST,
@@ -277,26 +295,25 @@ class Player(Lines):
                 backward=step.backward,
                 size_bytes=step.size_bytes,
             )
-            self._ran_on(lanes, event, moment)
+            self._finish(streams, traced, event)
             return True
 
-        self.give(lanes, run)
-        return moment
+        self.enqueue(streams, run)
 
-    def _copy(self, step: Copy) -> int:
+    def _copy(self, step: Copy) -> None:
         thread = self.threads[step.thread]
-        source = None if step.source is None else self.lanes[step.source]
-        target = None if step.target is None else self.lanes[step.target]
-        lanes = [lane for lane in (source, target) if lane is not None]
+        source = None if step.source is None else self.streams[step.source]
+        target = None if step.target is None else self.streams[step.target]
+        streams = [stream for stream in (source, target) if stream is not None]
         thread.now_s += thread.launch_s
-        launch_s, moment = thread.now_s, self.begin_moment()
+        launch_s, event = thread.now_s, self.begin_event()
 
         def run() -> bool:
-            among = self.model.copy_time_s if len(lanes) == 2 else self.model.host_copy_time_s
+            among = self.costs.copy_time_s if len(streams) == 2 else self.costs.host_copy_time_s
             duration_s = among(step.size_bytes)
-            ready_s = max(launch_s, *(lane.free_s for lane in lanes))
+            ready_s = max(launch_s, *(stream.free_s for stream in streams))
             start_s = self._link(source, target).place(ready_s, duration_s)
-            event = TraceEvent(
+            traced = TraceEvent(
                 name="copy",
                 kind="copy",
                 device=HOST,
@@ -310,83 +327,84 @@ class Player(Lines):
                 source=HOST if source is None else source.device,
                 target=HOST if target is None else target.device,
             )
-            self._ran_on(lanes, event, moment)
+            self._finish(streams, traced, event)
             return True
 
-        self.give(lanes, run)
-        return moment
+        self.enqueue(streams, run)
 
-    def _link(self, source: Lane | None, target: Lane | None) -> Unit:
+    def _link(self, source: SimulatedStream | None, target: SimulatedStream | None) -> Resource:
         """The way from one device to another; copies in one direction take turns on it."""
         key = (
             -1 if source is None else source.device.index,
             -1 if target is None else target.device.index,
         )
-        return self._links.setdefault(key, Unit())
+        return self._links.setdefault(key, Resource())
 
-    def _ran_on(self, lanes: Sequence[Lane], event: TraceEvent, moment: int) -> None:
-        """Keep the event as the last one of each of the streams."""
-        for lane in lanes:
-            self.events.append(event._replace(device=lane.device, stream=lane.number))
-            lane.free_s = event.end_s
-        self.end_moment(moment, event.end_s)
+    def _finish(self, streams: Sequence[SimulatedStream], traced: TraceEvent, event: int) -> None:
+        """A copy or a collective has its times, on each of its streams."""
+        for stream in streams:
+            self.trace.append(traced._replace(device=stream.device, stream=stream.number))
+            stream.free_s = traced.end_s
+        self.end_event(event, traced.end_s)
 
     # Collectives
 
-    def _collective(self, step: Collective) -> int:
+    def _group_collective(self, step: GroupCollective) -> None:
         thread = self.threads[step.thread]
         thread.now_s += thread.launch_s
-        moment = self.begin_moment()
-        lane = self.lanes[step.stream]
-        part = self.outstanding[moment] = Part(self, step, lane, thread.now_s, moment)
-        self.give((lane,), lambda: part.has_ended or self._arrive(part))
-        return moment
+        event = self.begin_event()
+        stream = self.streams[step.stream]
+        collective = PendingCollective(self, step, stream, thread.now_s, event)
+        self.pending[event] = collective
+        self.enqueue((stream,), lambda: collective.has_ended or self._arrive(collective))
 
-    def _arrive(self, part: Part) -> bool:
-        if part.ready_s is None:
-            part.ready_s = max(part.launch_s, part.lane.free_s)
-            self._meeting.arrive(part)
-        return part.has_ended
+    def _arrive(self, collective: PendingCollective) -> bool:
+        if collective.ready_s is None:
+            collective.ready_s = max(collective.launch_s, collective.stream.free_s)
+            self._rendezvous.arrive(collective)
+        return collective.has_ended
 
-    def wires(self, part: Part) -> list[Unit]:
-        """What a part of a collective occupies: the ways out of and into its GPU, or one of them."""
-        return self._wires_of(part.lane.device.index, part.step.name, part.step.ranks)
+    def wires(self, collective: PendingCollective) -> list[Resource]:
+        """What a collective occupies of this rank: the ways out of and into its GPU, or one of them."""
+        return self._wires_of(
+            collective.stream.device.index, collective.step.name, collective.step.ranks
+        )
 
-    def _wires_of(self, gpu: int, name: str, ranks: Sequence[int]) -> list[Unit]:
+    def _wires_of(self, gpu: int, name: str, ranks: Sequence[int]) -> list[Resource]:
         between = self._is_between_hosts(ranks)
         ways = {"send": ("out",), "recv": ("in",)}.get(name, ("out", "in"))
-        return [self._wires.setdefault((gpu, between, way), Unit()) for way in ways]
+        return [self._wires.setdefault((gpu, between, way), Resource()) for way in ways]
 
-    def ended(self, part: Part, start_s: float, end_s: float) -> None:
-        """A part of a collective has its times."""
-        step, lane = part.step, part.lane
-        assert part.ready_s is not None
-        event = TraceEvent(
+    def end_collective(self, collective: PendingCollective, start_s: float, end_s: float) -> None:
+        """A collective has its times."""
+        step, stream = collective.step, collective.stream
+        assert collective.ready_s is not None
+        traced = TraceEvent(
             name=step.name,
             kind="collective",
-            device=lane.device,
-            stream=lane.number,
+            device=stream.device,
+            stream=stream.number,
             start_s=start_s,
             end_s=end_s,
-            launch_s=part.launch_s,
+            launch_s=collective.launch_s,
             module=step.module,
             backward=step.backward,
             size_bytes=step.size_bytes,
             ranks=step.ranks,
-            link=self.model.link_name(step.ranks),
-            ready_s=part.ready_s,
+            link=self.costs.link_name(step.ranks),
+            ready_s=collective.ready_s,
         )
-        self._beside_kernels(lane.compute, step.name, step.ranks, start_s, end_s)
-        part.has_ended = True
-        del self.outstanding[part.moment]
-        self._ran_on([lane], event, part.moment)
+        self._take_processors(stream.compute, step.name, step.ranks, start_s, end_s)
+        collective.has_ended = True
+        del self.pending[collective.event]
+        self._finish([stream], traced, collective.event)
 
-    def _beside_kernels(
+    def _take_processors(
         self, compute: Processors, name: str, ranks: Sequence[int], start_s: float, end_s: float
     ) -> None:
         """A collective takes multiprocessors from the kernels beside it."""
         if name not in ("send", "recv", "permute"):  # copy engines do those
-            compute.begin_collective(start_s, end_s, self._is_between_hosts(ranks))
+            compute.note_collective(start_s, end_s, self._is_between_hosts(ranks))
 
     def _is_between_hosts(self, ranks: Sequence[int]) -> bool:
-        return len(self.model.hosts_of(ranks)) > 1
+        return len(self.costs.hosts_of(ranks)) > 1

@@ -1,80 +1,82 @@
-"""The steps of a recording, without any times: what virtual time is computed from.
+"""The steps of a recorded program, without any times: what virtual time is simulated from.
 
-A program is a list of steps. Threads, streams and moments are numbered in the order in which steps
-begin them: ``Thread`` begins a thread of the host, ``Stream`` a stream, and each kernel, copy,
-collective or mark a moment, which is when it ends. Nothing here depends on the GPU or the network,
-so that the same program plays on others (player.py).
+A program is a list of steps. Threads, streams and events are numbered in the order in which steps
+begin them: ``BeginThread`` begins a thread of the host, ``BeginStream`` a stream, and each kernel,
+copy, collective, deferred operation or recorded event an event: the moment when it has ended. Nothing
+here depends on the GPU or the network, so the same program can be simulated on others (simulate.py).
+
+Passes make other steps of them: fusion.py, if elementwise operations are fused, and async_tp.py.
 """
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from vgpu.time.costs import CostModel, Work
+from vgpu.time.costs import CostModel, Workload
 
 
 class Factors(NamedTuple):
-    """What a matrix product multiplies, if the left one lies in memory row by row."""
+    """The factors of a matrix product whose left one is stored row by row."""
 
-    left: int | None  # the moment when it was written; None if that was before the recording
+    left: int | None  # the event that wrote it; None if that was before the recording
     left_bytes: int
     right_bytes: int
 
 
 class Operands(NamedTuple):
-    """What an operation reads; known where operations are fused."""
+    """What an operation reads; known only where operations are fused."""
 
-    writers: tuple[int, ...] = ()  # moments when it was written
-    moves: bool = False  # whether the operation only puts it in another order
+    writers: tuple[int, ...] = ()  # the events that wrote it
+    moves: bool = False  # whether the operation only reorders it
     factors: Factors | None = None
 
 
-NOT_KNOWN = Operands()
+UNKNOWN_OPERANDS = Operands()
 
 
-class Thread(NamedTuple):
-    """A thread of the host begins, at the time that another one has reached."""
+class BeginThread(NamedTuple):
+    """A thread of the host begins, at the time that its parent has reached."""
 
-    number: int  # under which its waits are drawn
+    number: int  # its row in a trace
     parent: int | None
-    sharing: int  # how many share an interpreter; 0 for the autograd engine's, which is C++
+    sharing: int  # how many threads share an interpreter; 0 for the autograd engine's, in C++
 
 
-class Join(NamedTuple):
-    """A thread goes on when others have got as far."""
+class JoinThreads(NamedTuple):
+    """A thread goes on when the others have got as far."""
 
     thread: int
     others: tuple[int, ...]
 
 
-class Spend(NamedTuple):
+class HostWork(NamedTuple):
     """A thread computes something itself."""
 
     thread: int
     duration_s: float
 
 
-class Stream(NamedTuple):
-    """A stream of a GPU; its number 0 is the default one."""
+class BeginStream(NamedTuple):
+    """A stream of a GPU; number 0 is the default stream."""
 
     gpu: int
     number: int
-    priority: int = 0  # below 0 its kernels pass those of others
+    priority: int = 0  # below 0 its kernels overtake those of other streams
 
 
 class Kernel(NamedTuple):
-    """A thread hands an operation to a stream."""
+    """A thread launches an operation on a stream."""
 
     name: str
     thread: int
     stream: int
     module: str
     backward: bool
-    work: Work
-    operands: Operands = NOT_KNOWN
+    work: Workload
+    operands: Operands = UNKNOWN_OPERANDS
 
 
 class Copy(NamedTuple):
-    """A thread hands a copy over; None is the host's side."""
+    """A thread launches a copy; source or target is None on the host's side."""
 
     thread: int
     module: str
@@ -82,11 +84,11 @@ class Copy(NamedTuple):
     size_bytes: int
     source: int | None
     target: int | None
-    operands: Operands = NOT_KNOWN
+    operands: Operands = UNKNOWN_OPERANDS
 
 
-class Together(NamedTuple):
-    """One thread hands over the parts of all GPUs in a collective of this process."""
+class LocalCollective(NamedTuple):
+    """One thread launches a collective among several GPUs of its process."""
 
     name: str
     thread: int
@@ -96,8 +98,8 @@ class Together(NamedTuple):
     size_bytes: int
 
 
-class Collective(NamedTuple):
-    """A thread hands over this rank's part of a collective of a process group, or a message."""
+class GroupCollective(NamedTuple):
+    """A thread launches this rank's side of a process group's collective, or of a message."""
 
     name: str
     thread: int
@@ -107,65 +109,120 @@ class Collective(NamedTuple):
     size_bytes: int
     ranks: tuple[int, ...]  # of a message: this rank, and the one at its other end
     group: str
-    caller: int | None = None  # the stream that was current; the collective's own has waited for it
-    operands: Operands = NOT_KNOWN
+    issued_on: int | None = None  # the stream that was current, for which the group's has waited
+    operands: Operands = UNKNOWN_OPERANDS
 
 
-class Mark(NamedTuple):
-    """What a stream has been given so far has ended, and a thread has got here if it is given."""
+class RecordEvent(NamedTuple):
+    """What is on a stream so far has ended, and the thread, if one is given, has got here."""
 
     stream: int
     thread: int | None = None
 
 
-class Wait(NamedTuple):
-    """What a stream is given from now on starts after a moment."""
+class WaitEvent(NamedTuple):
+    """What is enqueued on a stream from now on starts after an event."""
 
     stream: int
-    moment: int
+    event: int
 
 
 class HostWait(NamedTuple):
-    """A thread goes on after a moment."""
+    """A thread goes on after an event."""
 
     thread: int
-    moment: int
+    event: int
     name: str
 
 
-class Ask(NamedTuple):
-    """A thread asks whether a moment has come."""
+class QueryEvent(NamedTuple):
+    """A thread asks whether an event has happened."""
 
     thread: int
-    moment: int
+    event: int
 
 
-Step = (
-    Thread
-    | Join
-    | Spend
-    | Stream
+# Where elementwise operations are fused there are four more, which fusion.py replaces.
+
+
+class Read(NamedTuple):
+    """A tensor on a GPU that a deferred operation reads."""
+
+    writer: int | None  # the event that wrote it; None if that was before the recording
+    block: int  # a number that tells its block of memory from others
+    offset: int  # in elements
+    size_bytes: int
+
+
+class Deferred(NamedTuple):
+    """An elementwise operation or a reduction, to be launched in one kernel with its neighbors."""
+
+    name: str
+    thread: int
+    stream: int
+    module: str
+    backward: bool
+    reads: tuple[Read, ...]
+    written_bytes: int
+
+
+class NeedResults(NamedTuple):
+    """A thread needs the results of deferred operations in memory."""
+
+    events: tuple[int, ...]
+    thread: int
+    module: str
+    backward: bool
+
+
+class GraphBreak(NamedTuple):
+    """A compiled program ends: what is deferred on a stream, or on all if None, is launched."""
+
+    stream: int | None
+    thread: int
+    module: str
+    backward: bool
+
+
+class Release(NamedTuple):
+    """The result of a deferred operation has been freed or overwritten."""
+
+    event: int
+
+
+ProgramStep = (
+    BeginThread
+    | JoinThreads
+    | HostWork
+    | BeginStream
     | Kernel
     | Copy
-    | Together
-    | Collective
-    | Mark
-    | Wait
+    | LocalCollective
+    | GroupCollective
+    | RecordEvent
+    | WaitEvent
     | HostWait
-    | Ask
+    | QueryEvent
+    | Deferred
+    | NeedResults
+    | GraphBreak
+    | Release
 )
+
+BEGIN_EVENTS = (Kernel, Copy, LocalCollective, GroupCollective, RecordEvent, Deferred)
+"""The steps that begin an event."""
 
 
 @dataclass
 class Program:
-    """What one process did in a recording, and the model by which it was timed. Can be pickled."""
+    """What one process did in a recording, and the costs it was timed with. Can be pickled."""
 
-    model: CostModel
+    costs: CostModel
     rank: int
     gpu: int  # the index of the one that was current when it began
     gpus: int  # how many the process had
-    steps: list[Step] = field(default_factory=list)
-    # Races, each with the index of its GPU in place of the device: devices stay in their process.
+    steps: list[ProgramStep] = field(default_factory=list)
+    # Each race with the index of its GPU in place of the device: devices don't leave a process.
     races: list[tuple[int, Any]] = field(default_factory=list)
-    # Moments of operations that only move what they read, and whose results outlived the recording.
+    # Events of operations that only reorder what they read, and whose results outlive the recording.
     kept: frozenset[int] = frozenset()

@@ -1,46 +1,26 @@
-"""Streams and events of virtual GPUs.
+"""``torch.vgpu.Stream`` and ``torch.vgpu.Event``.
 
-An operation has ended when its call returns, so waiting never takes real time here. Only the books
-are kept: which stream is current on which device in which thread, and when an event was recorded,
-by the host's clock or, in a recording, in virtual time.
+An operation has ended when its call returns, so waiting never takes real time here. What is kept is
+which stream is current on which device in which thread, and when an event was recorded: by the host's
+clock or, in a recording, in virtual time.
 """
 
 import itertools
 import time
-import weakref
 from typing import Any
 
 import torch
 
 from vgpu.memory import blocks as memory
 from vgpu.memory import gpus
+from vgpu.memory.gpus import current_stream_number, set_streams
 from vgpu.time import recording
-from vgpu.time.backward import graph_task
-from vgpu.time.lanes import StreamTime
-from vgpu.time.recording import Recording
+from vgpu.time.happens_before import RecordedEvent, RecordedStream
+from vgpu.time.recorder import Recorder
 
 _PlainStream, _PlainEvent = torch.Stream, torch.Event
 _stream_ids = itertools.count(1)
-_priorities: dict[int, int] = {}  # of streams by their id, where it is not 0
 _HIGHEST_PRIORITY = -3  # as many as c10/cuda/CUDAStream.h has: max_compile_time_stream_priorities
-
-
-def _streams() -> "dict[int, Stream]":
-    """The streams that this thread has set, by their GPUs' indices; in a backward pass, that pass.
-
-    The engine makes a node's stream current; what a hook sets inside comes on top.
-    """
-    current = gpus.in_use.current
-    backward = graph_task()
-    under_way = current.of_backward
-    if backward == -1:
-        under_way.clear()
-        return current.streams
-    while under_way and under_way[-1][0] > backward:  # of a pass within this one, which has ended
-        under_way.pop()
-    if not under_way or under_way[-1][0] != backward:
-        under_way.append((backward, {}))
-    return under_way[-1][1]
 
 
 class Stream(torch.Stream):
@@ -60,36 +40,36 @@ class Stream(torch.Stream):
         )
         stream._entered = []
         if stream_id is None and priority < 0:
-            _priorities[stream.stream_id] = max(priority, _HIGHEST_PRIORITY)
+            gpus.stream_priorities[stream.stream_id] = max(priority, _HIGHEST_PRIORITY)
         return stream
 
     @property
     def priority(self) -> int:
-        """0, or less for a stream whose kernels pass those of others, as in CUDA."""
-        return priority_of(self.stream_id)
+        """0, or less for a stream whose kernels overtake those of others, as in CUDA."""
+        return gpus.stream_priorities.get(self.stream_id, 0)
 
     def query(self) -> bool:
         """Whether all work given to this stream has ended."""
-        now = recording.under_way
-        return now is None or now.has_ended(_time_of(self, now))
+        now = _recorder()
+        return now is None or now.query_stream(_recorded(self, now))
 
     def synchronize(self) -> None:
         """Wait until all work given to this stream has ended."""
-        now = recording.under_way
-        if now is not None:
-            now.synchronize([_time_of(self, now)])
+        if recording.under_way is not None:
+            now = recording.under_way
+            now.synchronize([_recorded(self, now.recorder)])
 
     def wait_event(self, event: torch.Event) -> None:
         """Work given later starts after ``event`` has happened."""
-        now = recording.under_way
+        now = _recorder()
         if now is not None:
-            _wait_event(_time_of(self, now), event, now)
+            now.wait_event(_recorded(self, now), getattr(event, "_recorded", None))
 
     def wait_stream(self, stream: torch.Stream) -> None:
         """Work given later starts after all work that ``stream`` has got so far."""
-        now = recording.under_way
+        now = _recorder()
         if now is not None:
-            now.clock.settle_and_wait(_time_of(self, now), _time_of(stream, now))
+            now.wait_stream(_recorded(self, now), _recorded(stream, now))
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
         event = Event() if event is None else event
@@ -97,14 +77,14 @@ class Stream(torch.Stream):
         return event
 
     def __enter__(self) -> "Stream":
-        self._entered.append((_streams().get(self.device_index), gpus.current_index()))
+        self._entered.append((set_streams().get(self.device_index), gpus.current_index()))
         set_stream(self)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         stream, index = self._entered.pop()
         if stream is None:
-            _streams().pop(self.device_index, None)
+            set_streams().pop(self.device_index, None)
         else:
             set_stream(stream)
         gpus.exchange_index(index)
@@ -114,64 +94,84 @@ class Stream(torch.Stream):
 
 
 class Event(torch.Event):
-    """A mark in a stream; with ``enable_timing`` it keeps the host's time of recording."""
+    """An event of a stream; with ``enable_timing`` its time can be asked."""
 
     _enable_timing: bool
-    _time_s: float | None
-    _recording: "weakref.ref[Recording] | None"  # whose virtual time it is; None: the host's
+    _host_time_s: float | None  # where it was recorded outside of a recording
+    _recorded: RecordedEvent | None  # where it was recorded in one
 
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
     ) -> "Event":
         event = super().__new__(cls, gpus.DEVICE_TYPE, enable_timing=enable_timing)
         event._enable_timing = enable_timing
-        event._time_s = event._recording = None
+        event._host_time_s = event._recorded = None
         return event
 
     def record(self, stream: torch.Stream | None = None) -> None:
-        """Mark what ``stream``, or the current one, has got so far."""
-        now = recording.under_way
-        self._recording = None if now is None else weakref.ref(now)
+        """The event happens when what ``stream``, or the current one, has got so far has ended."""
+        now = _recorder()
+        self._host_time_s = self._recorded = None
         if now is None:
-            self._time_s = time.perf_counter()
+            self._host_time_s = time.perf_counter()
         else:
-            marked = _time_of(current_stream() if stream is None else stream, now)
-            now.settle(marked)
-            self._time_s = now.clock.record_event(self, marked)
+            of = _recorded(current_stream() if stream is None else stream, now)
+            self._recorded = now.record_event(of, self._enable_timing)
 
     def query(self) -> bool:
         """Whether the event has happened; one that was never recorded has."""
-        now = recording.under_way
-        return now is None or self._time_s is None or now.clock.ask_event(self)
+        now = _recorder()
+        return now is None or now.query_event(self._recorded)
 
     def wait(self, stream: torch.Stream | None = None) -> None:
         """Work given later to ``stream``, or to the current one, starts after the event."""
-        now = recording.under_way
+        now = _recorder()
         if now is not None:
-            _wait_event(_time_of(current_stream() if stream is None else stream, now), self, now)
+            waiting = _recorded(current_stream() if stream is None else stream, now)
+            now.wait_event(waiting, self._recorded)
 
     def synchronize(self) -> None:
         """Wait until the event has happened."""
-        if recording.under_way is not None:
-            recording.under_way.clock.host_waits_for_event(self)
+        now = _recorder()
+        if now is not None:
+            now.host_waits_for_event(self._recorded)
 
     def elapsed_time(self, end_event: "Event") -> float:  # type: ignore[override]
         """Milliseconds between two events that have happened, by the clock that was used."""
         if not (self._enable_timing and end_event._enable_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
-        if self._time_s is None or end_event._time_s is None:
+        if not (self._is_recorded and end_event._is_recorded):
             raise ValueError("Both events must be recorded before calculating elapsed time.")
         if not (self.query() and end_event.query()):
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
-        if self._recording != end_event._recording:
+        if self._recording is not end_event._recording:
             raise RuntimeError(
                 "one event was recorded by virtual time and the other by the host's clock, or in "
                 "another recording: record both in one vgpu.record() block, or both outside of one"
             )
-        return (end_event._time_s - self._time_s) * 1000
+        return (end_event._time_s() - self._time_s()) * 1000
+
+    @property
+    def _is_recorded(self) -> bool:
+        return self._host_time_s is not None or self._recorded is not None
+
+    @property
+    def _recording(self) -> object:
+        """What tells the recording whose virtual time it is; None: it is the host's time."""
+        return None if self._recorded is None else self._recorded.recording
+
+    def _time_s(self) -> float:
+        if self._recorded is None:
+            assert self._host_time_s is not None
+            return self._host_time_s
+        if self._recorded.time_s is None:  # the recording is under way
+            now = _recorder()
+            assert now is not None
+            return now.time_s(self._recorded.operation.event)
+        return self._recorded.time_s
 
     def __repr__(self) -> str:
-        return f"<torch.vgpu.Event recorded={self._time_s is not None}>"
+        return f"<torch.vgpu.Event recorded={self._is_recorded}>"
 
 
 def _index(device: Any) -> int:
@@ -183,49 +183,27 @@ def default_stream(device: Any = None) -> Stream:
     return Stream(_index(device), stream_id=0)
 
 
-def priority_of(number: int) -> int:
-    """The priority of the stream with this id; below 0 its kernels pass those of others."""
-    return _priorities.get(number, 0)
-
-
-def set_stream_number(index: int) -> int | None:
-    """The id of the stream that this thread has made current on a GPU; None if it has not."""
-    stream = _streams().get(index)
-    return None if stream is None else stream.stream_id
-
-
-def current_number(index: int) -> int:
-    """The id of the stream that is current on a GPU in this thread; 0 is the default one.
-
-    In a backward pass it is the node's in a recording only, unless a hook has set one.
-    """
-    number = set_stream_number(index)
-    if number is None:
-        now = recording.under_way
-        number = 0 if now is None else now.places.current_stream(index)
-    return number
-
-
-def _time_of(stream: torch.Stream, now: Recording) -> StreamTime:
-    return now.clock.stream(gpus.by_index(stream.device_index), stream.stream_id)
-
-
-def _wait_event(waiting: StreamTime, event: torch.Event, now: Recording) -> None:
-    now.settle(waiting)  # what it got before the wait does not wait
-    now.clock.wait_event(waiting, event)
-
-
 def current_stream(device: Any = None) -> Stream:
+    """The stream that is current on a device in this thread."""
     index = _index(device)
-    return _streams().get(index) or Stream(index, stream_id=current_number(index))
+    return set_streams().get(index) or Stream(index, stream_id=current_stream_number(index))
 
 
 def set_stream(stream: Stream) -> None:
     """Make a stream and its device current in this thread."""
-    if stream.stream_id:  # until then every block lies on the default stream
-        memory.streams_from(current_number)
+    if stream.stream_id:
+        memory.several_streams = True
     gpus.exchange_index(stream.device_index)
-    _streams()[stream.device_index] = stream
+    set_streams()[stream.device_index] = stream
+
+
+def _recorder() -> Recorder | None:
+    """That of the recording that is under way, if there is one."""
+    return None if recording.under_way is None else recording.under_way.recorder
+
+
+def _recorded(stream: torch.Stream, recorder: Recorder) -> RecordedStream:
+    return recorder.stream(gpus.by_index(stream.device_index), stream.stream_id)
 
 
 def make_stream(*args: Any, **kwargs: Any) -> torch.Stream:

@@ -16,10 +16,10 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from vgpu.changes import Changes
 from vgpu.memory import gpus
 from vgpu.tensor import autocast as casting
 from vgpu.tensor.device_names import naming_devices
+from vgpu.torch_patches.undo import Changes
 
 _HALF = (torch.float16, torch.bfloat16)
 _IS_ENABLED = {

@@ -1,24 +1,37 @@
-"""What ``nn.DataParallel`` calls for GPUs: its copies (comm.py), its streams and its threads."""
+"""What ``nn.DataParallel`` calls for GPUs: its copies between them, its streams and its threads.
+
+``scatter``, ``gather``, ``broadcast_coalesced`` and ``reduce_add`` replace the functions of the same
+name in ``torch.nn.parallel.comm``, which CUDA does in C++, under autograd's own ``Scatter``,
+``Gather`` and ``Broadcast``. In a recording of virtual time, a broadcast or a reduce costs what
+NCCL's costs, which torch uses on CUDA.
+"""
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import repeat
+from typing import Any
 
 import torch
-from torch.nn.parallel import comm as torch_comm
+from torch._utils import _get_device_index, _handle_complex
+from torch.nn.parallel import comm
 
-from vgpu.changes import Changes
+from vgpu.memory import gpus
 from vgpu.tensor.tensor import VirtualTensor
-from vgpu.time import recorder
-from vgpu.torch_patches import comm, device_module
+from vgpu.time import record, recording
+from vgpu.torch_patches import device_module
+from vgpu.torch_patches.undo import Changes
+
+_plain_reduce_add = comm.reduce_add
 
 
 def install(changes: Changes) -> None:
-    for name in ("scatter", "gather", "broadcast_coalesced", "reduce_add"):
-        changes.set(torch_comm, name, getattr(comm, name))
+    for function in (scatter, gather, broadcast_coalesced, reduce_add):
+        changes.set(comm, function.__name__, function)
     changes.wrap(torch.cuda.nccl, "is_available", nccl_is_available)
     changes.set(torch.nn.parallel._functions, "_get_stream", copy_stream)
-    parallel_apply = recorder.sharing_the_interpreter(torch.nn.parallel.parallel_apply)
+    parallel_apply = record.sharing_the_interpreter(torch.nn.parallel.parallel_apply)
     changes.set(torch.nn.parallel, "parallel_apply", parallel_apply)
     # Alone of torch.nn.parallel it asks torch.cuda for an index, which takes no other devices.
     module = sys.modules["torch.nn.parallel.parallel_apply"]
@@ -45,3 +58,128 @@ def nccl_is_available(plain: Callable[..., bool]) -> Callable[..., bool]:
 def copy_stream(device: torch.device) -> torch.Stream | None:
     """A device's background stream for copies from the CPU, in ``torch.nn.parallel._functions``."""
     return None if device.type == "cpu" else device_module.Stream(device)
+
+
+def scatter(
+    tensor: torch.Tensor,
+    devices: Any = None,
+    chunk_sizes: Any = None,
+    dim: int = 0,
+    streams: Any = None,
+    *,
+    out: Any = None,
+) -> tuple[torch.Tensor, ...]:
+    """Chunks of ``tensor`` along ``dim``, one per device; fewer if the size does not suffice.
+
+    streams: on which to copy, one per device or None for the current one. The host does not wait.
+    """
+    if out is not None:
+        sizes = [part.size(dim) for part in out]
+        for part, chunk in zip(out, tensor.split(sizes, dim), strict=True):
+            part.copy_(chunk)
+        return tuple(out)
+    tensor = _handle_complex(tensor)
+    targets = [_device(d) for d in devices]
+    if chunk_sizes is None:
+        chunks = tensor.chunk(len(targets), dim)
+    else:
+        chunks = tensor.split(list(chunk_sizes), dim)
+    moved = []
+    for chunk, target, stream in zip(chunks, targets, streams or repeat(None), strict=False):
+        with nullcontext() if stream is None else stream:
+            moved.append(chunk.to(target, non_blocking=True))
+    return tuple(moved)
+
+
+def gather(
+    tensors: Sequence[torch.Tensor],
+    dim: int = 0,
+    destination: Any = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The tensors side by side along ``dim`` on ``destination`` or in ``out``; -1 is the CPU.
+
+    Each tensor is copied straight into its place, so no second copy takes memory there. The result
+    is channels-last where all tensors are (torch/csrc/cuda/comm.cpp).
+    """
+    tensors = [_handle_complex(tensor) for tensor in tensors]
+    sizes = [tensor.size(dim) for tensor in tensors]
+    shape = list(tensors[0].shape)
+    for index, tensor in enumerate(tensors):
+        shape[dim] = sizes[index]
+        if list(tensor.shape) != shape:
+            raise RuntimeError(
+                f"Input tensor at index {index} has invalid shape {list(tensor.shape)}, "
+                f"but expected {shape}"
+            )
+    shape[dim] = sum(sizes)
+    if out is None:
+        index = _get_device_index(destination, allow_cpu=True, optional=True)
+        target = torch.device("cpu") if index == -1 else _device(index)
+        channels_last = all(map(_is_channels_last, tensors))
+        memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        out = torch.empty(shape, dtype=tensors[0].dtype, device=target, memory_format=memory_format)
+    for part, tensor in zip(out.split(sizes, dim), tensors, strict=True):
+        part.copy_(tensor)
+    return out
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    """Not where the strides allow for both: then torch suggests contiguous, as ``empty_like``."""
+    return (
+        tensor.dim() == 4
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+        and not tensor.is_contiguous()
+    )
+
+
+def broadcast_coalesced(
+    tensors: Sequence[torch.Tensor], devices: Any, buffer_size: int = 10485760
+) -> list[list[torch.Tensor]]:
+    """The tensors on every device: on their own device themselves, copies elsewhere.
+
+    The copies have no history, like those that C++ makes: autograd's ``Broadcast`` gives them one.
+    """
+    targets = [_device(device) for device in devices]
+    tensors = [_handle_complex(tensor) for tensor in tensors]
+    size_bytes = sum(tensor.nbytes for tensor in tensors)
+    with _as_collective("broadcast", size_bytes, targets, buffer_size):
+        return [
+            [t if t.device == target else t.to(target).detach() for t in tensors]
+            for target in targets
+        ]
+
+
+def reduce_add(inputs: Sequence[torch.Tensor], destination: Any = None) -> torch.Tensor:
+    """The sum on one device; torch's own, which counts as one reduce in a recording."""
+    devices = [tensor.device for tensor in inputs]
+    first = inputs[0]
+    parts = (first,) if first.layout is torch.strided else (first._indices(), first._values())
+    size_bytes = sum(part.nbytes for part in parts)
+    with _as_collective("reduce", size_bytes, devices, size_bytes):
+        total: torch.Tensor = _plain_reduce_add(inputs, destination)
+    return total
+
+
+def _device(index_or_device: Any) -> torch.device:
+    return gpus.by_index(_get_device_index(index_or_device)).device
+
+
+@contextmanager
+def _as_collective(
+    name: str, size_bytes: int, devices: Sequence[torch.device], buffer_bytes: int
+) -> Iterator[None]:
+    """In a recording, what the block copies counts as NCCL's collective, one for each buffer.
+
+    size_bytes: of one GPU's part.
+    """
+    now = recording.under_way
+    if now is None or len(devices) < 2 or size_bytes == 0:
+        yield
+        return
+    with recording.paused():
+        yield
+    taking_part = [gpus.by_index(device.index) for device in devices]
+    for begin_bytes in range(0, size_bytes, buffer_bytes):
+        now.collective(name, min(size_bytes - begin_bytes, buffer_bytes), taking_part)

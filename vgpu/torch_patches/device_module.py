@@ -1,95 +1,30 @@
 """``torch.vgpu``: what ``torch.cuda`` users reach for. This module itself is registered with torch.
 
-Where ``device`` is None it means the current device, as in ``torch.cuda``.
+Where ``device`` is None it means the current device, as in ``torch.cuda``. The modules
+``torch.vgpu.amp``, ``memory``, ``nvtx`` and ``random`` are made at the end.
 """
 
+import contextlib
+import functools
+import itertools
+import threading
 import uuid
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from vgpu.hardware.specs import GPUSpec
 from vgpu.memory import gpus
+from vgpu.memory.blocks import DeviceMemory
 from vgpu.memory.gpus import current_index as current_device
 from vgpu.memory.gpus import device_count, meant_by
+from vgpu.tensor.generators import default_generator
 from vgpu.time import recording
 from vgpu.time.streams import Event, Stream, current_stream, default_stream, set_stream
-from vgpu.torch_patches.submodules import amp, memory, missing, nvtx, random
-from vgpu.torch_patches.submodules.memory import (
-    empty_cache,
-    get_per_process_memory_fraction,
-    ipc_collect,
-    max_memory_allocated,
-    max_memory_reserved,
-    mem_get_info,
-    memory_allocated,
-    memory_reserved,
-    memory_stats,
-    memory_summary,
-    reset_peak_memory_stats,
-    set_per_process_memory_fraction,
-)
-from vgpu.torch_patches.submodules.random import (
-    get_rng_state,
-    get_rng_state_all,
-    initial_seed,
-    manual_seed,
-    manual_seed_all,
-    seed,
-    seed_all,
-    set_rng_state,
-    set_rng_state_all,
-)
 
-__all__ = [
-    "Event",
-    "OutOfMemoryError",
-    "Stream",
-    "amp",
-    "can_device_access_peer",
-    "current_device",
-    "current_stream",
-    "default_stream",
-    "device",
-    "device_count",
-    "device_of",
-    "empty_cache",
-    "get_device_capability",
-    "get_device_name",
-    "get_device_properties",
-    "get_per_process_memory_fraction",
-    "get_rng_state",
-    "get_rng_state_all",
-    "init",
-    "initial_seed",
-    "ipc_collect",
-    "is_available",
-    "is_bf16_supported",
-    "is_initialized",
-    "manual_seed",
-    "manual_seed_all",
-    "max_memory_allocated",
-    "max_memory_reserved",
-    "mem_get_info",
-    "memory",
-    "memory_allocated",
-    "memory_reserved",
-    "memory_stats",
-    "memory_summary",
-    "nvtx",
-    "random",
-    "reset_peak_memory_stats",
-    "seed",
-    "seed_all",
-    "set_device",
-    "set_per_process_memory_fraction",
-    "set_rng_state",
-    "set_rng_state_all",
-    "set_stream",
-    "stream",
-    "synchronize",
-]
-
+# Devices
 
 # torch.utils.checkpoint saves the state of the generators where it finds this mark.
 _initialized = True
@@ -147,7 +82,7 @@ def synchronize(device: Any = None) -> None:
     """Wait for all work on a device; in a recording of virtual time the host waits."""
     gpu, now = meant_by(device), recording.under_way
     if now is not None:
-        now.synchronize(now.clock.streams_of(gpu))
+        now.synchronize(now.recorder.streams_of(gpu))
 
 
 def get_device_name(device: Any = None) -> str:
@@ -199,4 +134,302 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16, torch.float32]
 
 
-__getattr__ = missing.of("")
+# Memory
+
+
+def _memory_of(device: Any) -> DeviceMemory:
+    return meant_by(device).memory.settled()
+
+
+def memory_allocated(device: Any = None) -> int:
+    """Bytes in live blocks, each rounded up to 512."""
+    return _memory_of(device).allocated_bytes
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    """The most bytes since the start or the last ``reset_peak_memory_stats``."""
+    return _memory_of(device).peak_bytes
+
+
+def memory_reserved(device: Any = None) -> int:
+    """Bytes of the segments that CUDA's caching allocator would hold for what was allocated."""
+    return _memory_of(device).reserved()[0]
+
+
+def max_memory_reserved(device: Any = None) -> int:
+    """The most of them since the start or the last ``reset_peak_memory_stats``."""
+    return _memory_of(device).reserved()[1]
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    _memory_of(device).reset_peak()
+
+
+def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
+    """Let this process allocate no more than this fraction of a GPU's memory; from 0 to 1."""
+    if not isinstance(fraction, float):
+        raise TypeError("Invalid type for fraction argument, must be `float`")
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+    memory = meant_by(device).memory
+    memory.allowed_bytes = int(fraction * memory.capacity_bytes) if fraction < 1 else None
+
+
+def get_per_process_memory_fraction(device: Any = None) -> float:
+    """The fraction that this process may allocate; 1 where nothing was set."""
+    memory = meant_by(device).memory
+    if memory.allowed_bytes is None:
+        return 1.0
+    return memory.allowed_bytes / memory.capacity_bytes
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """Bytes that are not reserved, and total bytes."""
+    memory = _memory_of(device)
+    return memory.free_bytes, memory.capacity_bytes
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    """Bytes now and at the peak, ``allocated_bytes.all.peak`` and the like, retries and errors.
+
+    What is allocated is all that is active: no block waits here until another stream has got to it.
+    """
+    memory = _memory_of(device)
+    allocated = memory.allocated_bytes, memory.peak_bytes
+    kinds = {
+        "active_bytes": allocated,
+        "allocated_bytes": allocated,
+        "reserved_bytes": memory.reserved(),
+    }
+    stats: dict[str, int] = {}
+    for name, (current, peak) in kinds.items():
+        stats |= {f"{name}.all.current": current, f"{name}.all.peak": peak}
+    return stats | {"num_alloc_retries": memory.retries, "num_ooms": memory.out_of_memory_count}
+
+
+def empty_cache() -> None:
+    """Give back segments that are reserved and in which nothing is allocated, on all GPUs."""
+    for index in range(gpus.device_count()):
+        gpus.by_index(index).memory.empty_cache()
+
+
+def ipc_collect() -> None:
+    """Nothing to release: memory shared with another process goes with its last reference."""
+
+
+def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
+    """A small table of a device's bytes and blocks."""
+    return _memory_of(device).summary()
+
+
+# Random numbers
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the current device's generator."""
+    default_generator(meant_by(None)).manual_seed(seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    """Seed every device's generator alike; ``torch.manual_seed`` calls it."""
+    for index in range(gpus.device_count()):
+        default_generator(gpus.by_index(index)).manual_seed(seed)
+
+
+def seed() -> None:
+    """Seed the current device's generator at random."""
+    default_generator(meant_by(None)).seed()
+
+
+def seed_all() -> None:
+    """Seed every device's generator at random, all alike."""
+    manual_seed_all(torch.Generator().seed())
+
+
+def initial_seed() -> int:
+    return default_generator(meant_by(None)).initial_seed()
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    """The state of a device's generator, as a byte tensor on the CPU."""
+    return default_generator(meant_by(device)).get_state()
+
+
+def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
+    default_generator(meant_by(device)).set_state(new_state)
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    return [get_rng_state(index) for index in range(gpus.device_count())]
+
+
+def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
+    for index, state in enumerate(new_states):
+        set_rng_state(state, index)
+
+
+# torch.vgpu.amp: the older names of automatic mixed precision
+
+
+class _Autocast(torch.amp.autocast):
+    """``torch.autocast("vgpu")``; float16 unless another type is given."""
+
+    def __init__(
+        self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
+    ) -> None:
+        super().__init__(gpus.DEVICE_TYPE, dtype, enabled, cache_enabled)
+
+
+class _GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler("vgpu")``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(gpus.DEVICE_TYPE, *args, **kwargs)
+
+
+# torch.vgpu.nvtx: markers for NVIDIA's profilers; they're counted as there, and otherwise no-ops
+
+_range_handles = itertools.count(1)
+_open_ranges = threading.local()
+
+
+def _range_push(msg: str) -> int:
+    """Begin a range; returns how many are around it."""
+    depth: int = getattr(_open_ranges, "count", 0)
+    _open_ranges.count = depth + 1
+    return depth
+
+
+def _range_pop() -> int:
+    """End the innermost range; returns how many are around it, -1 where none had begun."""
+    depth: int = getattr(_open_ranges, "count", 0) - 1
+    _open_ranges.count = max(depth, 0)
+    return depth
+
+
+def _range_start(msg: str) -> int:
+    """Begin a range that any thread may end; returns its handle."""
+    return next(_range_handles)
+
+
+def _range_end(range_id: int) -> None:
+    """End the range of a handle."""
+
+
+def _mark(msg: str) -> None:
+    """Mark an event."""
+
+
+@contextlib.contextmanager
+def _range(msg: str, *args: object, **kwargs: object) -> Iterator[None]:
+    """A range around a block, or around a function that it decorates."""
+    _range_push(msg.format(*args, **kwargs))
+    try:
+        yield
+    finally:
+        _range_pop()
+
+
+# The modules, and names that only torch.cuda has
+
+
+def _missing_in(submodule: str) -> Callable[[str], Any]:
+    """``__getattr__`` of ``torch.vgpu``, or of the module of this name in it."""
+    inside = f".{submodule}" if submodule else ""
+    ours, theirs = f"torch.{gpus.DEVICE_TYPE}{inside}", f"torch.cuda{inside}"
+
+    def __getattr__(name: str) -> Any:
+        there = getattr(torch.cuda, submodule) if submodule else torch.cuda
+        if name.startswith("__") or name not in dir(there):
+            raise AttributeError(f"module '{ours}' has no attribute '{name}'")
+        advice = f"leave it out where hasattr({ours}, '{name}') is False"
+        if name.endswith("Tensor"):  # torch.cuda.FloatTensor and its kind, for old programs
+            advice = f"make tensors with dtype= and device=, or torch.set_default_device('{gpus.DEVICE_TYPE}')"
+        raise AttributeError(
+            f"module '{ours}' has no attribute '{name}': {theirs} has one, virtual GPUs have "
+            f"nothing like it; {advice}"
+        )
+
+    return __getattr__
+
+
+def _submodule(name: str, **members: Any) -> ModuleType:
+    module = ModuleType(f"torch.{gpus.DEVICE_TYPE}.{name}", f"As ``torch.cuda.{name}``.")
+    vars(module).update(members, __all__=sorted(members), __getattr__=_missing_in(name))
+    return module
+
+
+amp = _submodule(
+    "amp",
+    autocast=_Autocast,
+    GradScaler=_GradScaler,
+    custom_fwd=functools.partial(torch.amp.custom_fwd, device_type=gpus.DEVICE_TYPE),
+    custom_bwd=functools.partial(torch.amp.custom_bwd, device_type=gpus.DEVICE_TYPE),
+)
+memory = _submodule(
+    "memory",
+    empty_cache=empty_cache,
+    get_per_process_memory_fraction=get_per_process_memory_fraction,
+    ipc_collect=ipc_collect,
+    max_memory_allocated=max_memory_allocated,
+    max_memory_reserved=max_memory_reserved,
+    mem_get_info=mem_get_info,
+    memory_allocated=memory_allocated,
+    memory_reserved=memory_reserved,
+    memory_stats=memory_stats,
+    memory_summary=memory_summary,
+    reset_peak_memory_stats=reset_peak_memory_stats,
+    set_per_process_memory_fraction=set_per_process_memory_fraction,
+)
+nvtx = _submodule(
+    "nvtx",
+    mark=_mark,
+    range=_range,
+    range_end=_range_end,
+    range_pop=_range_pop,
+    range_push=_range_push,
+    range_start=_range_start,
+)
+random = _submodule(
+    "random",
+    get_rng_state=get_rng_state,
+    get_rng_state_all=get_rng_state_all,
+    initial_seed=initial_seed,
+    manual_seed=manual_seed,
+    manual_seed_all=manual_seed_all,
+    seed=seed,
+    seed_all=seed_all,
+    set_rng_state=set_rng_state,
+    set_rng_state_all=set_rng_state_all,
+)
+__getattr__ = _missing_in("")
+
+__all__ = [
+    "Event",
+    "OutOfMemoryError",
+    "Stream",
+    "amp",
+    "can_device_access_peer",
+    "current_device",
+    "current_stream",
+    "default_stream",
+    "device",
+    "device_count",
+    "device_of",
+    "get_device_capability",
+    "get_device_name",
+    "get_device_properties",
+    "init",
+    "is_available",
+    "is_bf16_supported",
+    "is_initialized",
+    "memory",
+    "nvtx",
+    "random",
+    "set_device",
+    "set_stream",
+    "stream",
+    "synchronize",
+]
+__all__ += memory.__all__
+__all__ += random.__all__

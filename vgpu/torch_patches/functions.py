@@ -1,9 +1,8 @@
 """Functions of torch that C++ answers without an operator, so that no dispatch sees them.
 
 A function goes here when it compares or names devices, or asks for a tensor's class, before it calls
-an operator. What is an operator (``torch.ops.aten``) belongs in ``dispatch/handlers.py``, a method of
-a tensor in ``dispatch/tensor.py``, a name of ``torch.vgpu`` in ``device_module.py``, and what virtual
-GPUs cannot do in ``dispatch/refusals.py``.
+an operator. An operator (``torch.ops.aten``) or a method of a tensor belongs in ``vgpu/tensor``, a name
+of ``torch.vgpu`` in ``device_module.py``.
 """
 
 import functools
@@ -14,15 +13,17 @@ import torch
 import torch.nn.utils.clip_grad
 import torch.utils._foreach_utils
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._device import _device_constructors
 
-from vgpu.changes import Changes
 from vgpu.memory import gpus
 from vgpu.memory.blocks import Block
 from vgpu.tensor import autocast as casting
 from vgpu.tensor.device_names import naming_devices
-from vgpu.tensor.tensor import VirtualTensor, cpp_device
+from vgpu.tensor.methods import cpp_device
+from vgpu.tensor.tensor import VirtualTensor
+from vgpu.torch_patches.undo import Changes
 
 # What compares devices in C++ before it reaches any kernel: functions that classes and modes may
 # override (__torch_function__), and the rest.
@@ -44,13 +45,15 @@ def install(changes: Changes) -> None:
         changes.add(constructors, getattr(torch, name))
     changes.wrap_function("ctc_loss", ctc_loss, torch)
     changes.wrap(torch.UntypedStorage, "resize_", resize_storage)
+    for lazy in (UninitializedParameter, UninitializedBuffer):
+        changes.wrap(lazy, "__new__", without_size)
     for name in _CHECK_IN_CPP:
         changes.wrap_function(name, naming_devices, torch, torch._VF)
     for name in _RECURRENT:
         changes.wrap_function(name, recurrent, torch, torch._VF)
     for owner, name in _ALSO_IN_CPP:
         changes.wrap(owner, name, naming_devices)
-    changes.append(_foreach_supported_types, VirtualTensor)  # shapes/block.py has that of shapes
+    changes.append(_foreach_supported_types, VirtualTensor)  # tensor/shapes.py has that of shapes
     for owner in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
         changes.wrap(owner, "_has_foreach_support", _of_plain_tensors)
     changes.wrap(torch._C, "_group_tensors_by_device_and_dtype", _grouping_by_name)
@@ -111,6 +114,25 @@ def resize_storage(
         return plain(storage, size_bytes)
 
     return resize_
+
+
+def without_size(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``__new__`` of a lazy module's parameters and buffers: RuntimeError for a virtual GPU.
+
+    To move such a module there, torch itself refuses: "Attempted to use an uninitialized parameter".
+    """
+
+    @functools.wraps(plain)
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
+        device = torch.empty(0, device=kwargs.get("device")).device
+        if gpus.resolve(device) is not None:
+            raise RuntimeError(
+                f"a lazy module cannot be made on {device}, a virtual GPU: make it on the CPU, call "
+                "forward with a batch there, which gives its parameters their size, then move it"
+            )
+        return plain(cls, *args, **kwargs)
+
+    return __new__
 
 
 # Optimizers and clipping have a loop and a form of ``torch._foreach_*``. Unless told, they take the

@@ -12,9 +12,9 @@ import torch
 from torch.multiprocessing import reductions
 from torch.utils.hooks import warn_if_has_hooks
 
-from vgpu.changes import Changes
 from vgpu.memory import gpus
 from vgpu.tensor.tensor import VirtualTensor, wrap
+from vgpu.torch_patches.undo import Changes
 
 
 def reduce_tensor(tensor: VirtualTensor) -> tuple[Any, ...]:

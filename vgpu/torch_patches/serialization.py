@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.utils.hooks import warn_if_has_hooks
 
-from vgpu.changes import Changes
 from vgpu.memory import gpus
-from vgpu.tensor.tensor import OWN_ATTRIBUTES, VirtualTensor, wrap
+from vgpu.tensor.methods import OWN_ATTRIBUTES
+from vgpu.tensor.tensor import VirtualTensor, wrap
+from vgpu.torch_patches.undo import Changes
 
 # Ahead of torch's own, which start at 10.
 _PRIORITY = 5

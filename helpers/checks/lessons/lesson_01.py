@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from helpers import devices
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 from helpers.checks.describing import describe
-from vgpu.profiling import Calls
+from vgpu.profiling import OperatorLog
 
 Sample = namedtuple("Sample", "image label")
 
@@ -34,32 +34,33 @@ class Clip:
 @exercise("1.1", "A batch to its device")
 def check_to_device(to_device: Callable[[Any, torch.device], Any]) -> dict[str, Any]:
     near, far = devices.lab(2)
-    made = asked = 0
+    copied = asked = 0
     for batch in _batches(near, far):
         untouched = _shape_of(batch)
         crossing = sum(tensor.device != far for tensor in _tensors(batch))
         given = f"to_device({_sketch(batch)}, {far})"
         hint = _TENSOR if isinstance(batch, torch.Tensor) else _CONTAINERS
-        with for_input(given, hint), Calls() as calls:
+        with for_input(given, hint), OperatorLog() as calls:
             moved = to_device(batch, far)
-        if _shape_of(batch) != untouched:
-            raise Wrong(
-                yours="the batch that was handed in has changed",
-                expected="the batch as it was, and a new one beside it",
-                given=given,
-                hint="Build new containers; do not write into the old ones.",
-            )
         with for_input(given):
+            if _shape_of(batch) != untouched:
+                raise Wrong(
+                    yours="the batch that was handed in has changed",
+                    expected="the batch as it was, and a new one beside it",
+                    hint="Build new containers; do not write into the old ones.",
+                )
             _compare(moved, batch, far, "batch")
-        if calls.copies != crossing:
-            raise Wrong(
-                yours=f"{calls.copies} copies",
-                expected=f"{crossing} copies",
-                given=given,
-                hint="One tensor that has to move is one copy: .to(device) alone does it.",
-            )
-        made, asked = made + calls.copies, asked + crossing
-    return {"your copies": made, "budget": f"{asked} copies, one for each tensor that had to move"}
+            if calls.copies != crossing:
+                raise Wrong(
+                    yours=f"{calls.copies} copies",
+                    expected=f"{crossing} copies",
+                    hint="One tensor that has to move is one copy: .to(device) alone does it.",
+                )
+        copied, asked = copied + calls.copies, asked + crossing
+    return {
+        "your copies": copied,
+        "budget": f"{asked} copies, one for each tensor that had to move",
+    }
 
 
 _TENSOR = "A tensor goes to the device that your function was given: tensor.to(device)."
@@ -195,22 +196,18 @@ def check_repaired(answer: Any) -> dict[str, Any]:
         given = f"device = {device}, {len(images)} images on the CPU"
         with for_input(given):
             loss = run(model, images, labels, device)
-        _expect_model_on(model, device, given)
-        expect_equal(
-            seen,
-            [device],
-            given=f"{given}; where the linear layer computed, call by call",
-            hint="The model runs once, on the device that was asked for.",
-        )
-        if not isinstance(loss, (np.ndarray, np.floating)):
-            raise Wrong(
-                yours=f"a {type(loss).__name__}",
-                expected="the loss as a NumPy number, as in the script",
-                given=given,
-                hint="Keep the script's last step; .numpy() needs a tensor on the CPU.",
-            )
-        hint = "The class weights and the centring by `mean` stay as the script has them."
-        expect_close(torch.as_tensor(loss), expected, given=given, hint=hint, rtol=1e-4, atol=1e-5)
+            _expect_model_on(model, device)
+            where = f"{given}; where the linear layer computed, call by call"
+            hint = "The model runs once, on the device that was asked for."
+            expect_equal(seen, [device], given=where, hint=hint)
+            if not isinstance(loss, (np.ndarray, np.floating)):
+                raise Wrong(
+                    yours=f"a {type(loss).__name__}",
+                    expected="the loss as a NumPy number, as in the script",
+                    hint="Keep the script's last step; .numpy() needs a tensor on the CPU.",
+                )
+            hint = "The class weights and the centring by `mean` stay as the script has them."
+            expect_close(torch.as_tensor(loss), expected, hint=hint, rtol=1e-4, atol=1e-5)
         losses[device] = f"{float(loss):.4f} on {device}, within {abs(loss - expected.item()):.1g}"
     return {"your losses": "\n".join(losses.values()), "tried on": f"{len(losses)} devices"}
 
@@ -233,28 +230,23 @@ def _reference_loss(model: Any, images: torch.Tensor, labels: torch.Tensor) -> t
     return F.cross_entropy(logits, labels, weight=torch.tensor([1.0, 2.0, 1.0]))
 
 
-def _expect_model_on(model: nn.Module, device: torch.device, given: str) -> None:
+def _expect_model_on(model: nn.Module, device: torch.device) -> None:
     buffers, parameters = dict(model.named_buffers()), dict(model.named_parameters())
-    found = ""
+    kind = ""
     if "mean" in parameters and parameters["mean"].requires_grad:
-        found = "a parameter, which an optimizer trains"
+        kind = "a parameter, which an optimizer trains"
     elif "mean" not in buffers | parameters:
-        found = "a plain attribute" if hasattr(model, "mean") else "gone from the model"
-    if found:
+        kind = "a plain attribute" if hasattr(model, "mean") else "gone from the model"
+    if kind:
         raise Wrong(
-            yours=f"mean is {found}",
+            yours=f"mean is {kind}",
             expected="mean is a buffer of the model",
-            given=given,
             hint="self.register_buffer('mean', tensor): module.to() moves parameters and buffers, "
             "and no optimizer will train a buffer.",
         )
     places = {name: str(t.device) for name, t in {**parameters, **buffers}.items()}
-    expect_equal(
-        places,
-        dict.fromkeys(places, str(device)),
-        given=given,
-        hint="The whole model stays on the device: move it, not the pieces.",
-    )
+    hint = "The whole model stays on the device: move it, not the pieces."
+    expect_equal(places, dict.fromkeys(places, str(device)), hint=hint)
 
 
 @exercise("1.3", "The card behind an ordinal")
@@ -283,42 +275,26 @@ def _settings() -> Iterator[tuple[str | None, int, str]]:
     def spelled(numbers: list[int]) -> str:
         return ",".join(map(str, numbers))
 
-    yield (
-        spelled(order),
-        cards,
-        ("The ordinal is a place in the list, counted from 0; past its end there is no GPU: None."),
-    )
+    hint = "The ordinal is a place in the list, counted from 0; past its end there is no GPU: None."
+    yield spelled(order), cards, hint
     yield None, cards, "None stands for a variable that is not set: every card, in order."
     yield "", cards, "A variable that is set, but empty, hides every card."
     cut = random.randint(1, len(order) - 1)
     missing = random.choice([-1, cards, cards + 7])
-    yield (
-        spelled([*order[:cut], missing, *order[cut:]]),
-        cards,
-        ("The list ends at its first entry that names no existing card; what follows is not read."),
-    )
-    yield (
-        spelled([*order, random.choice(order)]),
-        cards,
-        ("A card that is named twice makes the whole list void: no GPU is seen."),
-    )
+    hint = "The list ends at its first entry that names no existing card; what follows is not read."
+    yield spelled([*order[:cut], missing, *order[cut:]]), cards, hint
+    hint = "A card that is named twice makes the whole list void: no GPU is seen."
+    yield spelled([*order, random.choice(order)]), cards, hint
     first, *rest = order
-    yield (
-        spelled([first, -1, first]),
-        cards,
-        "A negative entry ends the list: what stands behind it is not read, a repeated card neither.",
-    )
-    yield (
-        f"{first},,{spelled(rest)}",
-        cards,
-        "An empty entry ends the list: what stands behind it is not read.",
-    )
-    yield (
-        spelled([first, cards + random.randint(0, 7), first]),
-        cards,
+    hint = "A negative entry ends the list: what stands behind it is not read, a repeated card neither."
+    yield spelled([first, -1, first]), cards, hint
+    hint = "An empty entry ends the list: what stands behind it is not read."
+    yield f"{first},,{spelled(rest)}", cards, hint
+    hint = (
         "A number that no card has does not stop the reading: a card that is named again behind it "
-        "makes the list void. Only what was read is cut there.",
+        "makes the list void. Only what was read is cut there."
     )
+    yield spelled([first, cards + random.randint(0, 7), first]), cards, hint
 
 
 def _spell(visible: str | None) -> str:

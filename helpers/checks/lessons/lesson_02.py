@@ -36,24 +36,15 @@ def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
         loss = answer(weight, images, labels)
         if not isinstance(loss, torch.Tensor) or loss.dim():
             raise Wrong(yours=loss, expected="a 0-dim tensor", hint="Return the loss itself.")
-    for yours, expected in zip((weight.detach(), images), before, strict=True):
-        expect_equal(yours, expected, given=given, hint=_EDITED)
-    expect_close(
-        loss.detach(),
-        right,
-        given=given,
-        hint="The value must stay what loss_2017 gives, for images below 0 as well. Only its "
-        "gradient was wrong.",
-    )
-    gradient = _gradient_of(loss, weight, given)
-    if torch.allclose(gradient, hidden_gradient):
-        raise Wrong(
-            yours=gradient,
-            expected=right_gradient,
-            given=given,
-            hint="This is still the gradient of loss_2017: one edit is hidden from autograd.",
-        )
-    expect_close(gradient, right_gradient, given=given, hint="The gradient of weight is off.")
+        for yours, expected in zip((weight.detach(), images), before, strict=True):
+            expect_equal(yours, expected, hint=_EDITED)
+        hint = "The value must stay what loss_2017 gives, for images below 0 as well. Only its "
+        expect_close(loss.detach(), right, hint=hint + "gradient was wrong.")
+        gradient = _gradient_of(loss, weight)
+        hint = "The gradient of weight is off."
+        if torch.allclose(gradient, hidden_gradient):
+            hint = "This is still the gradient of loss_2017: one edit is hidden from autograd."
+        expect_close(gradient, right_gradient, hint=hint)
     before_off, off = ((g - right_gradient).abs().max() for g in (hidden_gradient, gradient))
     return {
         "your gradient": f"at most {off:.1g} from the right one",
@@ -66,28 +57,26 @@ _EDITED = (
 )
 
 
-def _gradient_of(loss: torch.Tensor, weight: torch.Tensor, given: str) -> torch.Tensor:
+def _gradient_of(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if not loss.requires_grad:
         raise Wrong(
             yours="a loss without a graph",
             expected="a loss whose backward() reaches weight",
-            given=given,
             hint="Something between weight and the loss was cut off: detach, data or no_grad.",
         )
     try:
         return torch.autograd.grad(loss, weight)[0]
     except RuntimeError as error:
-        inplace = "inplace operation" in str(error)
+        hint = "backward() does not reach weight."
+        if "inplace operation" in str(error):
+            hint = (
+                "Now autograd sees the edit, but tanh needs the values that were overwritten. "
+                "Make a new tensor instead of editing this one."
+            )
         raise Wrong(
             yours=f"RuntimeError in backward(): {str(error).partition(': [')[0]}",
             expected="a backward() that reaches weight",
-            given=given,
-            hint=(
-                "Now autograd sees the edit, but tanh needs the values that were overwritten. "
-                "Make a new tensor instead of editing this one."
-                if inplace
-                else "backward() does not reach weight."
-            ),
+            hint=hint,
         ) from error
 
 
@@ -142,22 +131,16 @@ def _feed(answer: Callable[[], Any], weight: torch.Tensor, counts: list[int]) ->
             del loss
         gc.collect()
         held = saved.live_bytes()
-    expect_close(
-        other.mean(),
-        1.5,
-        given="a second meter, updated in turn with the first",
-        hint="Two meters share their sums. Make them in __init__, not in the class.",
-    )
+    given = "a second meter, updated in turn with the first"
+    hint = "Two meters share their sums. Make them in __init__, not in the class."
+    expect_close(other.mean(), 1.5, given=given, hint=hint)
     return held
 
 
 def _expect_untouched(loss: torch.Tensor, value: float, weight: torch.Tensor) -> None:
-    expect_equal(
-        loss.item(),
-        value,
-        given="the value of a loss after update(loss, count)",
-        hint="update() changed the caller's loss in place: detach() shares its memory.",
-    )
+    given = "the value of a loss after update(loss, count)"
+    hint = "update() changed the caller's loss in place: detach() shares its memory."
+    expect_equal(loss.item(), value, given=given, hint=hint)
     if not loss.requires_grad:
         raise Wrong(
             yours="a loss that lost its graph in update()",
@@ -170,20 +153,10 @@ def _expect_untouched(loss: torch.Tensor, value: float, weight: torch.Tensor) ->
 def _expect_mean(yours: Any, expected: float, counts: list[int]) -> None:
     given = f"batches of {', '.join(map(str, counts))} samples"
     if type(yours) is not float:
-        raise Wrong(
-            yours=yours,
-            expected=expected,
-            given=given,
-            hint="mean() gives a Python number, not a tensor: .item() makes one.",
-        )
-    expect_close(
-        yours,
-        expected,
-        given=given,
-        rtol=1e-4,
-        atol=1e-6,
-        hint="Weigh each batch's mean by its count, and divide by all counts so far.",
-    )
+        hint = "mean() gives a Python number, not a tensor: .item() makes one."
+        raise Wrong(yours=yours, expected=expected, given=given, hint=hint)
+    hint = "Weigh each batch's mean by its count, and divide by all counts so far."
+    expect_close(yours, expected, given=given, rtol=1e-4, atol=1e-6, hint=hint)
 
 
 @exercise("2.3", "Modernise a second old script")
@@ -197,23 +170,18 @@ def fit_today(answer: Callable[..., tuple[float, float]]) -> dict[str, Any]:
     expected = _fit_reference(reference, batches, held_out, rate)
 
     # One batch alone: its loss does not depend on how the step that follows it is made.
-    first = _run_strictly(answer, copy.deepcopy(model), batches[:1], held_out[:1], rate)
+    first = _run_and_watch(answer, copy.deepcopy(model), batches[:1], held_out[:1], rate)
     alone = _fit_reference(copy.deepcopy(model), batches[:1], held_out[:1], rate)
     loss_hint = (
         "size_average=False meant a sum over the batch; log_softmax goes over classes, dim 1."
     )
     _expect_loss(first[0], alone[0], "the training loss of one batch", loss_hint)
 
-    returned = _run_strictly(answer, model, batches, held_out, rate)
-    for (name, yours), parameter in zip(
-        model.named_parameters(), reference.parameters(), strict=True
-    ):
-        expect_close(
-            yours.detach(),
-            parameter.detach(),
-            given=f"{name} after training",
-            hint="The weights differ from the old script's: is each of its steps still there?",
-        )
+    returned = _run_and_watch(answer, model, batches, held_out, rate)
+    hint = "The weights differ from the old script's: is each of its steps still there?"
+    expected_state = reference.state_dict()
+    for name, yours in model.state_dict().items():
+        expect_close(yours, expected_state[name], given=f"{name} after training", hint=hint)
     _expect_loss(returned[0], expected[0], "the training loss", "It is summed over all batches.")
     _expect_loss(returned[1], expected[1], "the held-out loss", loss_hint)
     return {
@@ -227,7 +195,7 @@ def _expect_loss(yours: float, expected: float, name: str, hint: str) -> None:
     expect_close(yours, expected, given=name, rtol=1e-4, atol=1e-5, hint=hint)
 
 
-def _run_strictly(
+def _run_and_watch(
     answer: Callable[..., Any],
     model: WatchedScores,
     batches: Batches,
@@ -236,41 +204,28 @@ def _run_strictly(
 ) -> tuple[float, float]:
     """What the answer returned, after all that does not depend on its numbers has been checked."""
     counts = f"batches: {len(batches)}, held out: {len(held_out)}"
-    given = f"a network, {counts}, rate {rate:.2f}"
-    with for_input(
-        given, hint="Each old word has a successor: the table at the end of the lesson names them."
-    ):
-        returned = _run_and_watch(answer, model, batches, held_out, rate)
-    return returned
-
-
-def _run_and_watch(
-    answer: Callable[..., Any],
-    model: WatchedScores,
-    batches: Batches,
-    held_out: Batches,
-    rate: float,
-) -> tuple[float, float]:
-    said, returned, held = _run_quietly(answer, model, batches, held_out, rate)
-    if said:
-        hint = "The warning names the old word and what replaces it."
-        if "Converting a tensor" in said[0]:
-            hint = "float(loss) warns, since it drops the history without a word: loss.item()."
-        raise Wrong(yours=f"a warning: {said[0]}", expected="no warning", hint=hint)
-    _expect_modes(model.seen, len(batches), len(held_out))
-    both = isinstance(returned, (tuple, list)) and len(returned) == 2
-    if not both or any(type(part) is not float for part in returned):
-        raise Wrong(
-            yours=returned,
-            expected="two Python numbers: the training loss and the held-out loss",
-            hint="Return two Python numbers; a loss is a 0-dim tensor, .item() makes a number.",
-        )
-    if held:
-        raise Wrong(
-            yours=f"{format_bytes(held)} that autograd saved are still alive",
-            expected="0 B",
-            hint="Something keeps a loss with its graph.",
-        )
+    hint = "Each old word has a successor: the table at the end of the lesson names them."
+    with for_input(f"a network, {counts}, rate {rate:.2f}", hint):
+        warned, returned, held = _run_quietly(answer, model, batches, held_out, rate)
+        if warned:
+            hint = "The warning names the old word and what replaces it."
+            if "Converting a tensor" in warned[0]:
+                hint = "float(loss) warns, since it drops the history without a word: loss.item()."
+            raise Wrong(yours=f"a warning: {warned[0]}", expected="no warning", hint=hint)
+        _expect_modes(model.seen, len(batches), len(held_out))
+        both = isinstance(returned, (tuple, list)) and len(returned) == 2
+        if not both or any(type(part) is not float for part in returned):
+            raise Wrong(
+                yours=returned,
+                expected="two Python numbers: the training loss and the held-out loss",
+                hint="Return two Python numbers; a loss is a 0-dim tensor, .item() makes a number.",
+            )
+        if held:
+            raise Wrong(
+                yours=f"{format_bytes(held)} that autograd saved are still alive",
+                expected="0 B",
+                hint="Something keeps a loss with its graph.",
+            )
     return returned[0], returned[1]
 
 

@@ -1,9 +1,11 @@
 """Checks of lesson 03: an honest evaluation, a resume within an epoch, a loop that seldom asks."""
 
+import copy
 import inspect
 import math
 import random
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -65,7 +67,7 @@ def _check_one_evaluation(
     given = f"{len(inputs)} images in batches of {batch_size}, a model in {mode} mode on {device}"
     with for_input(given):
         loader = DataLoader(TensorDataset(inputs, labels), batch_size)
-        _check_answer(evaluate(model, loader, device), model, expected, given)
+        _check_answer(evaluate(model, loader, device), model, expected)
     if model.training != training:
         raise Wrong(
             yours=f"{'train' if model.training else 'eval'} mode",
@@ -76,29 +78,26 @@ def _check_one_evaluation(
     return expected
 
 
-def _check_answer(answer: Any, model: Watched, expected: tuple[float, float], given: str) -> None:
+def _check_answer(answer: Any, model: Watched, expected: tuple[float, float]) -> None:
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         hint = "Return two numbers: loss_sum / count, right / count."
-        raise Wrong(yours=answer, expected="(mean loss, share right)", given=given, hint=hint)
+        raise Wrong(yours=answer, expected="(mean loss, share right)", hint=hint)
     if any(model.modes):
         raise Wrong(
             yours=f"{sum(model.modes)} of {len(model.modes)} batches in train mode",
             expected="every batch in eval mode",
-            given=given,
             hint="Dropout is still on while you evaluate: model.eval() comes first.",
         )
     if any(model.recorded):
         raise Wrong(
             yours="a graph was recorded for backward",
             expected="no graph",
-            given=given,
             hint="Nobody calls backward here: torch.no_grad() saves the activations' memory.",
         )
     if any(not parameter.requires_grad for parameter in model.parameters()):
         raise Wrong(
             yours="parameters that no longer require gradients",
             expected="an unchanged model",
-            given=given,
             hint="torch.no_grad() records nothing and leaves the parameters as they are.",
         )
     loss, share = (
@@ -111,8 +110,8 @@ def _check_answer(answer: Any, model: Watched, expected: tuple[float, float], gi
     )
     if math.isclose(loss, expected[1], rel_tol=1e-5) and not math.isclose(loss, share):
         hint = "The share comes first here: return the mean loss, then the share."
-    expect_close(loss, expected[0], given=given, hint=f"The loss. {hint}", rtol=1e-4, atol=1e-5)
-    expect_close(share, expected[1], given=given, hint=f"The share. {hint}", rtol=1e-5, atol=1e-6)
+    expect_close(loss, expected[0], hint=f"The loss. {hint}", rtol=1e-4, atol=1e-5)
+    expect_close(share, expected[1], hint=f"The share. {hint}", rtol=1e-5, atol=1e-6)
 
 
 @exercise("3.2", "One question an epoch")
@@ -127,24 +126,23 @@ def check_train_epoch_quietly(train_epoch: Callable) -> dict[str, Any]:
         given = f"{len(inputs)} images in {len(loader)} batches on {device}"
         model.eval()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with for_input(given), ReadBacks(device.type) as asked:
-            answer = train_epoch(model, loader, optimizer, device)
-        _check_quiet(model, plain, given)
-        if asked.count > 1:
-            raise Wrong(
-                yours=f"{asked.count} values read back",
-                expected="1 value read back",
-                given=given,
-                hint=".item(), float(), .cpu() and .tolist() each make the host wait. Sum on the "
-                "device, ask after the loop.",
-            )
-        hint = (
-            "Each image counts once: weigh a batch's mean loss by len(labels), and divide the sum "
-            "by the number of images."
-        )
         with for_input(given):
+            with ReadBacks(device.type) as asked:
+                answer = train_epoch(model, loader, optimizer, device)
+            _check_quiet(model, plain, given)
+            if asked.count > 1:
+                raise Wrong(
+                    yours=f"{asked.count} values read back",
+                    expected="1 value read back",
+                    hint=".item(), float(), .cpu() and .tolist() each make the host wait. Sum on "
+                    "the device, ask after the loop.",
+                )
+            hint = (
+                "Each image counts once: weigh a batch's mean loss by len(labels), and divide the "
+                "sum by the number of images."
+            )
             loss = _float_or_wrong(answer, "the mean loss")
-        expect_close(loss, expected, given=given, hint=hint, rtol=1e-4, atol=1e-5)
+            expect_close(loss, expected, hint=hint, rtol=1e-4, atol=1e-5)
     return {
         "your read-backs": f"{asked.count} in an epoch of {len(loader)} batches",
         "budget": "1",
@@ -172,7 +170,6 @@ def _check_quiet(model: Watched, plain: Watched, given: str) -> None:
         raise Wrong(
             yours=f"{sum(model.modes)} batches in train mode",
             expected=f"all {len(plain.modes)} batches in train mode",
-            given=given,
             hint="model.train() comes first.",
         )
     # While a step runs forward, the step before may still be held by the name `loss`.
@@ -180,17 +177,12 @@ def _check_quiet(model: Watched, plain: Watched, given: str) -> None:
         raise Wrong(
             yours=f"{max(model.live_graphs)} graphs of earlier steps alive at once",
             expected="at most 1",
-            given=given,
             hint="What you add up still holds its graph: loss.detach() holds the number alone.",
         )
-    mine, theirs = model.state_dict(), plain.state_dict()
-    for name, value in theirs.items():
-        expect_close(
-            mine[name],
-            value,
-            given=f"{name} after the epoch; {given}",
-            hint="The weights must come out as before: zero_grad, backward and step for each batch.",
-        )
+    hint = "The weights must come out as before: zero_grad, backward and step for each batch."
+    mine = model.state_dict()
+    for name, value in plain.state_dict().items():
+        expect_close(mine[name], value, given=f"{name} after the epoch; {given}", hint=hint)
 
 
 @exercise("3.3", "Stop in the middle of an epoch")
@@ -221,9 +213,9 @@ def _check_one_resume(remaining_batches: Callable, total: int, done: int) -> Non
     whole, loader = Trainer(), new_loader()
     order = loader.generator.get_state()
     batches = iter(loader)
-    whole.train(_first(batches, done))
-    weights = {name: value.clone() for name, value in whole.model.state_dict().items()}
-    momentum = _copied(whole.optimizer.state_dict())
+    whole.train(islice(batches, done))
+    weights = copy.deepcopy(whole.model.state_dict())
+    momentum = copy.deepcopy(whole.optimizer.state_dict())
     random_state = torch.get_rng_state()
     whole.train(batches)
     ends = len(whole.losses)
@@ -236,45 +228,30 @@ def _check_one_resume(remaining_batches: Callable, total: int, done: int) -> Non
     given = f"an epoch of {total} batches, stopped after {done}"
     with for_input(given):
         answer = remaining_batches(loader, order.clone(), done)
-        _expect_iterable(answer, given)
+        _expect_iterable(answer)
         part.train(answer)
     _compare_epoch(part, whole, done, ends, given)
     part.train(loader)
-    expect_equal(
-        part.items[ends - done :],
-        whole.items[ends:],
-        given=f"the items of the epoch after; {given}",
-        hint="The loader's generator must end where the uninterrupted run's did: iterate this "
-        "loader once, and nothing else that draws from its generator.",
+    hint = (
+        "The loader's generator must end where the uninterrupted run's did: iterate this loader "
+        "once, and nothing else that draws from its generator."
     )
+    after = f"the items of the epoch after; {given}"
+    expect_equal(part.items[ends - done :], whole.items[ends:], given=after, hint=hint)
     _expect_same_losses(part.losses, whole.losses[done:], f"the losses to the end; {given}", done)
 
 
-def _first(batches: Iterator, count: int) -> Iterator:
-    for _ in range(count):
-        yield next(batches)
-
-
-def _copied(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_copied(value) for value in state]
-    return state.clone() if isinstance(state, torch.Tensor) else state
-
-
-def _expect_iterable(answer: Any, given: str) -> None:
+def _expect_iterable(answer: Any) -> None:
     if isinstance(answer, list | tuple):
         raise Wrong(
             yours=f"a {type(answer).__name__} of {len(answer)} batches",
             expected="batches one at a time",
-            given=given,
             hint="A list loads every batch before the first step, so augmentation and dropout draw "
             "their random numbers in another order. Use yield, or yield from.",
         )
     if not inspect.isgenerator(answer) and not isinstance(answer, Iterator):
         hint = "Use yield in the function, and calling it makes a generator."
-        raise Wrong(yours=answer, expected="a generator of batches", given=given, hint=hint)
+        raise Wrong(yours=answer, expected="a generator of batches", hint=hint)
 
 
 def _compare_epoch(part: Trainer, whole: Trainer, done: int, ends: int, given: str) -> None:
@@ -293,17 +270,13 @@ def _compare_epoch(part: Trainer, whole: Trainer, done: int, ends: int, given: s
             hint = "The right items in another order."
         given = f"the items of the batches; {given}"
         raise Wrong(yours=part.items, expected=expected, given=given, hint=hint)
+    hint = (
+        "The right items with other noise. Passing over the done batches drew from torch's CPU "
+        "random state: note it before, restore it after, and draw each batch only when it is asked "
+        "for."
+    )
     for mine, theirs in zip(part.noisy, whole.noisy[done:ends], strict=True):
-        expect_close(
-            mine,
-            theirs,
-            given=f"the augmented images; {given}",
-            hint="The right items with other noise. Passing over the done batches drew from torch's "
-            "CPU random state: note it before, restore it after, and draw each batch only when "
-            "it is asked for.",
-            rtol=0,
-            atol=0,
-        )
+        expect_equal(mine, theirs, given=f"the augmented images; {given}", hint=hint)
     _expect_same_losses(part.losses, whole.losses[done:ends], f"the losses; {given}", done)
 
 

@@ -80,11 +80,8 @@ def other_dimension(
 ) -> dict[str, Any]:
     gpus = devices.lab(3)
     # Both divide by three, so that a cut along either dimension feeds all three GPUs.
-    steps, batch, features = (
-        3 * random.randint(2, 3),
-        3 * random.randint(2, 5),
-        random.randint(2, 6),
-    )
+    steps, batch = 3 * random.randint(2, 3), 3 * random.randint(2, 5)
+    features = random.randint(2, 6)
     sequences = torch.randn(steps, batch, features)
     lstm = _RecordingLSTM(features, 4)
     expected = lstm(sequences)
@@ -94,35 +91,29 @@ def other_dimension(
         wrapped = answer(lstm, gpus)
         if not isinstance(wrapped, nn.Module):
             raise Wrong(yours=wrapped, expected="a module", hint="Return the wrapped model.")
-    with for_input(given, _WRAPPED):
-        yours = wrapped(sequences.to(gpus[0]))
-    seen = sorted(lstm.seen, key=lambda note: str(note[0]))
-    used = sorted({str(device) for device, _ in seen})
-    if not seen:
-        raise Wrong(
-            yours="the lstm that was handed in never ran",
-            expected="a module around that lstm",
-            given=given,
-            hint="Wrap the model that you are given, not another.",
-        )
-    if used != [str(gpu) for gpu in gpus]:
-        more = "Without device_ids, DataParallel takes every GPU there is. "
-        raise Wrong(
-            yours=f"it ran on {', '.join(used)}",
-            expected="it runs on " + ", ".join(map(str, gpus)),
-            given=given,
-            hint=(more if len(used) > len(gpus) else "")
-            + "Use the GPUs that you were given, all of them and no others: device_ids=gpus.",
-        )
-    whole = (steps, batch // len(gpus), features)
-    expect_equal(
-        [shape for _, shape in seen],
-        [whole] * len(gpus),
-        given=given,
-        hint="Each replica must see all time steps of its sequences: cut dimension 1, not 0.",
-    )
-    hint = "The output is not that of one GPU."
-    expect_close(yours.cpu(), expected, given=given, hint=hint, rtol=0, atol=_TF32)
+        with for_input(given, _WRAPPED):
+            yours = wrapped(sequences.to(gpus[0]))
+        seen = sorted(lstm.seen, key=lambda note: str(note[0]))
+        used = sorted({str(device) for device, _ in seen})
+        if not seen:
+            raise Wrong(
+                yours="the lstm that was handed in never ran",
+                expected="a module around that lstm",
+                hint="Wrap the model that you are given, not another.",
+            )
+        if used != [str(gpu) for gpu in gpus]:
+            more = "Without device_ids, DataParallel takes every GPU there is. "
+            raise Wrong(
+                yours=f"it ran on {', '.join(used)}",
+                expected="it runs on " + ", ".join(map(str, gpus)),
+                hint=(more if len(used) > len(gpus) else "")
+                + "Use the GPUs that you were given, all of them and no others: device_ids=gpus.",
+            )
+        whole = (steps, batch // len(gpus), features)
+        hint = "Each replica must see all time steps of its sequences: cut dimension 1, not 0."
+        expect_equal([shape for _, shape in seen], [whole] * len(gpus), hint=hint)
+        hint = "The output is not that of one GPU."
+        expect_close(yours.cpu(), expected, hint=hint, rtol=0, atol=_TF32)
     return {
         "given": given,
         "each GPU saw": ", ".join(f"{shape} on {device}" for device, shape in seen),

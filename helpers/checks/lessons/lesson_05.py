@@ -15,7 +15,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers import devices
-from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
+from helpers.checks.core import (
+    Wrong,
+    exercise,
+    expect_close,
+    expect_equal,
+    expect_gradients,
+    expect_tensor,
+    for_input,
+)
 from helpers.checks.describing import describe
 from vgpu.profiling.memory import peaks_during
 from vgpu.units import format_bytes
@@ -59,84 +67,75 @@ def _refuse(*_: Any, **__: Any) -> None:
 
 @exercise("5.1", "DataParallel from its four parts")
 def from_four_parts(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
-    all_gpus = devices.lab(3)
-    apart, seen = 0.0, []
+    gpus = devices.lab(3)
+    apart = 0.0
+    seen: list[tuple[str, int]] = []
     for count, size in ((2, 2 * random.randint(3, 9) + 1), (3, 12), (3, 2)):
-        gpus = all_gpus[:count]
-        given = f"a batch of {size} on {count} GPUs"
-        single, module = _pair(gpus[0])
-        x = torch.randn(size, 6)
-        expected = single(x)
-        expected.square().sum().backward()
-        module.seen.clear()
         hint = (
             "parallel_apply takes as many replicas as chunks, and a small batch has fewer chunks "
+            "than there are GPUs."
         )
-        hint += "than there are GPUs."
-        results: list[Any] = []
-        with for_input(given, hint), _without_the_ready_made():
-            batch = x.to(gpus[0])
-            peaks = peaks_during(lambda: results.append(answer(module, batch, gpus)), gpus)  # noqa: B023
-        yours = results.pop()
-        if not isinstance(yours, torch.Tensor):
-            raise Wrong(
-                yours=yours, expected="a tensor", given=given, hint="Return what gather gives you."
-            )
-        if yours.device != gpus[0]:
-            raise Wrong(
-                yours=f"an output on {yours.device}",
-                expected=f"an output on {gpus[0]}",
-                given=given,
-                hint="gather takes the device where the outputs are joined.",
-            )
-        chunks = [(str(gpu), len(chunk)) for gpu, chunk in zip(gpus, x.chunk(count), strict=False)]
-        if not yours.requires_grad:
-            raise Wrong(
-                yours="an output without a graph",
-                expected="an output that backward can start from",
-                given=given,
-                hint="Call the four parts with gradients enabled, and detach nothing.",
-            )
-        seen = sorted(module.seen)
-        if seen != chunks:
-            raise Wrong(
-                yours=_samples(seen),
-                expected=_samples(chunks),
-                given=given,
-                hint="Each GPU runs its own chunk once: scatter first, then parallel_apply.",
-            )
-        if threading.get_ident() in module.threads:
-            raise Wrong(
-                yours="replicas that run one after the other, in your own thread",
-                expected="each replica in a thread of its own",
-                given=given,
-                hint="parallel_apply starts the threads: give it the replicas and the chunks.",
-            )
-        if extra := [
-            str(gpu) for gpu, peak in list(zip(gpus, peaks, strict=True))[len(chunks) :] if peak
-        ]:
-            raise Wrong(
-                yours=f"something on {', '.join(extra)} too",
-                expected="no more replicas than chunks",
-                given=given,
-                hint="replicate makes one replica for each device in its list: cut the list first.",
-            )
-        hint = "The output is not that of one GPU on the whole batch."
-        expect_close(yours.cpu(), expected, given=given, hint=hint)
-        yours.square().sum().backward()
-        for (name, mine), theirs in zip(
-            module.named_parameters(), single.parameters(), strict=True
-        ):
-            hint = f"The gradient of {name} is not that of one GPU: is everything in the graph?"
-            if mine.grad is None:
-                raise Wrong(yours="no gradient", expected="a gradient", given=given, hint=hint)
-            assert theirs.grad is not None
-            expect_close(mine.grad.cpu(), theirs.grad, given=given, hint=hint)
-            apart = max(apart, (mine.grad.cpu() - theirs.grad).abs().max().item())
+        with for_input(f"a batch of {size} on {count} GPUs", hint):
+            off, seen = _judge_parts(answer, gpus[:count], torch.randn(size, 6))
+        apart = max(apart, off)
     return {
         "2 samples on 3 GPUs": _samples(seen),
         "largest difference from one GPU": f"{apart:.1e}, in any gradient of 3 batches",
     }
+
+
+def _judge_parts(
+    answer: Callable[..., torch.Tensor], gpus: list[torch.device], x: torch.Tensor
+) -> tuple[float, list[tuple[str, int]]]:
+    """How far the gradients are from one GPU's, and the samples that each GPU saw."""
+    single, module = _pair(gpus[0])
+    expected = single(x)
+    expected.square().sum().backward()
+    module.seen.clear()
+    results: list[Any] = []
+    batch = x.to(gpus[0])
+    with _without_the_ready_made():
+        peaks = peaks_during(lambda: results.append(answer(module, batch, gpus)), gpus)
+    yours = results.pop()
+    expect_tensor(yours, hint="Return what gather gives you.")
+    if yours.device != gpus[0]:
+        raise Wrong(
+            yours=f"an output on {yours.device}",
+            expected=f"an output on {gpus[0]}",
+            hint="gather takes the device where the outputs are joined.",
+        )
+    if not yours.requires_grad:
+        raise Wrong(
+            yours="an output without a graph",
+            expected="an output that backward can start from",
+            hint="Call the four parts with gradients enabled, and detach nothing.",
+        )
+    chunks = [(str(g), len(chunk)) for g, chunk in zip(gpus, x.chunk(len(gpus)), strict=False)]
+    seen = sorted(module.seen)
+    if seen != chunks:
+        raise Wrong(
+            yours=_samples(seen),
+            expected=_samples(chunks),
+            hint="Each GPU runs its own chunk once: scatter first, then parallel_apply.",
+        )
+    if threading.get_ident() in module.threads:
+        raise Wrong(
+            yours="replicas that run one after the other, in your own thread",
+            expected="each replica in a thread of its own",
+            hint="parallel_apply starts the threads: give it the replicas and the chunks.",
+        )
+    idle = list(zip(gpus, peaks, strict=True))[len(chunks) :]
+    if extra := [str(gpu) for gpu, peak in idle if peak]:
+        raise Wrong(
+            yours=f"something on {', '.join(extra)} too",
+            expected="no more replicas than chunks",
+            hint="replicate makes one replica for each device in its list: cut the list first.",
+        )
+    hint = "The output is not that of one GPU on the whole batch."
+    expect_close(yours.cpu(), expected, hint=hint)
+    yours.square().sum().backward()
+    hint = "A gradient is not that of one GPU: is everything in the graph?"
+    return expect_gradients(module.parameters(), single.parameters(), hint), seen
 
 
 def _pair(gpu: torch.device) -> tuple[_Noting, _Noting]:
@@ -190,10 +189,44 @@ def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
     usual, lean = max(peak_of(gathered)[0]), peak_of(in_forward)[0]
     budget = (usual + max(lean)) // 2
     peaks, module = peak_of(answer)
+    with for_input(given):
+        _judge_mean_gradients(module, single)
+        if min(peaks) < batch.nbytes // 4:
+            raise Wrong(
+                yours=f"{gpus[1]} is unused",
+                expected="both GPUs compute",
+                hint="Split the batch over both GPUs.",
+            )
+        if max(peaks) > budget:
+            hint = "The outputs of the whole batch are on GPU 0. Return the loss from forward."
+            if len(ran_on) > len(gpus):
+                hint = (
+                    f"{len(ran_on)} forwards in one step: what the earlier ones leave, gradients or "
+                    "graphs, is held while the later ones run. One forward on each GPU is enough."
+                )
+            elif peaks[1] > 1.1 * lean[1]:
+                hint = (
+                    "Each GPU holds more than it must: something still refers to its outputs while "
+                    "backward runs. Compute the loss in forward, which lets go of them."
+                )
+            on_each = zip(gpus, peaks, strict=True)
+            raise Wrong(
+                yours=", ".join(f"{gpu}: {format_bytes(peak)}" for gpu, peak in on_each),
+                expected=f"at most {format_bytes(budget)} on each",
+                hint=hint,
+            )
+    return {
+        **{f"your peak on {g}": format_bytes(p) for g, p in zip(gpus, peaks, strict=True)},
+        "budget": f"{format_bytes(budget)}; with outputs gathered it is {format_bytes(usual)}",
+    }
+
+
+def _judge_mean_gradients(module: nn.Module, single: nn.Module) -> None:
+    """Raise Wrong unless the gradients are those of the mean loss, nearly: GPUs add up in turn."""
     for (name, mine), theirs in zip(module.named_parameters(), single.parameters(), strict=True):
         hint = f"The gradient of {name} is not that of the mean loss over the whole batch."
         if mine.grad is None:
-            raise Wrong(yours="no gradient", expected="a gradient", given=given, hint=hint)
+            raise Wrong(yours="no gradient", expected="a gradient", hint=hint)
         assert theirs.grad is not None
         scale = (mine.grad.cpu() / theirs.grad).median().item()
         if abs(scale - 1) > 0.2:
@@ -201,42 +234,12 @@ def lean_step(answer: Callable[..., object]) -> dict[str, Any]:
         else:
             hint += " The mean of the means is not the mean when the chunks differ in size."
         if not torch.allclose(mine.grad.cpu(), theirs.grad, rtol=1e-3, atol=1e-6):
-            apart = (mine.grad.cpu() - theirs.grad).abs()
+            apart = (mine.grad.cpu() - theirs.grad).abs().max().item()
             raise Wrong(
-                yours=f"a gradient of {name} that is off by up to {apart.max().item():.2g}",
+                yours=f"a gradient of {name} that is off by up to {apart:.2g}",
                 expected=f"that of one GPU, within {1e-3 * theirs.grad.abs().max().item():.2g}",
-                given=given,
                 hint=hint,
             )
-    if min(peaks) < batch.nbytes // 4:
-        raise Wrong(
-            yours=f"{gpus[1]} is unused",
-            expected="both GPUs compute",
-            given=given,
-            hint="Split the batch over both GPUs.",
-        )
-    if max(peaks) > budget:
-        hint = "The outputs of the whole batch are on GPU 0. Return the loss from forward."
-        if len(ran_on) > len(gpus):
-            hint = (
-                f"{len(ran_on)} forwards in one step: what the earlier ones leave, gradients or "
-                "graphs, is held while the later ones run. One forward on each GPU is enough."
-            )
-        elif peaks[1] > 1.1 * lean[1]:
-            hint = (
-                "Each GPU holds more than it must: something still refers to its outputs while "
-                "backward runs. Compute the loss in forward, which lets go of them."
-            )
-        raise Wrong(
-            yours=", ".join(f"{g}: {format_bytes(p)}" for g, p in zip(gpus, peaks, strict=True)),
-            expected=f"at most {format_bytes(budget)} on each",
-            given=given,
-            hint=hint,
-        )
-    return {
-        **{f"your peak on {g}": format_bytes(p) for g, p in zip(gpus, peaks, strict=True)},
-        "budget": f"{format_bytes(budget)}; with outputs gathered it is {format_bytes(usual)}",
-    }
 
 
 @exercise("5.3", "A counter that survives")
@@ -245,7 +248,7 @@ def counting_model(answer: Callable[[], nn.Module]) -> dict[str, Any]:
     counted: dict[str, str] = {}
     # Besides the usual: where no GPU 0 is, and where no GPU is.
     for used in (gpus, gpus[:0:-1], random.sample(gpus, 1), []):
-        count, batches = len(used), random.randint(2, 5)
+        batches = random.randint(2, 5)
         where = ", ".join(map(str, used)) or "the CPU, without DataParallel"
         given = f"{batches} batches on {where}"
         hint = (
@@ -258,33 +261,36 @@ def counting_model(answer: Callable[[], nn.Module]) -> dict[str, Any]:
                 x = torch.randn(6, 2)
                 output = parallel(x.to(used[0] if used else "cpu"))
                 expect_close(output.cpu(), x * 2, hint="forward must still double x.")
-        found = getattr(model, "calls", None)
-        one = isinstance(found, torch.Tensor) and found.numel() == 1
-        if not one and not isinstance(found, int | float):
-            raise Wrong(
-                yours=f"model.calls is {describe(found)}",
-                expected="a number, or a tensor of one",
-                given=given,
-                hint="The check compares int(model.calls).",
-            )
-        yours = int(found)  # type: ignore[arg-type]
-        hint = "Changes of plain attributes are made on replicas, and those are thrown away."
-        if yours == batches * count and count > 1:
-            hint = "You count once for each replica; one count for each batch was wanted."
-        elif counted and yours == 0:
-            hint = "The device does not matter: forward counts each batch, wherever it runs."
-        elif isinstance(found, torch.Tensor) and yours == 0:
-            hint = "A new tensor on the replica is lost too: change the buffer in place."
-        expect_equal(yours, batches, given=given, hint=hint)
-        if "calls" not in model.state_dict():
-            raise Wrong(
-                yours=f"a state_dict with {list(model.state_dict()) or 'nothing'}",
-                expected="a state_dict with 'calls'",
-                given=given,
-                hint="Only parameters and registered buffers are saved with the model.",
-            )
-        counted[given] = f"calls = {yours}"
+            _judge_calls(model, batches, replicas=len(used), moved=bool(counted))
+        counted[given] = f"calls = {batches}"
     return counted
+
+
+def _judge_calls(model: nn.Module, batches: int, replicas: int, moved: bool) -> None:
+    """``model.calls`` is the number of batches, and saved; moved: it was right on other devices."""
+    calls = getattr(model, "calls", None)
+    one = isinstance(calls, torch.Tensor) and calls.numel() == 1
+    if not one and not isinstance(calls, int | float):
+        raise Wrong(
+            yours=f"model.calls is {describe(calls)}",
+            expected="a number, or a tensor of one",
+            hint="The check compares int(model.calls).",
+        )
+    yours = int(calls)  # type: ignore[arg-type]
+    hint = "Changes of plain attributes are made on replicas, and those are thrown away."
+    if yours == batches * replicas and replicas > 1:
+        hint = "You count once for each replica; one count for each batch was wanted."
+    elif moved and yours == 0:
+        hint = "The device does not matter: forward counts each batch, wherever it runs."
+    elif isinstance(calls, torch.Tensor) and yours == 0:
+        hint = "A new tensor on the replica is lost too: change the buffer in place."
+    expect_equal(yours, batches, hint=hint)
+    if "calls" not in model.state_dict():
+        raise Wrong(
+            yours=f"a state_dict with {list(model.state_dict()) or 'nothing'}",
+            expected="a state_dict with 'calls'",
+            hint="Only parameters and registered buffers are saved with the model.",
+        )
 
 
 @exercise("5.4", "Load any checkpoint into any model")
@@ -307,28 +313,24 @@ def load_any(answer: Callable[[nn.Module, dict[str, torch.Tensor]], str]) -> dic
         given = f"the state of a {source} model, into a {into} one, whose parts are {parts}"
         state, target = model(source, parts).state_dict(), model(into, parts)
         before = dict(state)
-        try:
-            said = answer(target, state)
-        except NotImplementedError:
-            raise
-        except RuntimeError as refused:
-            raise Wrong(
-                yours=_first_lines(refused),
-                expected=expected,
-                given=given,
-                hint="Take off, or put on, exactly one module. at the start of each key, and only "
-                "if the model's own keys are not the state's.",
-            ) from refused
-        expect_equal(
-            list(state),
-            list(before),
-            given=given,
-            hint="The given state was changed; work on a new dict.",
-        )
-        for mine, theirs in zip(target.state_dict().values(), before.values(), strict=True):
-            hint = "The model's parameters are not those of the state."
-            expect_close(mine, theirs, given=given, hint=hint)
-        expect_equal(said, expected, given=given, hint="Say what you did, in those words.")
+        with for_input(given):
+            try:
+                yours = answer(target, state)
+            except NotImplementedError:
+                raise
+            except RuntimeError as refused:
+                raise Wrong(
+                    yours=_first_lines(refused),
+                    expected=expected,
+                    hint="Take off, or put on, exactly one module. at the start of each key, and "
+                    "only if the model's own keys are not the state's.",
+                ) from refused
+            hint = "The given state was changed; work on a new dict."
+            expect_equal(list(state), list(before), hint=hint)
+            for mine, theirs in zip(target.state_dict().values(), before.values(), strict=True):
+                hint = "The model's parameters are not those of the state."
+                expect_close(mine, theirs, hint=hint)
+            expect_equal(yours, expected, hint="Say what you did, in those words.")
     stranger = nn.Linear(7, 7).to(gpus[0]).state_dict()
     try:
         answer(model("bare", ["body"]), stranger)

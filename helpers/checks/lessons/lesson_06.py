@@ -9,8 +9,8 @@ import torch
 
 from helpers.checks.core import Wrong, exercise, expect_close
 from helpers.checks.describing import describe
-from helpers.checks.on_ranks import GPU, on_ranks
-from vgpu.profiling import answer_counted, counted_on_gpu
+from helpers.checks.on_ranks import GPU, answer_on_gpu, on_ranks
+from vgpu.profiling import count_collectives_on_gpu
 
 
 @exercise("6.1", "all_reduce out of two halves")
@@ -20,7 +20,7 @@ def all_reduce_of_two_halves(answer: Callable[[torch.Tensor], torch.Tensor]) -> 
         tensors = [torch.randint(-99, 99, (length,)).to(dtype) for _ in range(ranks)]
         kind = str(dtype).removeprefix("torch.")
         given = f"{ranks} ranks, each with {length} numbers of dtype {kind}"
-        results = on_ranks(answer_counted, ranks, answer, tensors, given=given, gpu=GPU)
+        results = on_ranks(answer_on_gpu, ranks, answer, tensors, given=given, gpu=GPU)
         for rank, (yours, calls) in enumerate(results):
             where = f"{given}; on rank {rank}"
             names = [name for name, _ in calls]
@@ -79,7 +79,7 @@ def mean_over_unequal_shards(answer: Callable[[torch.Tensor], Any]) -> dict[str,
         shards = [torch.rand(length) + 5 * rank for rank, length in enumerate(lengths)]
         expected = torch.cat(shards).mean()
         given = f"{ranks} ranks with {', '.join(map(str, lengths))} values"
-        results = on_ranks(answer_counted, ranks, answer, shards, given=given, gpu=GPU)
+        results = on_ranks(answer_on_gpu, ranks, answer, shards, given=given, gpu=GPU)
         for rank, (yours, calls) in enumerate(results):
             where = f"{given}; on rank {rank}"
             number = _number(yours, where)
@@ -146,7 +146,7 @@ def ring_all_reduce(answer: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
         tensors = [torch.randint(1, 9, (length,)).float() * 10**rank for rank in range(ranks)]
         total = torch.stack(tensors).sum(0)
         given = f"{ranks} ranks, each with {length} numbers"
-        results = on_ranks(answer_counted, ranks, answer, tensors, given=given, gpu=GPU)
+        results = on_ranks(answer_on_gpu, ranks, answer, tensors, given=given, gpu=GPU)
         for rank, (yours, calls) in enumerate(results):
             where = f"{given}; on rank {rank}"
             sizes = [size for name, size in calls if name == "send"]
@@ -192,21 +192,17 @@ def _hint_for_ring(yours: Any, total: torch.Tensor, own: torch.Tensor, ranks: in
 
 @exercise("6.4", "Find the rank that hangs", callable_answer=False)
 def find_the_rank_that_hangs(never_came: Any) -> dict[str, Any]:
+    given = "train_until with some_losses and the limit 0.3"
+    hint = (
+        "Run train_until with a short timeout_s: the last line of the message says which rank never "
+        "came."
+    )
     if isinstance(never_came, bool) or not isinstance(never_came, int):
-        raise Wrong(
-            yours=repr(never_came),
-            expected="a rank: a whole number from 0",
-            given="train_until with some_losses and the limit 0.3",
-            hint="Run train_until with a short timeout_s and read the last line of the message.",
-        )
+        expected = "a rank: a whole number from 0"
+        raise Wrong(yours=repr(never_came), expected=expected, given=given, hint=hint)
     if never_came != 2:
-        raise Wrong(
-            yours=f"rank {never_came}",
-            expected="the rank that the others wait for",
-            given="train_until with some_losses and the limit 0.3",
-            hint="Run train_until with a short timeout_s: the last line of the message says which "
-            "rank never came.",
-        )
+        expected = "the rank that the others wait for"
+        raise Wrong(yours=f"rank {never_came}", expected=expected, given=given, hint=hint)
     return {"rank 2": "its third loss, 0.2, is below 0.3; the others wait in the third all_reduce"}
 
 
@@ -221,7 +217,9 @@ def stop_together(repaired: Callable[..., list[float]]) -> dict[str, Any]:
         expected = _averages(losses, limit)
         most = min(len(expected) + 1, len(losses[0]))
         given = f"losses {losses}, limit {limit}"
-        results = on_ranks(counted_on_gpu, ranks, repaired, losses, limit, given=given, gpu=GPU)
+        results = on_ranks(
+            count_collectives_on_gpu, ranks, repaired, losses, limit, given=given, gpu=GPU
+        )
         for rank, (yours, calls) in enumerate(results):
             _judge_averages(yours, expected, losses, limit, f"rank {rank}, {given}")
             if len(calls) < len(expected):

@@ -6,17 +6,14 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from helpers.checks.backward import run_backward
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
-from helpers.checks.graphs import WatchedLinear
-from helpers.checks.on_ranks import GPU, on_ranks
-from vgpu.profiling import counted_on_gpu, own_gpu
+from helpers.checks.on_ranks import GPU, on_ranks, run_backward
+from helpers.checks.watchers import WatchedLinear, count_sent, expect_one_micro_batch
+from vgpu.profiling import count_collectives_on_gpu, own_gpu
 
 
 @exercise("7.1", "DDP by hand")
@@ -58,7 +55,7 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
         def run_counted(
             rank: int, world_size: int, x: torch.Tensor, y: torch.Tensor, wrap: Any
         ) -> Any:
-            return counted_on_gpu(rank, world_size, steps_of, x, y, wrap)
+            return count_collectives_on_gpu(rank, world_size, steps_of, x, y, wrap)
 
         given = (
             f"{ranks} ranks with seeds of their own, 3 steps of {len(x[0]) // ranks} samples each"
@@ -140,7 +137,7 @@ def sum_or_average(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, 
             return model.weight.grad.cpu()
 
         def run_counted(rank: int, world_size: int, *args: Any) -> torch.Tensor:
-            return counted_on_gpu(rank, world_size, gradient, *args)[0]
+            return count_collectives_on_gpu(rank, world_size, gradient, *args)[0]
 
         given = f"{ranks} ranks with {', '.join(map(str, sizes))} samples"
         # (samples, features): the gradient of each sample's squared error.
@@ -183,47 +180,45 @@ def validation_sampler(answer: Callable[..., Any]) -> dict[str, Any]:
             samplers = [answer(data, num_replicas=ranks, rank=rank) for rank in range(ranks)]
             # A walk that never ends must not hang the notebook.
             parts = [list(islice(sampler, 2 * length)) for sampler in samplers]
-        dealt = [index for part in parts for index in part]
-        twice = sorted({index for index in dealt if dealt.count(index) > 1})
-        if twice:
-            raise Wrong(
-                yours=parts,
-                expected="no sample twice",
-                given=given,
-                hint=f"Padding repeats samples {twice}: they would be counted twice.",
+            sizes = _judge_parts(parts, data)
+            hint = "len(sampler) is the number of samples of this rank; a DataLoader asks for it."
+            lengths = [len(sampler) for sampler in samplers]
+            expect_equal(lengths, sizes, given=f"the lengths, {given}", hint=hint)
+            again = [sorted(sampler) for sampler in samplers]
+            walked = [sorted(part) for part in parts]
+            hint = "A sampler is walked through once in every epoch: __iter__ must start anew."
+            expect_equal(again, walked, given=f"a second epoch, {given}", hint=hint)
+            loader: DataLoader[int] = DataLoader(
+                data,  # type: ignore[arg-type]
+                batch_size=4,
+                sampler=samplers[0],
             )
-        if sorted(dealt) != data:
-            raise Wrong(
-                yours=parts,
-                expected=f"every sample from 0 to {length - 1}",
-                given=given,
-                hint="Some samples are dealt to nobody, or do not exist.",
-            )
-        sizes = [len(part) for part in parts]
-        if max(sizes) - min(sizes) > 1:
-            raise Wrong(
-                yours=f"parts of {sizes}",
-                expected="sizes that differ by at most 1",
-                given=given,
-                hint="The slowest rank decides: the parts should be as equal as they can be.",
-            )
-        hint = "len(sampler) is the number of samples of this rank; a DataLoader asks for it."
-        expect_equal([len(s) for s in samplers], sizes, given=f"the lengths, {given}", hint=hint)
-        again = [sorted(sampler) for sampler in samplers]
-        walked = [sorted(part) for part in parts]
-        hint = "A sampler is walked through once in every epoch: __iter__ must start anew."
-        expect_equal(again, walked, given=f"a second epoch, {given}", hint=hint)
-        loader: DataLoader[int] = DataLoader(
-            data,  # type: ignore[arg-type]
-            batch_size=4,
-            sampler=samplers[0],
-        )
-        loaded = sorted(int(index) for batch in loader for index in batch)
-        expect_equal(loaded, walked[0], given=f"through a DataLoader, rank 0, {given}")
+            loaded = sorted(int(index) for batch in loader for index in batch)
+            expect_equal(loaded, walked[0], given=f"through a DataLoader, rank 0, {given}")
     return {
         f"{length} samples on {ranks} ranks": f"parts of {sizes}",
         "dealt twice, left out": "none, none",
     }
+
+
+def _judge_parts(parts: list[list[int]], data: list[int]) -> list[int]:
+    """The sizes of the ranks' parts; raises Wrong unless every sample is in one, evenly."""
+    dealt = [index for part in parts for index in part]
+    twice = sorted({index for index in dealt if dealt.count(index) > 1})
+    if twice:
+        hint = f"Padding repeats samples {twice}: they would be counted twice."
+        raise Wrong(yours=parts, expected="no sample twice", hint=hint)
+    if sorted(dealt) != data:
+        hint = "Some samples are dealt to nobody, or do not exist."
+        raise Wrong(yours=parts, expected=f"every sample from 0 to {len(data) - 1}", hint=hint)
+    sizes = [len(part) for part in parts]
+    if max(sizes) - min(sizes) > 1:
+        raise Wrong(
+            yours=f"parts of {sizes}",
+            expected="sizes that differ by at most 1",
+            hint="The slowest rank decides: the parts should be as equal as they can be.",
+        )
+    return sizes
 
 
 @exercise("7.4", "Accumulate, and send once")
@@ -244,17 +239,8 @@ def accumulate_and_send_once(
             model = WatchedLinear(6, 1, bias=False)
             model.weight.data.copy_(weight)
             parallel = DistributedDataParallel(model.to(own_gpu()))
-            bytes_sent = [0]
-            world = dist.group.WORLD
-            assert world is not None
-
-            def count_bytes(
-                state: None, bucket: dist.GradBucket
-            ) -> torch.futures.Future[torch.Tensor]:
-                bytes_sent[-1] += bucket.buffer().nbytes
-                return allreduce_hook(world, bucket)
-
-            parallel.register_comm_hook(None, count_bytes)
+            sent = count_sent(parallel)
+            bytes_sent: list[int] = []
             gradients: list[torch.Tensor] = []
             for turn in range(2):
                 model.weight.grad = None
@@ -263,8 +249,9 @@ def accumulate_and_send_once(
                 if model.weight.grad is None:
                     raise ValueError("accumulate left no gradient: nothing was called backward on")
                 gradients.append(model.weight.grad.cpu())
-                bytes_sent.append(0)
-            return gradients, bytes_sent[:-1], max(model.samples), max(model.graphs_held)
+                bytes_sent.append(sum(sent))
+                sent.clear()
+            return gradients, bytes_sent, max(model.samples), max(model.graphs_held)
 
         weight = torch.randn(1, 6)
         given = f"{ranks} ranks, {count} micro-batches of {size} samples"
@@ -275,20 +262,7 @@ def accumulate_and_send_once(
             where = given if turn == 0 else f"a second accumulation, {given}"
             for rank, (gradients, sent, largest, held) in enumerate(results):
                 _judge(rank, gradients[turn], expected, count, sent[turn], where)
-                if largest > size:
-                    raise Wrong(
-                        yours=f"a forward of {largest} samples at once",
-                        expected=f"at most {size}, one micro-batch",
-                        given=where,
-                        hint="Joined micro-batches need the memory that accumulating saves.",
-                    )
-                if held:
-                    raise Wrong(
-                        yours=f"the graphs of {held + 1} micro-batches at once",
-                        expected="the graph of one at a time",
-                        given=where,
-                        hint="Call backward for each micro-batch: a sum of losses keeps every graph.",
-                    )
+                expect_one_micro_batch(largest, size, held, where)
     once = results[0][0][0].nbytes
     return {
         "given": given,

@@ -14,7 +14,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers import devices
-from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
+from helpers.checks.core import (
+    Wrong,
+    exercise,
+    expect_close,
+    expect_equal,
+    expect_gradients,
+    expect_tensor,
+    expect_whole_number,
+    for_input,
+)
 from helpers.checks.watchers import Leaving
 from vgpu.profiling.memory import peaks_during
 from vgpu.units import format_bytes
@@ -89,24 +98,24 @@ def _network(failing: int) -> Network:
         widths = [narrow, *random.choices((narrow, 2 * narrow, wide, 2 * wide), k=count)]
         batch_size = random.choice((64, 128, 256))
         # Weights and gradients, and the output that backward needs.
-        layers = zip(_parameters(widths), widths[1:], strict=True)
-        held = [2 * parameters + batch_size * width for parameters, width in layers]
+        sizes = zip(_parameters(widths), widths[1:], strict=True)
+        held = [2 * parameters + batch_size * width for parameters, width in sizes]
         fuller = {k: max(sum(held[:k]), sum(held[k:])) for k in range(1, count)}
         cuts = list(_rules(widths).values())
         if not _told_apart(fuller, cuts, failing):
             continue
-        made, batch = _layers(widths), torch.randn(batch_size, narrow)
-        peaks = _fullest(made, batch)
+        layers, batch = _layers(widths), torch.randn(batch_size, narrow)
+        peaks = _fullest(layers, batch)
         if _told_apart(peaks, cuts, failing):
-            return Network(widths, made, batch, peaks)
+            return Network(widths, layers, batch, peaks)
 
 
 def _networks() -> list[Network]:
     """One network for each rule; no cut is good enough for all of them, so a constant fails."""
     while True:
-        made = [_network(failing) for failing in range(3)]
-        if not set.intersection(*(network.good_cuts() for network in made)):
-            return made
+        networks = [_network(failing) for failing in range(3)]
+        if not set.intersection(*(network.good_cuts() for network in networks)):
+            return networks
 
 
 @exercise("8.1", "A network of three stages")
@@ -121,12 +130,12 @@ def staged(answer: Callable[..., nn.Module]) -> dict[str, str]:
         given = f"{count} stages on {', '.join(map(str, used))}, a batch on the CPU"
         with for_input(given, "Stage i runs on gpus[i]: move what goes into it there first."):
             model = answer(list(copy.deepcopy(reference)), used)
-            _judge_stages(model, reference, batch, used, given)
+            _judge_stages(model, reference, batch, used)
         held = {str(gpu): 0 for gpu in used}
         for parameter in model.parameters():
             held[str(parameter.device)] += parameter.nbytes
-        told = ", ".join(f"{gpu} {format_bytes(size)}" for gpu, size in held.items())
-        shown[f"stages of widths {widths}"] = f"parameters: {told}; equal to one device"
+        placed = ", ".join(f"{gpu} {format_bytes(size)}" for gpu, size in held.items())
+        shown[f"stages of widths {widths}"] = f"parameters: {placed}; equal to one device"
     return shown
 
 
@@ -135,39 +144,23 @@ def _judge_stages(
     reference: nn.Sequential,
     batch: torch.Tensor,
     gpus: Sequence[torch.device],
-    given: str,
 ) -> None:
-    expected_parameters = list(reference.parameters())
-    parameters = list(model.parameters())
-    if len(parameters) != len(expected_parameters):
-        raise Wrong(
-            yours=f"{len(parameters)} parameters",
-            expected=f"{len(expected_parameters)} parameters",
-            given=given,
-            hint="A plain list hides its modules from parameters(): use nn.ModuleList.",
-        )
+    mine, theirs = (f"{len(list(each.parameters()))} parameters" for each in (model, reference))
+    if mine != theirs:
+        hint = "A plain list hides its modules from parameters(): use nn.ModuleList."
+        raise Wrong(yours=mine, expected=theirs, hint=hint)
     output, expected = model(batch), reference(batch)
-    if not isinstance(output, torch.Tensor):
-        hint = "forward returns the hidden tensor of the last stage."
-        raise Wrong(yours=output, expected="a tensor", given=given, hint=hint)
+    expect_tensor(output, hint="forward returns the hidden tensor of the last stage.")
     hint = "Stage i belongs on GPU i, and the output stays on the last one."
     places = [gpu for gpu, stage in zip(gpus, reference, strict=True) for _ in stage.parameters()]
-    expect_equal([p.device for p in model.parameters()], places, given=given, hint=hint)
-    expect_equal(output.device, gpus[-1], given=given, hint=hint)
+    expect_equal([p.device for p in model.parameters()], places, hint=hint)
+    expect_equal(output.device, gpus[-1], hint=hint)
     hint = "The output is not that of the same stages on one device."
-    expect_close(output.detach().cpu(), expected.detach(), given=given, hint=hint)
+    expect_close(output.detach().cpu(), expected.detach(), hint=hint)
     expected.sum().backward()
     if output.requires_grad:
         output.sum().backward()
-    for mine, theirs in zip(model.parameters(), expected_parameters, strict=True):
-        if mine.grad is None:
-            raise Wrong(
-                yours="a parameter without a gradient",
-                expected="a gradient for every parameter",
-                given=given,
-                hint="Something between the stages cuts the graph: move with .to() alone.",
-            )
-        expect_close(mine.grad.cpu(), theirs.grad, given=given, hint="A gradient is wrong.")
+    expect_gradients(model.parameters(), reference.parameters())
 
 
 @exercise("8.2", "Labels for two losses")
@@ -187,25 +180,32 @@ def two_losses(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
             auxiliary.to(auxiliary_gpu).requires_grad_(),
         ]
         there = labels.to(labels_at)
-        with for_input(given, _TWO_DEVICES), Leaving() as leaving:
-            yours = answer(*outputs, there)
-        if not isinstance(yours, torch.Tensor):
+        with for_input(given, _TWO_DEVICES):
+            with Leaving() as leaving:
+                yours = answer(*outputs, there)
             hint = "Return the sum of the two losses, a tensor: .item() would cut its graph."
-            raise Wrong(yours=yours, expected="a tensor of size []", given=given, hint=hint)
-        hint = "The sum is main + 0.3 * auxiliary, each a cross-entropy with its mean."
-        expect_close(yours.detach().cpu(), expected, given=given, hint=hint)
-        for name, output in zip(("main", "auxiliary"), outputs, strict=True):
-            # A loss for each sample may leave, as long as it is not all that there is.
-            if leaving.numbers[output.device] >= output.numel():
-                raise Wrong(
-                    yours=f"the {name} outputs are copied away from {output.device}",
-                    expected=f"the {name} loss on {output.device}, where its outputs are",
-                    given=given,
-                    hint="Move the labels, which are small, and not the outputs.",
-                )
-        hint = "Move the auxiliary loss to the main loss, not the other way round."
-        expect_equal(yours.device, main_gpu, given=given, hint=hint)
-        _expect_gradients(yours, outputs, given)
+            expect_tensor(yours, hint=hint)
+            hint = "The sum is main + 0.3 * auxiliary, each a cross-entropy with its mean."
+            expect_close(yours.detach().cpu(), expected, hint=hint)
+            for name, output in zip(("main", "auxiliary"), outputs, strict=True):
+                # A loss for each sample may leave, as long as it is not all that there is.
+                if leaving.numbers[output.device] >= output.numel():
+                    raise Wrong(
+                        yours=f"the {name} outputs are copied away from {output.device}",
+                        expected=f"the {name} loss on {output.device}, where its outputs are",
+                        hint="Move the labels, which are small, and not the outputs.",
+                    )
+            hint = "Move the auxiliary loss to the main loss, not the other way round."
+            expect_equal(yours.device, main_gpu, hint=hint)
+            if yours.requires_grad:
+                yours.backward()
+            for name, output in zip(("main", "auxiliary"), outputs, strict=True):
+                if output.grad is None:
+                    raise Wrong(
+                        yours=f"no gradient for the {name} outputs",
+                        expected="gradients for both outputs",
+                        hint="item(), detach() and torch.tensor(...) cut the graph; .to() does not.",
+                    )
         shown[given] = (
             f"the auxiliary outputs, {format_bytes(auxiliary.nbytes)}, stayed on {auxiliary_gpu}; "
             f"the labels have {format_bytes(labels.nbytes)}"
@@ -218,19 +218,6 @@ _TWO_DEVICES = (
 )
 
 
-def _expect_gradients(loss: torch.Tensor, outputs: Sequence[torch.Tensor], given: str) -> None:
-    if loss.requires_grad:
-        loss.backward()
-    for name, output in zip(("main", "auxiliary"), outputs, strict=True):
-        if output.grad is None:
-            raise Wrong(
-                yours=f"no gradient for the {name} outputs",
-                expected="gradients for both outputs",
-                given=given,
-                hint="item(), detach() and torch.tensor(...) cut the graph; .to() does not.",
-            )
-
-
 @exercise("8.3", "Cut where the memory balances")
 def balanced_cut(answer: Callable[..., int]) -> dict[str, str]:
     gpus = devices.lab(2)
@@ -241,14 +228,9 @@ def balanced_cut(answer: Callable[..., int]) -> dict[str, str]:
         given = f"linear layers of widths {widths}, a batch of {len(batch)}"
         with for_input(given, "Return how many layers go on the first GPU."):
             yours = answer(copy.deepcopy(layers), batch.clone(), gpus)
+            hint = "Return how many layers go on the first GPU; each GPU gets at least one."
+            expect_whole_number(yours, 1, len(layers) - 1, hint=hint)
         lowest = min(peaks.values())
-        if isinstance(yours, bool) or not isinstance(yours, int) or yours not in peaks:
-            raise Wrong(
-                yours=yours,
-                expected=f"a whole number from 1 to {len(layers) - 1}",
-                given=given,
-                hint="Return how many layers go on the first GPU; each GPU gets at least one.",
-            )
         if peaks[yours] > 1.05 * lowest:
             fits = [hint for hint, cut in _rules(widths).items() if cut == yours]
             raise Wrong(
@@ -265,15 +247,18 @@ def balanced_cut(answer: Callable[..., int]) -> dict[str, str]:
     return shown
 
 
+_ONE_OF_THREE = 'Return "slower", "faster" or "cannot tell".'
+
+
 @exercise("8.4", "Slower, or chance")
 def compare(answer: Callable[[list[float], list[float]], str]) -> dict[str, str]:
     seen: Counter[str] = Counter()
     for mean_s in (2.0, 6.0):  # just two errors of 1 s: not more
         first, second = [1.0, 5.0, 5.0, 5.0], [mean_s] * 2
         given = f"first {first}, second {second}"
-        with for_input(given, 'Return "slower", "faster" or "cannot tell".'):
+        with for_input(given, _ONE_OF_THREE):
             yours = answer(list(first), list(second))
-        expect_equal(yours, "cannot tell", given=given, hint=_why(yours, first, second))
+            expect_equal(yours, "cannot tell", hint=_why(yours, first, second))
     while len(seen) < 3:
         first, second = _times(), _times()
         # Close to the border on both sides, and around it, in both directions.
@@ -285,9 +270,9 @@ def compare(answer: Callable[[list[float], list[float]], str]) -> dict[str, str]
             expected = _verdict(first, moved)
             seen[expected] += 1
             given = f"first {_rounded(first)}, second {_rounded(moved)}"
-            with for_input(given, 'Return "slower", "faster" or "cannot tell".'):
+            with for_input(given, _ONE_OF_THREE):
                 yours = answer(list(first), list(moved))
-            expect_equal(yours, expected, given=given, hint=_why(yours, first, moved))
+                expect_equal(yours, expected, hint=_why(yours, first, moved))
     return {name: f"{count} pairs of lists, all judged right" for name, count in seen.items()}
 
 
@@ -317,7 +302,7 @@ def _why(yours: object, first: Sequence[float], second: Sequence[float]) -> str:
     gap_s = statistics.mean(second) - statistics.mean(first)
     numbers = f"The means differ by {gap_s:.3f} s, the error is {_error_s(first, second):.3f} s."
     if yours not in ("slower", "faster", "cannot tell"):
-        return 'Return "slower", "faster" or "cannot tell".'
+        return _ONE_OF_THREE
     if yours == "cannot tell":
         return f"{numbers} Divide each variance by its number of repeats, add, then take the root."
     if _verdict(first, second) == "cannot tell":

@@ -1,5 +1,6 @@
 """Checks of lesson 09: a pipeline in one loop, split sizes, and a missing wait of a stream."""
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -8,7 +9,16 @@ import torch
 from torch import nn
 
 import vgpu
-from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
+from helpers.checks.core import (
+    Wrong,
+    exercise,
+    expect_close,
+    expect_equal,
+    expect_gradients,
+    expect_tensor,
+    expect_whole_number,
+    for_input,
+)
 from vgpu import Timeline
 from vgpu.units import format_seconds
 
@@ -45,8 +55,8 @@ def pipelined(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
         )
         with vgpu.enable(count) as lab, for_input(given, hint):
             stages, batch = _stages(width, lab.devices), torch.randn(rows, width)
-            _judge_calls(answer, stages, lab.devices, size, batch, given)
-            _judge_outputs(answer, stages, lab.devices, size, batch, given)
+            _judge_calls(answer, stages, lab.devices, size, batch)
+            _judge_outputs(answer, stages, lab.devices, size, batch)
     return _judge_overlap(answer)
 
 
@@ -56,7 +66,6 @@ def _judge_calls(
     gpus: list[torch.device],
     size: int,
     batch: torch.Tensor,
-    given: str,
 ) -> None:
     """Every stage sees every piece once, and what is returned is one tensor on the last GPU."""
     seen: list[list[int]] = [[] for _ in stages]
@@ -73,13 +82,10 @@ def _judge_calls(
             raise Wrong(
                 yours=f"stage {stage} was called with {sizes} samples",
                 expected=f"called with {pieces}",
-                given=given,
                 hint="Every stage sees every piece once; batch.split(split_size) makes the pieces.",
             )
-    if not isinstance(yours, torch.Tensor):
-        hint = "Join the outputs of the pieces: torch.cat(outputs)."
-        raise Wrong(yours=type(yours).__name__, expected="one tensor", given=given, hint=hint)
-    expect_equal(yours.device, gpus[-1], given=given, hint="The outputs stay on the last GPU.")
+    expect_tensor(yours, hint="Join the outputs of the pieces: torch.cat(outputs).")
+    expect_equal(yours.device, gpus[-1], hint="The outputs stay on the last GPU.")
 
 
 def _judge_outputs(
@@ -88,32 +94,22 @@ def _judge_outputs(
     gpus: list[torch.device],
     size: int,
     batch: torch.Tensor,
-    given: str,
 ) -> None:
     """The outputs and the gradients are those of our loop."""
-    parameters = [parameter for stage in stages for parameter in stage.parameters()]
-    expected = _ours(stages, gpus, size, batch)
-    right = torch.autograd.grad(expected.sum(), parameters)
+    mine, ours = nn.Sequential(*stages), copy.deepcopy(nn.Sequential(*stages))
+    expected = _ours(list(ours), gpus, size, batch)
+    expected.sum().backward()
     yours = answer(list(stages), list(gpus), size, batch.clone())
     hint = "The outputs are not those of one device: are they in the order of the batch?"
-    expect_close(yours.detach().cpu(), expected.detach().cpu(), given=given, hint=hint)
+    expect_close(yours.detach().cpu(), expected.detach().cpu(), hint=hint)
     if not yours.requires_grad:
         raise Wrong(
             yours="an output that no gradient comes back from",
             expected="an output with a graph",
-            given=given,
             hint="detach(), no_grad() and .data cut the graph; .to() does not.",
         )
-    found = torch.autograd.grad(yours.sum(), parameters, allow_unused=True)
-    for mine, gradient in zip(found, right, strict=True):
-        if mine is None:
-            raise Wrong(
-                yours="a parameter without a gradient",
-                expected="a gradient for every parameter",
-                given=given,
-                hint="Something between the stages cuts the graph: move with .to() alone.",
-            )
-        expect_close(mine.cpu(), gradient.cpu(), given=given, hint="A gradient is wrong.")
+    yours.sum().backward()
+    expect_gradients(mine.parameters(), ours.parameters())
 
 
 def _judge_overlap(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
@@ -224,13 +220,7 @@ def best_split_size(answer: Callable[[Callable[[int], float], int], int]) -> dic
         given = f"a batch of {batch_size} on two {machine.gpu}s"
         with for_input(given, "Split sizes are whole numbers: ask time_of for them, return one."):
             yours = answer(time_of, batch_size)
-        if isinstance(yours, bool) or not isinstance(yours, int) or not 1 <= yours <= batch_size:
-            raise Wrong(
-                yours=repr(yours),
-                expected=f"a whole number from 1 to {batch_size}",
-                given=given,
-                hint="Return the size, not its time.",
-            )
+            expect_whole_number(yours, 1, batch_size, hint="Return the size, not its time.")
         if len(asked) > _MOST_RECORDINGS:
             raise Wrong(
                 yours=f"{len(asked)} recordings",
@@ -304,10 +294,11 @@ def repaired(
                 _products(pinned, there)
             given = f"{count} batches of {rows} x 256"
             hint = "Start from `racing`, and return the list of products."
-            with for_input(given, hint), vgpu.record() as timeline:
-                _use_memory(rows, there)
-                found = answer(pinned, there)
-            _judge_products(found, expected, timeline, given)
+            with for_input(given, hint):
+                with vgpu.record() as timeline:
+                    _use_memory(rows, there)
+                    products = answer(pinned, there)
+                _judge_products(products, expected, timeline)
             if timeline.makespan_s > 1.1 * ours.makespan_s:
                 raise Wrong(
                     yours=f"no race, {format_seconds(timeline.makespan_s)}",
@@ -328,12 +319,10 @@ def repaired(
     return shown
 
 
-def _judge_products(
-    found: Any, expected: list[torch.Tensor], timeline: Timeline, given: str
-) -> None:
-    if not isinstance(found, list) or not all(isinstance(p, torch.Tensor) for p in found):
+def _judge_products(products: Any, expected: list[torch.Tensor], timeline: Timeline) -> None:
+    if not isinstance(products, list) or not all(isinstance(p, torch.Tensor) for p in products):
         hint = "Return the list of products."
-        raise Wrong(yours=repr(found), expected="a list of tensors", given=given, hint=hint)
+        raise Wrong(yours=repr(products), expected="a list of tensors", hint=hint)
     if timeline.races:
         race = timeline.races[0]
         if isinstance(race, vgpu.FreedInUse):
@@ -352,8 +341,8 @@ def _judge_products(
             hint = "A product reads a buffer before its copy has arrived."
         count = len(timeline.races)
         yours = f"{count} {'race' if count == 1 else 'races'}; {race}"
-        raise Wrong(yours=yours, expected="no race", given=given, hint=hint)
-    expect_equal(len(found), len(expected), given=given, hint="One product for each batch.")
-    for yours, right in zip(found, expected, strict=True):
+        raise Wrong(yours=yours, expected="no race", hint=hint)
+    expect_equal(len(products), len(expected), hint="One product for each batch.")
+    for yours, right in zip(products, expected, strict=True):
         hint = "The products are wrong, though nothing races: which buffer is read?"
-        expect_close(yours.cpu(), right, given=given, hint=hint, rtol=1e-3, atol=1e-3)
+        expect_close(yours.cpu(), right, hint=hint, rtol=1e-3, atol=1e-3)

@@ -32,42 +32,43 @@ def one_forward_order(answer: Callable[[int, int], Sequence[str]]) -> dict[str, 
         given = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
         with for_input(given, 'For each stage a list such as ["F0", "F1", "B0", "B1"].'):
             rows = [answer(stage, micro_batches) for stage in range(_STAGES)]
-        schedule = _rows_as_schedule(rows, micro_batches, given)
-        told = str(schedule)
-        try:
-            played = simulate(schedule)
-        except DeadlockError as error:
-            raise Wrong(
-                yours=told,
-                expected="four rows that do not wait for each other in a circle",
-                given=given,
-                hint=f"{error}. How many forwards must a stage take before its first backward?",
-            ) from error
-        budget = [min(_STAGES - stage, micro_batches) for stage in range(_STAGES)]
-        peaks = peaks_in_flight(schedule)
-        if any(peak > most for peak, most in zip(peaks, budget, strict=True)):
-            raise Wrong(
-                yours=f"{peaks} in flight, device by device\n{told}",
-                expected=f"at most {budget}",
-                given=given,
-                hint="Too many in flight: let a backward follow each forward as soon as it can.",
-            )
-        longest = 3 * (micro_batches + _STAGES - 1)
-        if played.makespan > longest:
-            raise Wrong(
-                yours=f"{played.makespan:g} units of time\n{told}",
-                expected=f"at most {longest}, as GPipe takes",
-                given=given,
-                hint="It fits, but devices wait: the first ones can take more forwards at first.",
-            )
-        shown[given] = (
-            f"{played.makespan:g} units, {played.bubble:.0%} bubble, in flight {peaks}"
-            f" (GPipe {longest} units, {micro_batches} everywhere)"
-        )
+            shown[given] = _judge_order(_rows_as_schedule(rows, micro_batches), micro_batches)
     return shown
 
 
-def _rows_as_schedule(rows: Any, micro_batches: int, given: str) -> Schedule:
+def _judge_order(schedule: Schedule, micro_batches: int) -> str:
+    """Its time and memory in words; raises Wrong where it deadlocks, or has too much of either."""
+    drawn = str(schedule)
+    try:
+        simulated = simulate(schedule)
+    except DeadlockError as error:
+        raise Wrong(
+            yours=drawn,
+            expected="four rows that do not wait for each other in a circle",
+            hint=f"{error}. How many forwards must a stage take before its first backward?",
+        ) from error
+    budget = [min(_STAGES - stage, micro_batches) for stage in range(_STAGES)]
+    peaks = peaks_in_flight(schedule)
+    if any(peak > most for peak, most in zip(peaks, budget, strict=True)):
+        raise Wrong(
+            yours=f"{peaks} in flight, device by device\n{drawn}",
+            expected=f"at most {budget}",
+            hint="Too many in flight: let a backward follow each forward as soon as it can.",
+        )
+    longest = 3 * (micro_batches + _STAGES - 1)
+    if simulated.makespan > longest:
+        raise Wrong(
+            yours=f"{simulated.makespan:g} units of time\n{drawn}",
+            expected=f"at most {longest}, as GPipe takes",
+            hint="It fits, but devices wait: the first ones can take more forwards at first.",
+        )
+    return (
+        f"{simulated.makespan:g} units, {simulated.bubble:.0%} bubble, in flight {peaks}"
+        f" (GPipe {longest} units, {micro_batches} everywhere)"
+    )
+
+
+def _rows_as_schedule(rows: Any, micro_batches: int) -> Schedule:
     """The rows, as a schedule of just so many micro-batches, whole on each device."""
     try:
         schedule = from_text(rows)
@@ -75,7 +76,6 @@ def _rows_as_schedule(rows: Any, micro_batches: int, given: str) -> Schedule:
         raise Wrong(
             yours=repr(rows),
             expected='for each stage a list such as ["F0", "F1", "B0", "B1"]',
-            given=given,
             hint=f"These rows are no schedule: {error}.",
         ) from error
     kinds = {action.kind for action in schedule.actions}
@@ -83,7 +83,6 @@ def _rows_as_schedule(rows: Any, micro_batches: int, given: str) -> Schedule:
         raise Wrong(
             yours=str(schedule),
             expected=f"F0 to F{micro_batches - 1} and B0 to B{micro_batches - 1} in each row",
-            given=given,
             hint="Each stage takes each micro-batch forward and backward, whole, and no others.",
         )
     return schedule

@@ -6,18 +6,16 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from helpers import devices
-from helpers.checks.core import Wrong, exercise, for_input
-from helpers.checks.graphs import WatchedLinear
+from helpers.checks.core import Wrong, exercise, expect_number, for_input
 from helpers.checks.on_ranks import on_ranks
-from vgpu.profiling import Calls, counted
+from helpers.checks.watchers import WatchedLinear, count_sent, expect_one_micro_batch
+from vgpu.profiling import OperatorLog, count_collectives
 from vgpu.profiling.memory import Moment, StepRecord, peaks_during
 from vgpu.units import format_bytes
 
@@ -30,10 +28,9 @@ def peak_of_a_step(answer: Callable[[list[int], int, str], float]) -> dict[str, 
     cases = _networks()
     for number, (sizes, batch_size, name) in enumerate(cases, 1):
         given = f"sizes {sizes}, a batch of {batch_size}, {name} (case {number} of {len(cases)})"
-        with for_input(given, _FROM_SIZES), Calls() as calls:
+        with for_input(given, _FROM_SIZES), OperatorLog() as calls:
             yours = answer(list(sizes), batch_size, name)
-            if isinstance(yours, bool) or not isinstance(yours, int | float):
-                raise Wrong(yours=repr(yours), expected="a number of bytes")
+            expect_number(yours, "a number of bytes")
         if calls.names:
             raise Wrong(
                 yours=f"an answer that has PyTorch compute: {len(calls.names)} operations",
@@ -137,22 +134,9 @@ def accumulate_over_ranks(answer: Callable[..., None]) -> dict[str, str]:
         with for_input(given, "Every rank accumulates over its own micro-batches."):
             results = on_ranks(_accumulate, ranks, answer, batches, weight, given=given)
         for rank, (gradient, sent, calls, largest, held) in enumerate(results):
-            allowed = max(sizes[rank])
-            _judge_rank(rank, gradient, expected, sent, calls, given, batches)
-            if largest > allowed:
-                raise Wrong(
-                    yours=f"a forward of {largest} samples at once on rank {rank}",
-                    expected=f"at most {allowed}, its largest micro-batch",
-                    given=given,
-                    hint="Joined micro-batches need the memory that accumulating saves.",
-                )
-            if held:
-                raise Wrong(
-                    yours=f"the graphs of {held + 1} micro-batches at once on rank {rank}",
-                    expected="the graph of one at a time",
-                    given=given,
-                    hint="Call backward for each micro-batch: a sum of losses keeps every graph.",
-                )
+            with for_input(f"{given}, on rank {rank}"):
+                _judge_rank(gradient, expected, sent, calls, batches)
+            expect_one_micro_batch(largest, max(sizes[rank]), held, f"{given}, on rank {rank}")
             others = [f"{name} of {size}" for name, size in calls if size < weight.numel()]
             shown[f"rank {rank}, {len(sizes[rank])} micro-batches"] = (
                 f"gradients sent {sent} time; besides: {', '.join(others) or 'nothing'}; "
@@ -173,34 +157,23 @@ def _accumulate(
     model = WatchedLinear(7, 1, bias=False)
     model.weight.data.copy_(weight)
     parallel = DistributedDataParallel(model)
-    sent = [0]
-    world = dist.group.WORLD
-    assert world is not None
-
-    def count(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        sent[0] += 1
-        return allreduce_hook(world, bucket)
-
-    parallel.register_comm_hook(None, count)
-    _, calls = counted(rank, world_size, lambda *_: answer(parallel, batches[rank]))
+    sent = count_sent(parallel)
+    _, calls = count_collectives(rank, world_size, lambda *_: answer(parallel, batches[rank]))
     largest, held = max(model.samples, default=0), max(model.graphs_held, default=0)
-    return model.weight.grad, sent[0], calls, largest, held
+    return model.weight.grad, len(sent), calls, largest, held
 
 
 def _judge_rank(
-    rank: int,
     gradient: torch.Tensor | None,
     expected: torch.Tensor,
     sent: int,
     calls: list[tuple[str, int]],
-    given: str,
     batches: Any,
 ) -> None:
     if gradient is None:
         raise Wrong(
-            yours=f"no gradient on rank {rank}",
+            yours="no gradient",
             expected="a gradient in .grad on every rank",
-            given=given,
             hint="Call backward() on the loss of each micro-batch.",
         )
     by_hand = sum(size >= gradient.numel() for _, size in calls) - sent
@@ -209,28 +182,21 @@ def _judge_rank(
         raise Wrong(
             yours=f"DDP sent gradients {sent} times, and your own code {max(by_hand, 0)} times",
             expected="DDP sends them once",
-            given=given,
             hint="Let the last backward be outside of no_sync, its forward too.",
         )
     if not torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6):
-        raise Wrong(
-            yours=gradient,
-            expected=expected,
-            given=f"{given}, on rank {rank}",
-            hint=_scale_hint(gradient, expected, batches),
-        )
+        hint = _scale_hint(gradient, expected, batches)
+        raise Wrong(yours=gradient, expected=expected, hint=hint)
     if sent > 1:
         raise Wrong(
             yours=f"gradients sent {sent} times",
             expected="sent once",
-            given=given,
             hint="Run all but the last micro-batch, forward and backward, inside no_sync().",
         )
     if len(others) > 1 or any(size > 1 for _, size in others):
         raise Wrong(
             yours=", ".join(f"{name} of {size} numbers" for name, size in others),
             expected="at most one collective, of at most 8 bytes",
-            given=given,
             hint="One number per rank is enough: how many samples it has.",
         )
 
@@ -283,66 +249,52 @@ def fit_a_budget(answer: Callable[[list[int], int, int], Any]) -> dict[str, str]
         given = f"layers {layers}, {format_bytes(_UNIT_BYTES)} an output, {format_bytes(budget)}"
         with for_input(given, "Return the indices of the stages to checkpoint, or None."):
             yours = answer(list(layers), _UNIT_BYTES, budget)
-        if yours is None and fits:
-            fitting = min(fits, key=lambda chosen: sum(layers[stage] for stage in chosen))
-            raise Wrong(
-                yours="None",
-                expected=f"a choice that fits, such as {_told(layers, fitting)}",
-                given=given,
-                hint="It need not hold for a sum over all stages: backward frees a stage before "
-                "it brings the one before it back.",
-            )
-        if not fits:
-            if yours is not None:
-                raise Wrong(
-                    yours=repr(yours),
-                    expected="None",
-                    given=given,
-                    hint="No choice fits: say so by None. With every stage checkpointed the peak "
-                    f"is {format_bytes(min(peaks) * _UNIT_BYTES)}.",
+            if fits:
+                shown[f"layers {layers}, {format_bytes(budget)}"] = _judge_choice(
+                    yours, layers, budget, fits
                 )
-            continue
-        shown[f"layers {layers}, {format_bytes(budget)}"] = _judge_choice(
-            yours, layers, budget, fits, given
-        )
+            elif yours is not None:
+                least = format_bytes(min(peaks) * _UNIT_BYTES)
+                hint = "No choice fits: say so by None. With every stage checkpointed the peak is "
+                raise Wrong(yours=repr(yours), expected="None", hint=f"{hint}{least}.")
     return shown
 
 
-def _told(layers: Sequence[int], chosen: set[int]) -> str:
+def _in_words(layers: Sequence[int], chosen: set[int]) -> str:
     """A choice, with what a real step of it needs."""
     peak, again = _run_stages(layers, chosen)
     return f"stages {sorted(chosen)}: {format_bytes(peak)}, {again} layers computed twice"
 
 
-def _judge_choice(
-    yours: Any, layers: Sequence[int], budget: int, fits: Sequence[set[int]], given: str
-) -> str:
+def _judge_choice(yours: Any, layers: Sequence[int], budget: int, fits: Sequence[set[int]]) -> str:
     """What the choice needs, run; raises Wrong where that is too much."""
+    if yours is None:
+        fitting = min(fits, key=lambda chosen: sum(layers[stage] for stage in chosen))
+        raise Wrong(
+            yours="None",
+            expected=f"a choice that fits, such as {_in_words(layers, fitting)}",
+            hint="It need not hold for a sum over all stages: backward frees a stage before it "
+            "brings the one before it back.",
+        )
     indices = list(yours) if isinstance(yours, set | frozenset | list | tuple | range) else None
     whole = indices is not None and all(type(i) is int for i in indices)
     if indices is None or not whole or not set(indices) <= set(range(len(layers))):
-        raise Wrong(
-            yours=repr(yours),
-            expected=f"indices from 0 to {len(layers) - 1}, or None",
-            given=given,
-            hint="Stages are counted from 0.",
-        )
+        expected = f"indices from 0 to {len(layers) - 1}, or None"
+        raise Wrong(yours=repr(yours), expected=expected, hint="Stages are counted from 0.")
     fewest = min(sum(layers[stage] for stage in chosen) for chosen in fits)
     peak, again = _run_stages(layers, set(indices))
-    chose = _told(layers, set(indices))
+    chose = _in_words(layers, set(indices))
     # Half an output is room for the parameters' gradients, which the budget does not count.
     if peak > budget + _UNIT_BYTES // 2:
         raise Wrong(
             yours=chose,
-            expected=f"at most {format_bytes(budget)}, as with {_told(layers, fits[0])}",
-            given=given,
+            expected=f"at most {format_bytes(budget)}, as with {_in_words(layers, fits[0])}",
             hint="Over the budget. When backward reaches a stage, all of its outputs are there.",
         )
     if again > fewest:
         raise Wrong(
             yours=chose,
             expected=f"{fewest} layers computed twice",
-            given=given,
             hint="It fits, and so does a choice that computes less. Mind which stages come late.",
         )
     return chose
@@ -358,10 +310,10 @@ def _run_stages(layers: Sequence[int], chosen: set[int]) -> tuple[int, int]:
 
     stages = []
     for number in layers:
-        made = [nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(number)]
-        for layer in made:
+        stage = [nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(number)]
+        for layer in stage:
             layer.register_forward_pre_hook(count)
-        stages.append(nn.Sequential(*made).to(gpu))
+        stages.append(nn.Sequential(*stage).to(gpu))
     batch = torch.ones(_BATCH, _WIDTH, device=gpu)
 
     def step() -> None:

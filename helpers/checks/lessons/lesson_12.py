@@ -15,10 +15,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from helpers.checks.core import Wrong, exercise, for_input
+from helpers.checks.core import Wrong, exercise, expect_number, for_input, hint_by_value
 from helpers.checks.on_ranks import GPU, on_ranks
-from vgpu.profiling import counted_on_gpu, own_gpu
-from vgpu.profiling.collective_counters import ParametersGathered
+from vgpu.profiling import ParameterGatherCounter, count_collectives_on_gpu, own_gpu
 from vgpu.units import format_bytes
 
 _RANKS = 4
@@ -41,13 +40,13 @@ def zero1_step(answer: Callable[..., None]) -> dict[str, str]:
         )
     sizes = [parameter.numel() for parameter in net.parameters()]
     for rank, (steps, (kept, calls)) in enumerate(results):
-        for step, (found, wanted) in enumerate(zip(steps, expected, strict=True), 1):
-            if not torch.allclose(found, wanted, rtol=0, atol=1e-5):
+        for step, (yours, wanted) in enumerate(zip(steps, expected, strict=True), 1):
+            if not torch.allclose(yours, wanted, rtol=0, atol=1e-5):
                 raise Wrong(
-                    yours=found,
+                    yours=yours,
                     expected=wanted,
                     given=f"{given}: the parameters of rank {rank} after step {step}",
-                    hint=_zero1_hint(found, wanted, _before(net, expected, step), calls),
+                    hint=_zero1_hint(yours, wanted, _before(net, expected, step), calls),
                 )
         if kept:
             raise Wrong(
@@ -59,7 +58,7 @@ def zero1_step(answer: Callable[..., None]) -> dict[str, str]:
         _judge_collectives(calls, sizes, rank, given)
     names = [name for name, _ in results[0][1][1]]
     pairs = [pair for steps, _ in results for pair in zip(steps, expected, strict=True)]
-    apart = max((found - wanted).abs().max().item() for found, wanted in pairs)
+    apart = max((yours - wanted).abs().max().item() for yours, wanted in pairs)
     return {
         "a step calls": f"{names.count('reduce_scatter') // _STEPS} reduce-scatters and "
         f"{names.count('all_gather') // _STEPS} all-gathers for {len(sizes)} parameters",
@@ -110,7 +109,7 @@ def _zero1_on_rank(
     for x, y in batches:
         own = slice(rank, None, world_size)
         F.mse_loss(net(x[own].to(gpu)), y[own].to(gpu)).backward()
-        _, called = counted_on_gpu(
+        _, called = count_collectives_on_gpu(
             rank, world_size, lambda *_: answer(parameters, shards, optimizer)
         )
         calls += called
@@ -127,17 +126,17 @@ def _part(parameter: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
 
 
 def _zero1_hint(
-    found: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor, calls: Sequence[Any]
+    yours: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor, calls: Sequence[Any]
 ) -> str:
     names = {name for name, _ in calls}
-    if torch.equal(found, before):
+    if torch.equal(yours, before):
         return (
             "The parameters have not changed. The optimizer steps when the shards have their "
             "gradients; then what is gathered is written into parameter.data."
         )
     if "all_gather" not in names:
         return "A rank has updated its own parts only. The other parts come with an all-gather."
-    ratio = ((found - before).norm() / (wanted - before).norm()).item()
+    ratio = ((yours - before).norm() / (wanted - before).norm()).item()
     if abs(ratio - _RANKS) < 0.05:
         return f"The step is {_RANKS} times too large: a sum over the ranks, not their average."
     if abs(ratio - 1 / _RANKS) < 0.05 / _RANKS:
@@ -189,20 +188,15 @@ def what_to_wrap(answer: Callable[[list[int], int], Any]) -> dict[str, str]:
         given = f"layers of {[size // mib for size in layers]} MiB, budget {format_bytes(budget)}"
         with for_input(given, "Return the sizes of the units, or None."):
             yours = answer(list(layers), budget)
-        if not fits:
-            if yours is not None:
-                raise Wrong(
-                    yours=repr(yours),
-                    expected="None",
-                    given=given,
-                    hint=f"With every layer alone, neighbours take {format_bytes(least)}: too much.",
+            if not fits and yours is not None:
+                hint = f"With every layer alone, neighbours take {format_bytes(least)}: too much."
+                raise Wrong(yours=repr(yours), expected="None", hint=hint)
+            if fits:
+                _judge_units(yours, layers, budget, fits)
+                shown[given] = (
+                    f"{yours}: {format_bytes(_gathered_at_once(layers, yours))} gathered at once, "
+                    f"in {len(yours)} {'unit' if len(yours) == 1 else 'units'}"
                 )
-            continue
-        _judge_units(yours, layers, budget, fits, given)
-        shown[given] = (
-            f"{yours}: {format_bytes(_gathered_at_once(layers, yours))} gathered at once, "
-            f"in {len(yours)} {'unit' if len(yours) == 1 else 'units'}"
-        )
     return shown
 
 
@@ -214,36 +208,32 @@ def _gathered_at_once(layers: Sequence[int], units: Sequence[int]) -> int:
 
 
 def _judge_units(
-    yours: Any, layers: Sequence[int], budget: int, fits: Sequence[Sequence[int]], given: str
+    yours: Any, layers: Sequence[int], budget: int, fits: Sequence[Sequence[int]]
 ) -> None:
     fewest = min(map(len, fits))
     best = next(choice for choice in fits if len(choice) == fewest)
-    told = f"{best}: {format_bytes(_gathered_at_once(layers, best))} at once"
+    as_best = f"{best}: {format_bytes(_gathered_at_once(layers, best))} at once"
     if yours is None:
-        raise Wrong(
-            yours="None", expected=told, given=given, hint="There is a choice that fits: cut more."
-        )
+        hint = "There is a choice that fits: cut more."
+        raise Wrong(yours="None", expected=as_best, hint=hint)
     whole = isinstance(yours, list | tuple) and all(type(n) is int and n > 0 for n in yours)
     if not whole or sum(yours) != len(layers):
         raise Wrong(
             yours=repr(yours),
             expected=f"positive whole numbers that add up to {len(layers)}, as {best}",
-            given=given,
             hint="Each layer is in exactly one unit, in order.",
         )
-    found = _gathered_at_once(layers, yours)
-    if found > budget:
+    at_once = _gathered_at_once(layers, yours)
+    if at_once > budget:
         raise Wrong(
-            yours=f"{list(yours)}: {format_bytes(found)} at once",
-            expected=told,
-            given=given,
+            yours=f"{list(yours)}: {format_bytes(at_once)} at once",
+            expected=as_best,
             hint="Over the budget. The next unit is gathered while one computes: add neighbours.",
         )
     if len(yours) > fewest:
         raise Wrong(
             yours=f"{list(yours)}: {len(yours)} units",
-            expected=f"{fewest} units, as {told}",
-            given=given,
+            expected=f"{fewest} units, as {as_best}",
             hint="It fits, and so does a choice with fewer gathers.",
         )
 
@@ -251,21 +241,14 @@ def _judge_units(
 @exercise("12.3", "Which batch hides the gather")
 def which_batch(answer: Callable[[int, float, float], float]) -> dict[str, str]:
     machines = [(8, 0.5 * 989e12, 0.8 * 450e9)]
-    machines += [
-        (
-            random.choice((2, 4, 16, 64)),
-            random.uniform(20, 900) * 1e12,
-            random.uniform(5, 500) * 1e9,
-        )
-        for _ in range(4)
-    ]
+    for gpus in random.choices((2, 4, 16, 64), k=4):
+        machines.append((gpus, random.uniform(20, 900) * 1e12, random.uniform(5, 500) * 1e9))
     shown = {}
     for gpus, flop_per_s, bytes_per_s in machines:
         given = f"{gpus} GPUs, {flop_per_s / 1e12:.0f} TFLOP/s, {bytes_per_s / 1e9:.0f} GB/s"
         with for_input(given, "Return the tokens as one number."):
             yours = answer(gpus, flop_per_s, bytes_per_s)
-            if isinstance(yours, bool) or not isinstance(yours, int | float):
-                raise Wrong(yours=repr(yours), expected="a number of tokens")
+            expect_number(yours, "a number of tokens")
         # Two bytes to gather and two operations a token, for each parameter: they cancel.
         wanted = (gpus - 1) / gpus * flop_per_s / bytes_per_s
         # A whole number of tokens, rounded up, is an answer too.
@@ -281,19 +264,18 @@ def which_batch(answer: Callable[[int, float, float], float]) -> dict[str, str]:
 
 
 def _tokens_hint(ratio: float, gpus: int) -> str:
-    reasons = {
-        2.0: "Twice too many. A parameter in bfloat16 has 2 bytes, and a multiplication and an "
-        "addition count as two operations.",
-        0.5: "Half of it. A parameter in bfloat16 has 2 bytes.",
-        gpus / (gpus - 1): "A GPU has its own part already: it gets (gpus - 1)/gpus of the layer.",
-        1 / 3: "That is for all of a step. Forward alone takes 2 operations a parameter and token.",
+    ratios = {
+        "Twice too many. A parameter in bfloat16 has 2 bytes, and a multiplication and an addition "
+        "count as two operations.": 2.0,
+        "Half of it. A parameter in bfloat16 has 2 bytes.": 0.5,
+        "A GPU has its own part already: it gets (gpus - 1)/gpus of the layer.": gpus / (gpus - 1),
+        "That is for all of a step. Forward alone takes 2 operations a parameter and token.": 1 / 3,
     }
-    for reason, hint in reasons.items():
-        if abs(ratio / reason - 1) < 0.01:
-            return hint
-    return (
+    return hint_by_value(
+        ratio,
+        ratios,
         f"Yours is {ratio:.3g} times the right number. Set the gather's seconds, (gpus - 1)/gpus x "
-        "2 bytes a parameter, equal to the forward's, 2 operations a parameter and token."
+        "2 bytes a parameter, equal to the forward's, 2 operations a parameter and token.",
     )
 
 
@@ -301,23 +283,23 @@ def _tokens_hint(ratio: float, gpus: int) -> str:
 def fill_from_checkpoint(answer: Callable[[Any, Path], None]) -> dict[str, str]:
     shown = {}
     width = random.randint(2, 6) * 4
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made) / "checkpoint"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "checkpoint"
         for ranks in (4, 2):
             given = f"a checkpoint of 4 ranks, a model of width {width} on {ranks} of them"
             with for_input(given, "Fill the model in place."):
                 results = on_ranks(
                     _fill_on_rank, ranks, answer, width, folder, given=given, gpu=GPU
                 )
-            for rank, (found, untouched, saved, gathers) in enumerate(results):
-                if not torch.equal(found, saved):
+            for rank, (yours, untouched, saved, gathers) in enumerate(results):
+                if not torch.equal(yours, saved):
                     raise Wrong(
-                        yours=found,
+                        yours=yours,
                         expected=saved,
                         given=f"{given}, rank {rank}",
                         hint="The model is as it was before: dcp.load fills the tensors of the "
                         "dictionary that it is given. Are they the model's own?"
-                        if torch.equal(found, untouched)
+                        if torch.equal(yours, untouched)
                         else "Other numbers than the checkpoint's.",
                     )
                 if gathers:
@@ -353,7 +335,7 @@ def _fill_on_rank(
         dcp.save({"model": get_model_state_dict(other)}, checkpoint_id=folder)
     net = _sharded(width, seed=1)
     before = _whole(net)
-    with ParametersGathered() as gathered:
+    with ParameterGatherCounter() as gathered:
         try:
             answer(net, folder)
         except CheckpointException as error:  # its own text only names the ranks

@@ -9,17 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 
-from helpers.checks.backward import run_backward
+import vgpu
 from helpers.checks.core import Wrong, exercise, expect_close, for_input
-from helpers.checks.on_ranks import GPU, on_ranks
-from helpers.checks.split_layer import figures_of, layer_on
+from helpers.checks.on_ranks import GPU, on_ranks, run_backward
 from vgpu.plan.transformer import TransformerBlock, TransformerSizes, rotary_angles
-from vgpu.profiling import own_gpu
-from vgpu.profiling.collective_counters import Sent
+from vgpu.profiling import CollectiveCounter, own_gpu
 from vgpu.units import format_bytes, format_seconds
 
 _A_FUNCTION = "put it into an autograd.Function that says what comes back, "
@@ -43,16 +46,16 @@ def linear_split_by_rows(answer: Callable[..., Any]) -> dict[str, Any]:
             x, weight, bias, target = (tensor.to(own_gpu()) for tensor in tensors)
             x, weight = (part.chunk(world_size, 1)[rank].clone() for part in (x, weight))
             leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
-            with Sent() as forward:
+            with CollectiveCounter() as forward:
                 output = answer(*leaves)
             if not isinstance(output, torch.Tensor) or output.shape != target.shape:
                 return [torch.as_tensor(output).cpu()], forward.calls, []
-            with Sent() as backward:
+            with CollectiveCounter() as backward:
                 run_backward(
                     (output - target).square().sum(), instead=_A_FUNCTION + "as Enter does"
                 )
-            found = [output.detach(), *(leaf.grad for leaf in leaves)]
-            return [t if t is None else t.cpu() for t in found], forward.calls, backward.calls
+            returned = [output.detach(), *(leaf.grad for leaf in leaves)]
+            return [t if t is None else t.cpu() for t in returned], forward.calls, backward.calls
 
         leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
         whole = F.linear(*leaves)
@@ -60,13 +63,15 @@ def linear_split_by_rows(answer: Callable[..., Any]) -> dict[str, Any]:
         of_x, of_weight, of_bias = torch.autograd.grad(loss, leaves)
         given = f"{ranks} ranks, x of {batch} by {inputs // ranks} on each, {outputs} outputs"
         results = on_ranks(split, ranks, answer, x, weight, bias, target, given=given, gpu=GPU)
-        for rank, (found, forward, backward) in enumerate(results):
+        for rank, (returned, forward, backward) in enumerate(results):
             where = f"{given}; on rank {rank}"
             parts = [gradient.chunk(ranks, 1)[rank] for gradient in (of_x, of_weight)]
             wanted = [whole.detach(), *parts, of_bias]
-            expect_close(found[0], wanted[0], given=where, hint=_hint_for_rows(found[0], whole))
+            expect_close(
+                returned[0], wanted[0], given=where, hint=_hint_for_rows(returned[0], whole)
+            )
             names = ("x", "weight", "bias")
-            for name, mine, right in zip(names, found[1:], wanted[1:], strict=True):
+            for name, mine, right in zip(names, returned[1:], wanted[1:], strict=True):
                 hint = _hint_for_gradient(mine, right, ranks)
                 expect_close(mine, right, given=f"{where}, the gradient of {name}", hint=hint)
             _expect_budget(forward, 1, 4 * batch * outputs, "forward", where)
@@ -103,18 +108,18 @@ def _hint_for_gradient(yours: Any, right: torch.Tensor, ranks: int) -> str:
 
 
 def _expect_budget(
-    found: list[tuple[str, int]], count: int, size_bytes: int, phase: str, where: str
+    calls: list[tuple[str, int]], count: int, size_bytes: int, phase: str, where: str
 ) -> None:
     """Wrong unless all-reduces alone were sent, of no more than ``count`` times ``size_bytes``."""
-    spent = sum(size for _, size in found)
+    spent = sum(size for _, size in calls)
     if (
-        len(found) > count
+        len(calls) > count
         or spent > count * size_bytes
-        or any(name != "all_reduce" for name, _ in found)
+        or any(name != "all_reduce" for name, _ in calls)
     ):
         budget = _in_words([("all_reduce", size_bytes)] * count)
         raise Wrong(
-            yours=f"{phase} sends {_in_words(found)}",
+            yours=f"{phase} sends {_in_words(calls)}",
             expected=f"{phase} sends {budget}",
             given=where,
             hint="The numbers are right, at more than the budget.",
@@ -225,13 +230,13 @@ def _beside_whole_block(
     of_x, *others = torch.autograd.grad(loss, [theirs, *block.parameters()])
     gradients = dict(zip(dict(block.named_parameters()), others, strict=True))
     parallelize_module(block, init_device_mesh(gpu.type, (world_size,)), plan)
-    with Sent() as sent:
+    with CollectiveCounter() as sent:
         output = block(mine, angles.cos(), angles.sin())
         if isinstance(output, DTensor):
             raise TypeError("the block's output is a DTensor; it must be a plain tensor")
         output.square().mean().backward()
-    found = {name: parameter.grad for name, parameter in block.named_parameters()}
-    pairs = [(mine.grad, of_x), *((found[name], gradient) for name, gradient in gradients.items())]
+    own = {name: parameter.grad for name, parameter in block.named_parameters()}
+    pairs = [(mine.grad, of_x), *((own[name], gradient) for name, gradient in gradients.items())]
     off = [(_full(a) - b).abs().max().item() for a, b in pairs]
     matrices = {name: p for name, p in block.named_parameters() if p.dim() == 2}
     shares = {
@@ -262,12 +267,12 @@ def split_cross_entropy(answer: Callable[..., Any]) -> dict[str, Any]:
             rank: int, world_size: int, answer: Any, logits: torch.Tensor, targets: torch.Tensor
         ) -> Any:
             mine = logits.chunk(world_size, 1)[rank].to(own_gpu()).requires_grad_()
-            with Sent() as forward:
+            with CollectiveCounter() as forward:
                 loss = answer(mine, targets.to(own_gpu()))
             if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
                 loss = loss.detach().cpu() if isinstance(loss, torch.Tensor) else loss
                 return loss, None, forward.calls, []
-            with Sent() as backward:
+            with CollectiveCounter() as backward:
                 run_backward(loss, instead=_A_FUNCTION + "as Leave does")
             gradient = None if mine.grad is None else mine.grad.cpu()
             return loss.detach().cpu(), gradient, forward.calls, backward.calls
@@ -317,14 +322,15 @@ _FAR = ((1024, 32768), (1024, 256))  # width, tokens: GPUs set the pace, then th
 # nowhere too long. With half of the latency it is 7.4 % too short, with an all-reduce too few 10 %;
 # with 2 tensors sent in place of 2(n - 1)/n, 2.4 % too long.
 _FAR_BELOW, _FAR_ABOVE = 0.07, 0.02
+_SPLIT = ("attention", "feed_forward")  # not their norms, nor the residual sums
 
 
 @exercise("13.4", "How far to split")
 def how_far_to_split(answer: Callable[..., Any]) -> dict[str, Any]:
     shown = {}
     for width, tokens in _FAR:
-        alone = layer_on(width, tokens, 1)
-        figures = figures_of(alone, tokens * width * 2)
+        alone = _layer_on(width, tokens, 1)
+        figures = _figures_of(alone, tokens * width * 2)
         given = f"width {width}, {tokens} tokens: " + ", ".join(
             f"{name} = {value:.3g}" for name, value in figures.items()
         )
@@ -337,7 +343,7 @@ def how_far_to_split(answer: Callable[..., Any]) -> dict[str, Any]:
                     hint="Return a dict: {1: .., 2: .., 4: .., 8: ..}, in seconds.",
                 )
             yours = {degree: float(value) for degree, value in yours.items()}
-        of_degrees = {1: alone} | {n: layer_on(width, tokens, n) for n in (2, 4, 8)}
+        of_degrees = {1: alone} | {n: _layer_on(width, tokens, n) for n in (2, 4, 8)}
         for degree, timeline in of_degrees.items():
             wanted = timeline.makespan_s
             if not (1 - _FAR_BELOW) * wanted <= yours[degree] <= (1 + _FAR_ABOVE) * wanted:
@@ -375,3 +381,47 @@ def _hint_for_time(
         "Too long. split_s is shared by all GPUs, and a ring sends 2(n - 1)/n of a tensor, at 0.8 "
         "of 450 GB/s. While the host launches, the GPUs compute: the longer of the two counts."
     )
+
+
+def _layer_on(width: int, tokens: int, degree: int) -> vgpu.Timeline:
+    """One block in bfloat16, forward and backward, on ``degree`` H100s of one host."""
+    sizes = TransformerSizes(1, width, width // 128, width // 128, 4 * width, 1)
+    with vgpu.cluster(1, degree, "H100"), vgpu.shapes_only():
+        mesh = init_device_mesh("vgpu", (degree,))
+        with torch.device("vgpu"):
+            block = TransformerBlock(sizes).bfloat16()
+            x = torch.empty(1, tokens, width, dtype=torch.bfloat16, requires_grad=True)
+            cos, sin = torch.empty(2, tokens, 64)
+        if degree > 1:
+            parallelize_module(block, mesh, _plan())
+        with vgpu.record() as timeline:
+            block(x, cos, sin).sum().backward()
+    return timeline
+
+
+def _plan() -> dict[str, Any]:
+    """By columns, then by rows; the products in front share their input: four all-reduces."""
+    whole = Replicate()
+    first = ["attention.query", "attention.key", "attention.value"]
+    first += ["feed_forward.gate", "feed_forward.up"]
+    return {
+        **dict.fromkeys(first, ColwiseParallel()),
+        "attention.output": RowwiseParallel(),
+        "feed_forward.down": RowwiseParallel(),
+        "attention": PrepareModuleInput(
+            input_layouts=(whole, None, None), desired_input_layouts=(whole, None, None)
+        ),
+        "feed_forward": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
+    }
+
+
+def _figures_of(alone: vgpu.Timeline, size_bytes: int) -> dict[str, float]:
+    """What the exercise gives: of one GPU's kernels, those inside the split parts, and the rest."""
+    inside = [e for e in alone.events if e.module.partition(".")[0] in _SPLIT]
+    split_s = sum(event.duration_s for event in inside)
+    return {
+        "split_s": split_s,
+        "whole_s": sum(event.duration_s for event in alone.events) - split_s,
+        "host_s": alone.host_s,
+        "size_bytes": size_bytes,
+    }

@@ -10,8 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
-from vgpu.profiling import Calls
-from vgpu.profiling.watching import Watching
+from vgpu.profiling import EagerDispatchMode, OperatorLog
 
 
 @exercise("14.1", "The groups of a mesh")
@@ -131,7 +130,7 @@ def _one_at_a_time(blocks: Sequence[Any], held: list[int]) -> Iterator[Any]:
         held.append(sum(any(part() is not None for part in parts) for parts in given))
 
 
-class _Largest(Watching):
+class _Largest(EagerDispatchMode):
     """Notes the numbers of the largest tensor that a block makes."""
 
     def __init__(self) -> None:
@@ -177,10 +176,10 @@ def balanced(answer: Callable[[int, int], Sequence[int]]) -> dict[str, Any]:
         given = f"{ranks} ranks, {2 * ranks} chunks"
         with for_input(given, "Return the numbers of two chunks."):
             held = [tuple(answer(rank, ranks)) for rank in range(ranks)]
-        told = ", ".join(f"rank {rank}: {chunks}" for rank, chunks in enumerate(held))
+        dealt = ", ".join(f"rank {rank}: {chunks}" for rank, chunks in enumerate(held))
         if sorted(chunk for chunks in held for chunk in chunks) != list(range(2 * ranks)):
             raise Wrong(
-                yours=told,
+                yours=dealt,
                 expected=f"each of the chunks 0 to {2 * ranks - 1} on one rank, two on each",
                 given=given,
                 hint="A chunk that nobody holds is missing, and one held twice is computed twice.",
@@ -191,7 +190,7 @@ def balanced(answer: Callable[[int, int], Sequence[int]]) -> dict[str, Any]:
         if max(work) > mean or any(len(chunks) != 2 for chunks in held):
             busiest = work.index(max(work))
             raise Wrong(
-                yours=f"rank {busiest} computes {max(work):g} chunks' products ({told})",
+                yours=f"rank {busiest} computes {max(work):g} chunks' products ({dealt})",
                 expected=f"the mean, {mean:g}, on each rank",
                 given=given,
                 hint="Later chunks look at more. Give each rank one of the early and one of the "
@@ -217,7 +216,10 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
             chosen, capacity = torch.tensor([1, 0, 1, 1, 3, 1, 0, 3, 1, 0]), 2
         given = f"{tokens} tokens, {experts} experts, capacity {capacity}"
         given += f", chosen {chosen.tolist()}" if tokens == 10 else ""
-        with for_input(given, "Return a tensor of booleans, one for each token."), Calls() as calls:
+        with (
+            for_input(given, "Return a tensor of booleans, one for each token."),
+            OperatorLog() as calls,
+        ):
             yours = answer(chosen, experts, capacity)
         if isinstance(yours, torch.Tensor) and yours.dtype != torch.bool:
             raise Wrong(
@@ -245,11 +247,11 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
 
 
 def _first_come(chosen: torch.Tensor, capacity: int) -> torch.Tensor:
-    taken: dict[int, int] = {}
+    tokens: dict[int, int] = {}
     kept = []
     for expert in chosen.tolist():
-        taken[expert] = taken.get(expert, 0) + 1
-        kept.append(taken[expert] <= capacity)
+        tokens[expert] = tokens.get(expert, 0) + 1
+        kept.append(tokens[expert] <= capacity)
     return torch.tensor(kept)
 
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from helpers.checks.core import Wrong, exercise, for_input
+from helpers.checks.core import Wrong, exercise, for_input, hint_by_value
 from vgpu.plan import Layout, Plan, estimate, extrapolate, failures
 from vgpu.plan.rank import ExtrapolatedStep
 from vgpu.plan.transformer import LLAMA, TransformerSizes
@@ -31,31 +31,19 @@ def back_of_envelope(answer: Callable[..., Any]) -> dict[str, Any]:
             "flop_per_s": random.choice((312e12, 989e12)),
             "mfu": random.choice((0.35, 0.4, 0.5)),
         }
-        told = ", ".join(f"{key} {value:,}" for key, value in given.items())
-        with for_input(told, "Return two numbers: days, and bytes of each GPU."):
+        inputs = ", ".join(f"{key} {value:,}" for key, value in given.items())
+        with for_input(inputs, "Return two numbers: days, and bytes of each GPU."):
             yours = answer(**given)
-        if not isinstance(yours, tuple | list) or len(yours) != 2:
-            raise Wrong(
-                yours=repr(yours),
-                expected="two numbers: days, and bytes of each GPU",
-                given=told,
-                hint="Return days, state_bytes.",
-            )
-        expected = _estimate(given)
-        for what, mine, right, hint in zip(
-            ("days", "bytes of each GPU"),
-            yours,
-            expected,
-            _estimate_hints(yours, given),
-            strict=True,
-        ):
-            if not abs(mine / right - 1) <= 0.01:
+            if not isinstance(yours, tuple | list) or len(yours) != 2:
                 raise Wrong(
-                    yours=f"{mine:,.4g} {what}",
-                    expected=f"{right:,.4g} {what}",
-                    given=told,
-                    hint=hint,
+                    yours=repr(yours),
+                    expected="two numbers: days, and bytes of each GPU",
+                    hint="Return days, state_bytes.",
                 )
+            expected = _estimate(given)
+            hints = _estimate_hints(yours, given)
+            _expect_near(yours[0], expected[0], 0.01, "days", hints[0])
+            _expect_near(yours[1], expected[1], 0.01, "bytes of each GPU", hints[1])
     return {
         "the last one": f"Llama {name} on {given['tokens'] / 1e12:g} trillion tokens and "
         f"{given['gpus']:,} GPUs: {expected[0]:,.1f} days, {format_bytes(expected[1])} on each"
@@ -94,14 +82,19 @@ def _estimate_hints(yours: Any, given: dict[str, Any]) -> tuple[str, str]:
         "These are GB; return bytes.": state / 1e9,
         "These are GiB; return bytes.": state / 2**30,
     }
-    found = []
-    for mine, known, otherwise in (
-        (yours[0], of_days, "FLOPs a token · tokens / (GPUs · peak · MFU), in days."),
-        (yours[1], of_state, "16 bytes a parameter, over all GPUs."),
-    ):
-        near = (hint for hint, value in known.items() if math.isclose(mine, value, rel_tol=0.005))
-        found.append(next(near, otherwise))
-    return found[0], found[1]
+    otherwise = "FLOPs a token · tokens / (GPUs · peak · MFU), in days."
+    hint_of_days = hint_by_value(yours[0], of_days, otherwise, within=0.005)
+    otherwise = "16 bytes a parameter, over all GPUs."
+    return hint_of_days, hint_by_value(yours[1], of_state, otherwise, within=0.005)
+
+
+def _expect_near(yours: float, expected: float, within: float, unit: str, hint: str) -> None:
+    if not abs(yours / expected - 1) <= within:
+        raise Wrong(
+            yours=f"{yours:,.4g} {unit}",
+            expected=f"{expected:,.4g} {unit}, give or take {within:.0%}",
+            hint=hint,
+        )
 
 
 TARGET = 1.15
@@ -123,34 +116,40 @@ def layout(answer: Plan) -> dict[str, Any]:
             hint='Plan(LLAMA["70B"], Layout(dp_shard=..., tp=...), batch=...).',
         )
     given = f"{answer.layout}, batch {answer.batch}, recompute {answer.recompute!r}"
-    known = _as_on_256()
-    _same_task(answer, known, given)
-    _check_room(answer, given)
-    found, target = _few(answer), TARGET * _few(known).tokens_per_s()
-    if found.tokens_per_s() < target:
-        raise Wrong(
-            yours=f"{found.tokens_per_s():.0f} tokens/s a GPU ({_where(found)})",
-            expected=f"at least {target:.0f}",
-            given=given,
-            hint=_slow_hint(found),
-        )
+    with for_input(given):
+        _same_task(answer, _as_on_256())
+        _check_room(answer)
+        target = TARGET * _step_of(_as_on_256()).tokens_per_s()
+        step = _expect_speed(answer, target)
     return {
-        "tokens/s a GPU": f"{found.tokens_per_s():.0f}; asked were {target:.0f}",
-        "allocated": f"{format_bytes(_allocated(found))} of "
+        "tokens/s a GPU": f"{step.tokens_per_s():.0f}; asked were {target:.0f}",
+        "allocated": f"{format_bytes(_allocated(step))} of "
         f"{format_bytes(ROOM * answer.spec.memory_bytes)}",
-        "a step": f"{format_seconds(found.seconds())}: {_where(found)}",
+        "a step": f"{format_seconds(step.seconds())}: {_where(step)}",
     }
 
 
-def _slow_hint(found: ExtrapolatedStep) -> str:
-    waits = {n: s for n, s in found.time_by_cause.items() if n.startswith("waiting for")}
-    waiting = sum(waits.values()) / found.seconds()
+def _expect_speed(plan: Plan, least: float) -> ExtrapolatedStep:
+    """The plan's step; raises Wrong for fewer tokens/s a GPU than ``least``."""
+    step = _step_of(plan)
+    if step.tokens_per_s() < least:
+        raise Wrong(
+            yours=f"{step.tokens_per_s():,.0f} tokens/s a GPU ({_where(step)})",
+            expected=f"at least {least:,.0f}",
+            hint=_slow_hint(step),
+        )
+    return step
+
+
+def _slow_hint(step: ExtrapolatedStep) -> str:
+    waits = {n: s for n, s in step.time_by_cause.items() if n.startswith("waiting for")}
+    waiting = sum(waits.values()) / step.seconds()
     if waiting > 0.15:
         return (
             f"The GPU waits for {waiting:.0%} of the step: a smaller tp, or more tokens a GPU, "
             "hides more."
         )
-    if found.plan.recompute == "full":
+    if step.plan.recompute == "full":
         return (
             "It computes all the time, and a fourth of that a second time: make room to "
             "recompute less."
@@ -170,24 +169,22 @@ def best_interval(answer: Callable[..., Any]) -> dict[str, Any]:
         between_s = of_one_s / gpus
         best = failures.best_interval_s(checkpoint_s, between_s)
 
-        def lasts(
-            interval_s: float, cost_s: float = checkpoint_s, mean_s: float = between_s
-        ) -> float:
-            return failures.expected_goodput(interval_s, cost_s, 0, mean_s)
-
+        lasts = functools.partial(
+            failures.expected_goodput,
+            checkpoint_s=checkpoint_s,
+            restart_s=0,
+            between_failures_s=between_s,
+        )
         most = max(lasts(best * 2 ** (k / 20)) for k in range(-20, 21))
         if not yours > 0 or most - lasts(min(yours, 50 * between_s)) > 0.001:
-            known = {
-                "That is for one GPU: with more of them, one fails sooner.": math.sqrt(
-                    2 * checkpoint_s * of_one_s
-                ),
-                "Half an interval is lost, not a whole one: a factor of 2 is missing.": math.sqrt(
-                    checkpoint_s * between_s
-                ),
+            for_one_gpu_s = math.sqrt(2 * checkpoint_s * of_one_s)
+            whole_lost_s = math.sqrt(checkpoint_s * between_s)
+            wrong = {
+                "That is for one GPU: with more of them, one fails sooner.": for_one_gpu_s,
+                "Half an interval is lost, not a whole one: a factor of 2 is missing.": whole_lost_s,
                 "That is the time between failures: many checkpoints belong in it.": between_s,
                 "The root is missing.": 2 * checkpoint_s * between_s,
             }
-            near = (h for h, value in known.items() if math.isclose(yours, value, rel_tol=0.01))
             otherwise = "Too often: it writes more than it loses."
             if yours > best:
                 otherwise = "Too seldom: more is computed again than writing would cost."
@@ -196,7 +193,7 @@ def best_interval(answer: Callable[..., Any]) -> dict[str, Any]:
                 yours=f"every {yours:,.0f} s{share}",
                 expected=f"at least {most - 0.001:.1%} lasts",
                 given=given,
-                hint=next(near, otherwise),
+                hint=hint_by_value(yours, wrong, otherwise),
             )
     return {
         "the last one": f"{given}: every {format_seconds(yours)}, {lasts(yours):.2%} of the time lasts",
@@ -249,41 +246,21 @@ def defend(answer: Callable[..., Any]) -> dict[str, Any]:
         with for_input(given, "Return plan, state_bytes, tokens_per_s: a Plan and two numbers."):
             plan, *numbers = answer(*task)
             state_bytes, tokens_per_s = map(float, numbers)
-        if not isinstance(plan, Plan):
-            raise Wrong(
-                yours=f"{plan!r}", expected="a Plan", given=given, hint="The plan comes first."
-            )
-        _same_task(plan, task.plain, given)
-        _check_room(plan, given)
-        found, own = _few(plan), _few(task.plain).tokens_per_s()
+            if not isinstance(plan, Plan):
+                raise Wrong(yours=f"{plan!r}", expected="a Plan", hint="The plan comes first.")
+            _same_task(plan, task.plain)
+            _check_room(plan)
+        step, own = _step_of(plan), _step_of(task.plain).tokens_per_s()
         state = 12 * task.sizes.parameters / plan.layout.dp_shard / plan.layout.tp
-        for what, mine, right, within, hint in (
-            ("bytes of state", state_bytes, state, 0.05, _state_hint(state_bytes, plan)),
-            (
-                "tokens/s a GPU",
-                tokens_per_s,
-                found.tokens_per_s(),
-                0.25,
-                _speed_hint(tokens_per_s, found),
-            ),
-        ):
-            if not abs(mine / right - 1) <= within:
-                raise Wrong(
-                    yours=f"{mine:,.4g} {what}",
-                    expected=f"{right:,.4g} {what}, give or take {within:.0%}",
-                    given=f"{given}; {plan.layout}",
-                    hint=hint,
-                )
-        if found.tokens_per_s() < 0.7 * own:
-            raise Wrong(
-                yours=f"{found.tokens_per_s():,.0f} tokens/s a GPU ({_where(found)})",
-                expected=f"at least {0.7 * own:,.0f}",
-                given=f"{given}; {plan.layout}",
-                hint=_slow_hint(found),
-            )
+        speed, speed_hint = step.tokens_per_s(), _speed_hint(tokens_per_s, step)
+        with for_input(f"{given}; {plan.layout}"):
+            hint = _state_hint(state_bytes, plan)
+            _expect_near(state_bytes, state, 0.05, "bytes of state", hint)
+            _expect_near(tokens_per_s, speed, 0.25, "tokens/s a GPU", speed_hint)
+            _expect_speed(plan, 0.7 * own)
         shown[given] = (
-            f"{plan.layout}: {format_bytes(_allocated(found))} allocated, {tokens_per_s:,.0f} tokens/s "
-            f"a GPU expected, {found.tokens_per_s():,.0f} in virtual time"
+            f"{plan.layout}: {format_bytes(_allocated(step))} allocated, {tokens_per_s:,.0f} tokens/s "
+            f"a GPU expected, {speed:,.0f} in virtual time"
         )
     return shown
 
@@ -297,8 +274,8 @@ def _state_hint(mine: float, plan: Plan) -> str:
     return "12 bytes a parameter, over dp_shard times tp."
 
 
-def _speed_hint(mine: float, found: ExtrapolatedStep) -> str:
-    plan = found.plan
+def _speed_hint(mine: float, step: ExtrapolatedStep) -> str:
+    plan = step.plan
     at_peak = plan.spec.tensor_flop_per_s / estimate.flop_per_token(plan.sizes, plan.sequence)
     if math.isclose(mine, at_peak, rel_tol=0.1):
         return "That is the whole peak: arithmetic reaches half of it."
@@ -306,15 +283,14 @@ def _speed_hint(mine: float, found: ExtrapolatedStep) -> str:
         return "Tokens/s of one GPU, not of all."
     if plan.recompute == "full" and math.isclose(mine, at_peak / 2, rel_tol=0.05):
         return "Full recomputation computes forward twice: four thirds of the FLOPs."
-    return f"A step is, in virtual time, {_where(found)}."
+    return f"A step is, in virtual time, {_where(step)}."
 
 
-def _same_task(plan: Plan, wanted: Plan, given: str) -> None:
+def _same_task(plan: Plan, wanted: Plan) -> None:
     if plan.layout.pp > 1:
         raise Wrong(
             yours=f"a layout of {plan.layout.pp} stages",
             expected="dp_replicate × dp_shard × tp, without stages",
-            given=given,
             hint="A pipeline may well do it: predict(plan) says so. This check records few layers, "
             "and stages do not divide those as they do the whole.",
         )
@@ -329,22 +305,19 @@ def _same_task(plan: Plan, wanted: Plan, given: str) -> None:
             yours=f"a plan for something else: {', '.join(wrong)}",
             expected=f"{wanted.layout.ranks} {wanted.spec.name.removeprefix('Virtual ')}, and the "
             "model, sequence, hosts and network that were asked for",
-            given=given,
             hint="dp_replicate × dp_shard × tp are all GPUs, and the plan names what it is for.",
         )
 
 
-def _check_room(plan: Plan, given: str) -> None:
+def _check_room(plan: Plan) -> None:
     room = ROOM * plan.spec.memory_bytes
-    allocated = _allocated(_few(plan))
+    allocated = _allocated(_step_of(plan))
     if allocated > room:
-        causes = Table(
-            ("", ""), [(n, format_bytes(b)) for n, b in _few(plan).bytes_by_cause.items()]
-        )
+        by_cause = _step_of(plan).bytes_by_cause.items()
+        causes = Table(("", ""), [(name, format_bytes(size)) for name, size in by_cause])
         raise Wrong(
             yours=f"{format_bytes(allocated)} allocated\n{causes}",
             expected=f"at most {format_bytes(room)}",
-            given=given,
             hint="A larger dp_shard makes parameters, state and gradients smaller; fewer sequences, a "
             "larger tp or more recomputation the activations."
             if plan.reshard_after_forward
@@ -352,15 +325,15 @@ def _check_room(plan: Plan, given: str) -> None:
         )
 
 
-def _allocated(found: ExtrapolatedStep) -> float:
-    return sum(found.bytes_by_cause.values())
+def _allocated(step: ExtrapolatedStep) -> float:
+    return sum(step.bytes_by_cause.values())
 
 
-def _where(found: ExtrapolatedStep) -> str:
-    shares = {name: time_s / found.seconds() for name, time_s in found.time_by_cause.items()}
+def _where(step: ExtrapolatedStep) -> str:
+    shares = {name: time_s / step.seconds() for name, time_s in step.time_by_cause.items()}
     return ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share > 0.01)
 
 
 @functools.cache
-def _few(plan: Plan) -> ExtrapolatedStep:
+def _step_of(plan: Plan) -> ExtrapolatedStep:
     return extrapolate(plan)

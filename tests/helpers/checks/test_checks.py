@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.checks import blame, check, core, evaluate, exercises, progress, reset, solved
+from helpers.checks import blame, check, core, evaluate, exercises, progress, records, reset
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 
 
@@ -45,10 +45,10 @@ def learner(source):
 
 @pytest.mark.usefixtures("doubled")
 class TestVerdicts:
-    def test_right(self):
+    def test_a_right_answer_is_right(self):
         assert evaluate("99.1", lambda x: x + x).status == "right"
 
-    def test_wrong_says_yours_expected_given_and_a_hint(self):
+    def test_a_wrong_answer_gets_yours_expected_given_and_a_hint(self):
         outcome = evaluate("99.1", lambda x: x**2)
         assert outcome.status == "wrong"
         assert outcome.yours and outcome.expected and outcome.given
@@ -69,7 +69,7 @@ class TestVerdicts:
         answer = learner('def answer():\n    """What to do."""\n    raise NotImplementedError\n')
         assert evaluate("99.1", answer).status == "not attempted"
 
-    def test_torchs_not_implemented_is_an_error(self):
+    def test_a_not_implemented_error_of_torch_is_wrong(self):
         answer = learner("def answer(x):\n    raise NotImplementedError('could not run')\n")
         assert evaluate("99.1", answer).status == "wrong"
 
@@ -84,7 +84,7 @@ class TestVerdicts:
         answer = learner("def answer(x):\n    return torch.nn.Linear(5, 2)(x)\n")
         assert "line 2 of your cell" in evaluate("99.1", answer).error
 
-    def test_a_wrong_signature_is_said(self):
+    def test_a_wrong_signature_gets_a_hint_about_the_stub(self):
         outcome = evaluate("99.1", lambda: 1)
         assert outcome.status == "wrong" and "positional argument" in outcome.error
         assert "stub's name and arguments" in outcome.hint
@@ -120,23 +120,23 @@ class TestVerdicts:
         (second,) = [row for row in rows if "in line 2" in row]
         assert second.index("in line 2") == column and second[:column].isspace()
 
-    def test_a_value_where_a_function_belongs(self):
+    def test_a_value_is_refused_where_a_function_belongs(self):
         outcome = evaluate("99.1", torch.ones(2))
         assert outcome.status == "wrong" and "function itself" in outcome.hint
 
-    def test_wrong_type_of_result(self):
+    def test_a_result_of_another_type_is_wrong(self):
         assert evaluate("99.1", lambda x: None).status == "wrong"
         assert evaluate("99.1", lambda x: x.tolist()).status == "wrong"
 
 
-def test_an_unknown_exercise():
+def test_evaluate_refuses_an_unknown_exercise():
     with pytest.raises(ValueError, match=r"no exercise has the id '1\.99'"):
         evaluate("1.99", 3)
     with pytest.raises(ValueError, match="no exercise has the id 'seven'"):
         evaluate("seven", 3)
 
 
-def test_a_number_is_not_a_bool():
+def test_expect_equal_takes_no_bool_for_a_number():
     expect_equal(1, 1)
     with pytest.raises(Wrong):
         expect_equal(True, 1)
@@ -145,11 +145,11 @@ def test_a_number_is_not_a_bool():
 
 
 @pytest.mark.usefixtures("doubled")
-def test_progress_is_kept_and_forgotten(capsys):
+def test_check_records_a_solved_exercise_and_reset_forgets_it(capsys):
     check("99.1", lambda x: x**2)
-    assert solved.ids() == set()
+    assert records.solved() == set()
     check("99.1", lambda x: x * 2)
-    assert solved.ids() == {"99.1"}
+    assert records.solved() == {"99.1"}
     assert "99.1 ✓" in str(progress())
     reset()
     assert "Forgot 1 solved exercise." in capsys.readouterr().out
@@ -157,7 +157,7 @@ def test_progress_is_kept_and_forgotten(capsys):
 
 
 @pytest.mark.usefixtures("doubled")
-def test_a_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
+def test_check_reports_a_folder_that_cannot_be_written(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path / "file"))
     check("99.1", lambda x: x * 2)

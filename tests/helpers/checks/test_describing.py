@@ -35,7 +35,7 @@ def changed(tensor, index, value):
     ],
     ids=str,
 )
-def test_what_differs_never_reads_the_same(yours, expected):
+def test_values_that_differ_never_read_the_same(yours, expected):
     mine, theirs = told_apart(yours, expected)
     assert mine != theirs
 
@@ -59,13 +59,13 @@ def test_what_differs_never_reads_the_same(yours, expected):
         (1.25, 1.0, ["0.25"]),
     ],
 )
-def test_the_largest_difference_has_its_place(yours, expected, phrases):
+def test_difference_says_where_the_largest_is(yours, expected, phrases):
     said = difference(yours, expected)
     assert all(phrase in said for phrase in phrases), said
     assert bool(said) == bool(phrases)
 
 
-def test_what_is_large_is_described_by_its_kind():
+def test_describe_shows_large_values_by_their_kind():
     batch = {"images": torch.rand(4, 4), "where": torch.device("cpu"), "model": nn.Linear(3, 3)}
     shape = "a tensor of shape (4, 4), float32, on cpu"
     assert describe(batch) == f"{{'images': {shape}, 'where': cpu, 'model': a Linear}}"

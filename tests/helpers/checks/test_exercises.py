@@ -24,6 +24,35 @@ LONG = (
     *("6.1", "6.2", "6.3", "6.5", "7.1", "7.2", "7.4", "8.3", "9.2", "11.2", "12.1", "12.4"),
     *("13.1", "13.2", "13.3", "13.4"),
 )
+# Right in another way, and close to a border that some draws of the check once crossed.
+CLOSE_TO_A_BORDER = {
+    "12.3": (
+        "def tokens_to_hide(gpus, flop_per_s, bytes_per_s):\n"
+        "    import math\n"
+        "    return math.ceil((gpus - 1) / gpus * flop_per_s / bytes_per_s)"
+    ),
+    "14.2": (
+        "def attend(query, blocks):\n"
+        "    best, total, output = None, 0, 0\n"
+        "    for number, (keys, values) in enumerate(blocks):\n"
+        "        scores = torch.einsum('bhsd,bhcd->bhsc', query, keys) / query.size(-1) ** 0.5\n"
+        "        new = scores.max(-1, keepdim=True).values\n"
+        "        new = new if best is None else torch.maximum(new, best)\n"
+        "        shrink = 0 if best is None else (best - new).exp()\n"
+        "        weights = (scores - new).exp()\n"
+        "        total = total * shrink + weights.sum(-1, keepdim=True)\n"
+        "        output = output * shrink + weights @ values\n"
+        "        best = new\n"
+        "    return output / total"
+    ),
+    "14.4": (
+        "def within_capacity(chosen, experts, capacity):\n"
+        "    kept = torch.zeros(len(chosen), dtype=torch.bool)\n"
+        "    for expert in range(experts):\n"
+        "        kept[(chosen == expert).nonzero()[:capacity]] = True\n"
+        "    return kept"
+    ),
+}
 each_exercise = pytest.mark.parametrize(
     ("path", "exercise_id"), EXERCISES, ids=[exercise_id for _, exercise_id in EXERCISES]
 )
@@ -55,6 +84,14 @@ def test_answers_that_are_right_in_another_way_pass(exercise_id):
     for source in RIGHT[exercise_id]:
         outcome = outcome_of(path, exercise_id, source)
         assert outcome.status == "right", f"{source}\n{outcome}"
+
+
+@pytest.mark.parametrize("exercise_id", CLOSE_TO_A_BORDER)
+def test_a_right_answer_close_to_a_border_passes_whatever_is_drawn(exercise_id):
+    (path,) = (path for path, each in EXERCISES if each == exercise_id)
+    for _ in range(5):
+        outcome = outcome_of(path, exercise_id, CLOSE_TO_A_BORDER[exercise_id])
+        assert outcome.status == "right", str(outcome)
 
 
 @each_exercise

@@ -26,7 +26,7 @@ def own_progress(tmp_path, monkeypatch):
         (None, 3, 0, False),
     ],
 )
-def test_when_a_guess_agrees(value, outcome, within, expected):
+def test_agree_compares_a_guess_with_the_outcome(value, outcome, within, expected):
     assert agree(value, outcome, within) is expected
 
 
@@ -51,7 +51,7 @@ def test_without_a_guess_the_lesson_runs_on_and_nothing_is_counted():
     assert Comparison("4a", ..., 3, 0, "").verdict == "not guessed"
 
 
-def test_bad_input_is_refused():
+def test_guess_refuses_another_id_and_another_choice():
     with pytest.raises(ValueError, match="lesson and a letter"):
         guess("4.1", 3)
     with pytest.raises(ValueError, match="choose one of 'yes', 'no'"):
@@ -59,7 +59,7 @@ def test_bad_input_is_refused():
     guess("4a", ..., one_of=("yes", "no"))
 
 
-def test_a_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
+def test_compare_reports_a_folder_that_cannot_be_written(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path / "file"))
     guess("4a", 3).compare(3)

@@ -72,7 +72,7 @@ def test_counts_have_a_column_for_each_verdict_that_occurs(folder):
     assert table.rows == [["01", "", 1, "", 1], ["02", 1, "", 1, 2], ["all", 1, 1, 1, 3]]
 
 
-def test_predictions_are_counted_apart(folder):
+def test_counts_have_a_column_of_their_own_for_predictions(folder):
     ledger = claims.read(folder)
     ledger.append(claims.Claim("X4", "Two GPUs are slower", "predicted", "02", "By 5 %"))
     table = claims.counts(ledger)
@@ -91,7 +91,7 @@ def test_tables_link_what_is_proved(folder):
     assert claims.answers(ledger).rows[0] == ("X1", "The sum is a mean", "It is not", "Names")
 
 
-def test_another_folder_is_said(tmp_path):
+def test_read_refuses_a_folder_without_claims(tmp_path):
     with pytest.raises(FileNotFoundError, match="run this in notebooks/"):
         claims.read(tmp_path)
 

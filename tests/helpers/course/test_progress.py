@@ -7,7 +7,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from helpers import course
-from helpers.checks import check, exercises, guess, minutes, reset, solved
+from helpers.checks import check, exercises, guess, records, reset
 from teaching import lessons
 
 
@@ -38,7 +38,7 @@ def test_routes_of_the_course_have_their_lessons():
         course.routes(lessons.ROOT / "tests")
 
 
-def test_progress_is_counted(tmp_path, monkeypatch):
+def test_overview_counts_solved_exercises_and_guesses(tmp_path, monkeypatch):
     monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path))
     check("0.1", lambda batch_size, gpu_count: -(-batch_size // gpu_count))
     guess("0a", 15).compare(15)
@@ -48,17 +48,17 @@ def test_progress_is_counted(tmp_path, monkeypatch):
     assert course.overview(lessons.ROOT / "notebooks").rows[0][4:] == ("0 of 1", "")
 
 
-def test_where_to_go_on_is_said(tmp_path, monkeypatch):
+def test_go_on_names_the_next_exercise(tmp_path, monkeypatch):
     monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path))
     order = [item.id for item in exercises()]
     assert f"exercise {order[0]} " in course.go_on()
-    solved.record(order[4])
+    records.record_solved(order[4])
     assert f"exercise {order[5]} " in course.go_on()
     assert course.overview(lessons.ROOT / "notebooks").caption == course.go_on()
-    solved.record(order[-1])
+    records.record_solved(order[-1])
     assert course.go_on().startswith(f"Still open: {order[0]}, ")
     for name in order:
-        solved.record(name)
+        records.record_solved(name)
     assert course.go_on() == "Every exercise is solved."
 
 
@@ -66,30 +66,30 @@ def test_own_minutes_are_counted_between_cells_without_breaks(tmp_path, monkeypa
     monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path))
     monkeypatch.setenv("JPY_SESSION_NAME", "/home/someone/notebooks/04_dataparallel_shapes.ipynb")
     shell = InteractiveShell()
-    monkeypatch.setattr(minutes, "get_ipython", lambda: shell)
-    clock = itertools.accumulate([0.0, 60.0, 90.0, minutes.LONGEST_S + 1, 30.0])
-    monkeypatch.setattr(minutes.time, "monotonic", lambda: next(clock))
-    assert minutes.follow() and minutes.follow(), "twice in a kernel counts once"
+    monkeypatch.setattr(records, "get_ipython", lambda: shell)
+    clock = itertools.accumulate([0.0, 60.0, 90.0, records.LONGEST_S + 1, 30.0])
+    monkeypatch.setattr(records.time, "monotonic", lambda: next(clock))
+    assert records.count_minutes() and records.count_minutes(), "twice in a kernel counts once"
     for _ in range(4):
         shell.events.trigger("post_run_cell", None)
-    assert minutes.spent() == {"04": 3.0}
+    assert records.minutes() == {"04": 3.0}
     rows = course.overview(lessons.ROOT / "notebooks").rows
     assert [row[2] for row in rows if row[0].startswith("04")] == ["3"]
     with (tmp_path / "04.minutes").open("a") as file:
         file.write("12")
-    assert minutes.spent() == {"04": 3.0}, "a line that was not finished does not count"
+    assert records.minutes() == {"04": 3.0}, "a line that was not finished does not count"
     reset()
-    assert minutes.spent() == {}
+    assert records.minutes() == {}
 
 
 @pytest.mark.parametrize("name", [None, "scratch.ipynb"])
-def test_outside_of_a_lesson_nothing_is_counted(monkeypatch, name):
+def test_no_minutes_are_counted_outside_of_a_lesson(monkeypatch, name):
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     if name:
         monkeypatch.setenv("JPY_SESSION_NAME", name)
-    assert not minutes.follow()
+    assert not records.count_minutes()
 
 
-def test_another_folder_is_said(tmp_path):
+def test_overview_refuses_a_folder_without_lessons(tmp_path):
     with pytest.raises(FileNotFoundError, match="run this in notebooks/"):
         course.overview(tmp_path)

@@ -26,7 +26,7 @@ def shown(draw, monkeypatch):
     return pictures
 
 
-def test_a_figure_is_handed_on_with_its_text_and_closed(monkeypatch):
+def test_show_displays_the_figure_with_its_text_and_closes_it(monkeypatch):
     before = plt.get_fignums()
     alt = 'Bars: "a" is twice as high as b <and c>.'
     (picture,) = shown(lambda: style.show(style.figure()[0], alt), monkeypatch)
@@ -43,7 +43,7 @@ def test_a_figure_is_handed_on_with_its_text_and_closed(monkeypatch):
 
 
 @pytest.mark.parametrize("alt", ["", "A figure", "Loss over epochs"])
-def test_a_label_is_no_alternative_text(alt):
+def test_show_refuses_a_label_as_alternative_text(alt):
     made, _ = style.figure()
     with pytest.raises(ValueError, match="in a sentence"):
         style.show(made, alt)
@@ -51,7 +51,7 @@ def test_a_label_is_no_alternative_text(alt):
 
 
 @pytest.mark.parametrize("path", PLOTS, ids=lambda path: path.stem)
-def test_no_figure_is_shown_in_another_way(path):
+def test_plots_show_figures_through_style_show_only(path):
     bare = [
         node.lineno
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))

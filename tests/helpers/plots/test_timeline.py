@@ -36,7 +36,7 @@ def test_every_gpu_has_a_lane_and_every_event_a_kind(recorded):
     assert {kind_of(e) for e in lanes["host"]} == {"wait"}
 
 
-def test_neighbours_of_one_kind_become_one_bar(recorded):
+def test_stretches_join_neighbours_of_one_kind(recorded):
     events = lanes_of(recorded)["vgpu:0"]
     bars = stretches(events, gap_s=1.0)
     kinds = [kind for kind, _, _ in bars]
@@ -45,7 +45,7 @@ def test_neighbours_of_one_kind_become_one_bar(recorded):
     assert len(stretches(events, gap_s=0.0)) >= len(bars)
 
 
-def test_the_figure_says_what_was_drawn(recorded):
+def test_timeline_names_the_gpu_and_scales_the_axis(recorded):
     made, axes = figure()
     timeline(recorded, "Two stages", axes=axes, host=True)
     words = [text.get_text() for text in axes.texts]
@@ -56,7 +56,7 @@ def test_the_figure_says_what_was_drawn(recorded):
     matplotlib.pyplot.close(made)
 
 
-def test_a_further_stream_is_named_after_what_it_does():
+def test_a_second_stream_is_named_after_what_it_does():
     with vgpu.enable(2, gpu="K80") as lab, vgpu.shapes_only():
         here, there = lab.devices
         x = torch.randn(64, 64, device=here)
@@ -76,7 +76,7 @@ def test_a_further_stream_is_named_after_what_it_does():
     assert names[2:] == ["vgpu:1", "vgpu:1, copies in"]
 
 
-def test_several_recordings_share_one_scale(recorded, monkeypatch):
+def test_timelines_share_one_scale(recorded, monkeypatch):
     drawn = []
 
     def display(picture):
@@ -93,7 +93,7 @@ def test_several_recordings_share_one_scale(recorded, monkeypatch):
     assert "Two stages: " in alt and "One addition: " in alt and "host wait" in alt
 
 
-def test_joined_ranks_of_a_cluster_have_their_numbers():
+def test_lanes_of_joined_ranks_have_the_ranks_numbers():
     devices = [torch.device("vgpu", index) for index in range(2)]
     joined = vgpu.Timeline("made by hand", devices, ranks=[0, 64])
     assert list(lanes_of(joined)) == ["rank 0", "rank 64"]
@@ -103,7 +103,7 @@ def test_joined_ranks_of_a_cluster_have_their_numbers():
     ]
 
 
-def test_a_stream_whose_bars_no_eye_would_see_has_no_lane():
+def test_a_stream_of_hairlines_has_no_lane():
     """Its lane would look empty; the line under the title says that it is not there."""
     with vgpu.enable(1, gpu="K80"), vgpu.shapes_only():
         x, tiny = torch.ones(2**26, device="vgpu"), torch.ones(1, device="vgpu")

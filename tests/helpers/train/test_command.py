@@ -18,7 +18,7 @@ import torch.distributed as dist
 from levels import sample
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from helpers.models import DigitsCNN
+from helpers.data import DigitsCNN
 from helpers.train import Settings, Training, agent
 from helpers.train import __main__ as command_line
 from vgpu import launch

@@ -36,7 +36,7 @@ def test_a_cut_may_remove_everything():
     assert all(after is None for _, after in found.gradients.values())
 
 
-def test_mistakes_are_named():
+def test_compare_names_the_mistake_in_an_expression():
     with pytest.raises(ValueError, match=r"cut is 'clone'.*detach"):
         compare(INNER, OUTER, "clone")
     with pytest.raises(ValueError, match=r"one number.*add \.sum"):

@@ -20,12 +20,12 @@ def test_segments_save_bytes_and_compute_all_but_the_last_again(gpu):
     assert run.record.peak.total_bytes < 0.7 * plain.record.peak.total_bytes
 
 
-def test_what_does_not_divide_goes_to_the_last_segment(gpu):
+def test_the_last_segment_takes_the_layers_that_do_not_divide(gpu):
     assert run_step(10, 4, gpu).calls == [2] * 6 + [1] * 4
 
 
 @pytest.mark.parametrize("segments", [0, 6])
-def test_segments_that_cannot_be_are_refused(gpu, segments):
+def test_run_step_refuses_segments_that_cannot_be(gpu, segments):
     with pytest.raises(ValueError, match="5 layers make 1 to 5 segments"):
         run_step(5, segments, gpu)
 

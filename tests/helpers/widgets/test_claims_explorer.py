@@ -24,12 +24,12 @@ def test_one_claim_comes_with_its_proof():
 @pytest.mark.parametrize(
     ("words", "ids"), [("mean", ["X1", "X2"]), ("ring", ["X3"]), ("", ["X1", "X2", "X3"])]
 )
-def test_several_or_a_pending_one_are_listed(words, ids):
+def test_several_claims_or_a_pending_one_are_listed(words, ids):
     (table,) = findings(LEDGER, words)
     assert [row[0] for row in table.rows] == ids
 
 
-def test_nothing_found_is_said(monkeypatch):
+def test_show_claims_says_that_nothing_was_found(monkeypatch):
     shown = []
     monkeypatch.setattr("helpers.widgets.claims.display", shown.append)
     show_claims(LEDGER, "nowhere")

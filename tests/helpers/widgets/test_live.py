@@ -8,6 +8,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+import helpers.widgets.live
 from helpers.widgets import checkpointing, layouts, mesh, pipeline, sharding, tensor_parallel
 from helpers.widgets.live import FEW_VALUES, answers, live, offered
 
@@ -30,7 +31,7 @@ height.value = 4
 """
 
 
-def test_it_follows_its_controls():
+def test_live_follows_its_controls():
     number = ipywidgets.IntSlider(2)
     word = ipywidgets.Text("a")
     shown = live(lambda number, word: print(word * number), {"number": number, "word": word})
@@ -55,7 +56,7 @@ def test_an_error_is_shown_after_what_was_printed_and_the_next_change_works():
     assert [output["text"] for output in shown.outputs] == ["of 2\n0.5\n"]
 
 
-def test_in_a_kernel_it_holds_pictures_html_and_prints():
+def test_live_holds_pictures_html_and_prints_in_a_kernel():
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(LESSON)])
     NotebookClient(notebook, timeout=100, extra_arguments=["--log-level=ERROR"]).execute()
     (result,) = [o for o in notebook.cells[0].outputs if o.output_type == "execute_result"]
@@ -99,7 +100,7 @@ def test_a_page_offers_few_values_among_them_the_ends_and_what_the_control_says(
         ({"number": range(1, 41), "third": range(5)}, "400 combinations of number, word, third"),
     ],
 )
-def test_values_that_a_page_cannot_offer_are_refused(few, message):
+def test_offered_refuses_values_that_a_page_cannot_offer(few, message):
     controls = _controls()
     controls["third"] = ipywidgets.IntSlider(0, min=0, max=4)
     with pytest.raises(ValueError, match=message):
@@ -112,27 +113,26 @@ def test_an_answer_that_fails_says_for_which_values():
 
 
 @pytest.mark.parametrize(
-    ("module", "explorer", "count"),
+    ("explorer", "count"),
     [
-        (pipeline, pipeline.pipeline_explorer, 4 * 2 * 3 * 4),
-        (checkpointing, lambda: checkpointing.checkpointing_explorer(None), 3 * 8),
-        (sharding, sharding.sharding_explorer, 3 * 2 * 4 * 5),
-        (tensor_parallel, lambda: tensor_parallel.layer_explorer(None), 5 * 5 * 3),
-        (mesh, mesh.mesh_explorer, 3 * 3 * 3 * 2 * 2),
-        (layouts, layouts.layout_explorer, 3 * 2 * 3 * 2 * 2),
+        (pipeline.pipeline_explorer, 4 * 2 * 3 * 4),
+        (lambda: checkpointing.checkpointing_explorer(None), 3 * 8),
+        (sharding.sharding_explorer, 3 * 2 * 4 * 5),
+        (lambda: tensor_parallel.layer_explorer(None), 5 * 5 * 3),
+        (mesh.mesh_explorer, 3 * 3 * 3 * 2 * 2),
+        (layouts.layout_explorer, 3 * 2 * 3 * 2 * 2),
     ],
     ids=["10", "11", "12", "13", "14", "15"],
 )
-def test_the_lessons_explorers_offer_a_page_what_they_can_show(
-    monkeypatch, module, explorer, count
-):
+def test_the_lessons_explorers_offer_a_page_what_they_can_show(monkeypatch, explorer, count):
     asked = []
 
     def only_asked(function, controls, few=None):
         asked.append((controls, few or {}))
         return ipywidgets.Output()
 
-    monkeypatch.setattr(module, "live", only_asked)
+    monkeypatch.setattr(helpers.widgets.live, "live", only_asked)
+    monkeypatch.setattr(layouts, "live", only_asked)  # imported by its name
     explorer()
     values = offered(*asked[0])
     assert math.prod(map(len, values.values())) == count

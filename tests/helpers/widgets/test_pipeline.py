@@ -32,13 +32,13 @@ def drawn(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_units_are_those_of_the_schedule_itself(kind):
+def test_answer_counts_in_the_units_of_the_schedule(kind):
     found = answer(kind, 4, 8)
     # Forward takes 1 and backward 2, so eight micro-batches on each of four devices take 4 × 24.
     assert found.alone == 4 * 24
-    assert math.isclose(found.played.bubble, 1 - found.alone / (4 * found.played.makespan))
+    assert math.isclose(found.simulated.bubble, 1 - found.alone / (4 * found.simulated.makespan))
     rows = answer_table(found).rows
-    assert rows[1][1] == f"{found.played.bubble:.1%}"
+    assert rows[1][1] == f"{found.simulated.bubble:.1%}"
     assert rows[2][1] == ", ".join(map(str, found.in_flight))
 
 
@@ -58,8 +58,8 @@ def test_a_layer_costs_what_one_gpu_records(monkeypatch):
 def test_virtual_time_and_memory_on_gpus_by_name():
     one, eight = answer("1F1B", 1, 16, "H100"), answer("1F1B", 8, 16, "H100")
     assert eight.cost == one.cost
-    assert math.isclose(eight.alone, one.played.makespan, rel_tol=1e-9)
-    assert 8 * (1 - eight.played.bubble) == pytest.approx(eight.alone / eight.played.makespan)
+    assert math.isclose(eight.alone, one.simulated.makespan, rel_tol=1e-9)
+    assert 8 * (1 - eight.simulated.bubble) == pytest.approx(eight.alone / eight.simulated.makespan)
     held = LAYERS * one.cost.parameters * BYTES_PER_PARAMETER
     assert one.peak_bytes() == [held + LAYERS * one.cost.activation_bytes]
     assert eight.peak_bytes()[7] == (held + LAYERS * one.cost.activation_bytes) // 8
@@ -69,7 +69,7 @@ def test_virtual_time_and_memory_on_gpus_by_name():
 def test_a_faster_gpu_is_faster_and_a_larger_one_fits_more():
     names = ("K80", "V100", "A100", "H100")
     found = [answer("1F1B", 4, 8, name) for name in names]
-    times = [each.played.makespan for each in found]
+    times = [each.simulated.makespan for each in found]
     assert times == sorted(times, reverse=True)
     rows = [answer_table(each).rows[2] for each in found]
     # Rooms of 12 to 80 GiB. A K80 has no fused attention and keeps the scores; a V100's fused one
@@ -95,7 +95,7 @@ def test_interleaving_keeps_more_in_smaller_pieces():
     assert woven.peak_bytes()[0] == held + 11 * activations // 2
 
 
-def test_virtual_gpus_are_left_as_they_were():
+def test_layer_cost_leaves_virtual_gpus_as_they_were():
     with vgpu.enable(3, gpu="V100"):
         layer_cost.__wrapped__("K80", 1)
         assert torch.get_device_module("vgpu").device_count() == 3
@@ -109,7 +109,7 @@ def test_virtual_gpus_are_left_as_they_were():
         (("1F1B", 8, BATCH * 2, "H100"), "does not come out even"),
     ],
 )
-def test_a_choice_without_a_schedule_is_said_and_not_drawn(choice, said, drawn, capsys):
+def test_show_answer_explains_a_choice_without_a_schedule(choice, said, drawn, capsys):
     show_answer(*choice)
     assert said in capsys.readouterr().out
     assert drawn == []
@@ -127,7 +127,7 @@ def test_every_control_redraws(drawn):
     assert [p.schedule.devices for p in played] == [4, 4, 8, 8, 8]
     assert [p.schedule.micro_batches for p in played] == [8, 8, 8, 32, 32]
     assert [options.get("unit") for _, options in drawn] == [None, None, None, None, "ms"]
-    assert played[-1].makespan == answer("zero bubble (ZB-H1)", 8, 32, "H100").played.makespan
+    assert played[-1].makespan == answer("zero bubble (ZB-H1)", 8, 32, "H100").simulated.makespan
     kind.value, micro_batches.value = "interleaved 1F1B, 2 chunks", 4
     (told,) = explorer.children[-1].outputs
     assert len(drawn) == 6 and "not a multiple" in told["text"]

@@ -5,7 +5,7 @@ from itertools import pairwise
 import matplotlib.pyplot as plt
 import pytest
 
-from helpers.plots import collectives
+from helpers.plots.collectives import origins
 from helpers.widgets import ring
 
 
@@ -33,9 +33,7 @@ def test_every_rank_ends_with_every_sum(ranks):
 def test_half_way_each_rank_has_one_complete_chunk(ranks):
     half_way = ring.ring_states(ranks)[ranks - 1]
     for rank, numbers in enumerate(half_way.held):
-        complete = [
-            chunk for chunk, n in enumerate(numbers) if len(collectives.origins(n)) == ranks
-        ]
+        complete = [chunk for chunk, n in enumerate(numbers) if len(origins(n)) == ranks]
         assert complete == [(rank + 1) % ranks]
 
 
@@ -55,18 +53,18 @@ def test_in_every_step_each_rank_sends_another_chunk_and_only_its_neighbour_chan
 
 
 @pytest.mark.parametrize("ranks", [0, ring.MOST_RANKS + 1])
-def test_a_number_of_ranks_that_cannot_be_drawn_is_refused(ranks):
+def test_ring_states_refuse_a_number_of_ranks_that_cannot_be_drawn(ranks):
     with pytest.raises(ValueError, match="1 to 8 ranks"):
         ring.ring_states(ranks)
 
 
-def test_a_number_tells_the_ranks_it_holds():
-    assert collectives.origins(303) == [0, 2]
-    assert collectives.origins(0) == []
+def test_origins_reads_the_ranks_off_a_number():
+    assert origins(303) == [0, 2]
+    assert origins(0) == []
     with pytest.raises(ValueError, match="one for each rank"):
-        collectives.origins(10**8)
+        origins(10**8)
     with pytest.raises(ValueError, match="no number of this lesson"):
-        collectives.origins(-1)
+        origins(-1)
 
 
 def test_the_figure_shows_the_numbers_of_the_state(shown, capsys):

@@ -45,7 +45,7 @@ def test_one_gpu_sends_and_gathers_nothing():
         assert sum(alone.held.values()) == 16 * alone.parameters
 
 
-def test_what_fully_shard_keeps_and_sends_is_the_answer():
+def test_answer_is_what_fully_shard_keeps_and_sends():
     """PyTorch's own, as rank 0 of 8: with its gradients in bfloat16, as the explorer counts."""
     found = answer(SHAPE, 8, FSDP)
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -73,7 +73,7 @@ def test_what_fully_shard_keeps_and_sends_is_the_answer():
     ("gpus", "way", "message"),
     [(8, "everything", "no way 'everything'"), (12, DDP, "12 GPUs are no whole hosts of 8")],
 )
-def test_what_cannot_be_is_refused(gpus, way, message):
+def test_answer_refuses_unknown_ways_and_broken_hosts(gpus, way, message):
     with pytest.raises(ValueError, match=message):
         answer(LETTERS, gpus, way)
 
@@ -94,7 +94,7 @@ def test_the_controls_redraw(monkeypatch):
     assert "does not fit" in texts
 
 
-def test_the_figure_works_without_the_widget(capsys):
+def test_show_answer_works_without_the_widget(capsys):
     sharding.show_answer("70B", 64, FSDP, "H100")
     shown = capsys.readouterr().out
     assert "fits, without activations" in shown

@@ -30,7 +30,7 @@ def test_a_place_says_link_and_hosts(degree, place, asked):
     assert layer_on(layer, 8192, degree, place) == asked
 
 
-def test_more_gpus_than_heads_are_refused():
+def test_layer_on_refuses_more_gpus_than_heads():
     with pytest.raises(ValueError, match="width 1024 has 8 heads of 128, too few for 16 GPUs"):
         layer_on(lambda *_, **__: None, 1024, 16, "NVLink 4")
 

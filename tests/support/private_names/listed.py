@@ -20,8 +20,8 @@ RELIANCES = (
     Reliance(
         "a tensor that Python sees on a virtual GPU, and C++ on the device type lazy",
         "Everything rests on it: look how torch.testing._internal.two_tensor and DTensor make "
-        "their wrappers now, and do it likewise in dispatch/tensor.py, shapes/shape.py and "
-        "distributed/wrappers.py.",
+        "their wrappers now, and do it likewise in tensor/tensor.py and "
+        "collectives/wrappers.py.",
         (
             "torch.Tensor._make_wrapper_subclass",
             "torch._C.TensorBase",
@@ -35,10 +35,9 @@ RELIANCES = (
     Reliance(
         "seeing each operator, with modes and dispatch keys",
         "torch.utils._python_dispatch has long been private in name only; follow what FakeTensor "
-        "imports, in dispatch/operations.py, dispatch/device_names.py and shapes/block.py.",
+        "imports, in tensor/compute.py, tensor/device_names.py and tensor/shapes.py.",
         (
             "torch.utils._python_dispatch.TorchDispatchMode",
-            "torch.utils._python_dispatch._disable_current_modes",
             "torch._C.DisableTorchFunctionSubclass",
             "torch._C.DispatchKey",
             "torch._C.DispatchKeySet",
@@ -55,7 +54,7 @@ RELIANCES = (
     ),
     Reliance(
         "kernels of custom operators, on virtual tensors",
-        "In dispatch/rules.py and dispatch/custom.py ask the registry another way for kernels that "
+        "In tensor/composite.py and tensor/kernels.py ask the registry another way for kernels that "
         "Python has registered. tests/vgpu/tensor/test_custom_operators.py is the judge.",
         (
             "torch._library.utils._c_check_aliasing_constraint",
@@ -65,8 +64,8 @@ RELIANCES = (
     ),
     Reliance(
         "what an operator's schema says, and for which keys it has kernels",
-        "Ask the registry another way (torch.library, torch._ops) in dispatch/rules.py and "
-        "dispatch/kernels.py; as a last resort try the operator on a CPU tensor once.",
+        "Ask the registry another way (torch.library, torch._ops) in tensor/composite.py and "
+        "tensor/kernels.py; as a last resort try the operator on a CPU tensor once.",
         (
             "torch._C.FunctionSchema",
             "torch._C._dispatch_get_all_op_names",
@@ -77,8 +76,8 @@ RELIANCES = (
     ),
     Reliance(
         "views and versions: a change in place through one name is seen through the others",
-        "Without a substitute in dispatch/views.py and torch_api/data_assignment.py, refuse "
-        "changes of shape in place and p.data = q (dispatch/refusals.py): an error is better "
+        "Without a substitute in tensor/views.py and torch_patches/data_assignment.py, refuse "
+        "changes of shape in place and p.data = q (tensor/refusals.py): an error is better "
         "than a wrong gradient. tests/vgpu/tensor/test_views.py is the judge.",
         (
             "torch.Tensor._version",
@@ -101,8 +100,8 @@ RELIANCES = (
         "operators without a public name: fused attention and RMSNorm, softmax, functional "
         "collectives",
         "Call F.scaled_dot_product_attention, F.softmax or torch.distributed under a "
-        "TorchDispatchMode and see which operator comes now; dispatch/gpu_only/, "
-        "torch_api/attention.py, distributed/wrappers.py.",
+        "TorchDispatchMode and see which operator comes now; tensor/attention.py, tensor/norms.py, "
+        "torch_patches/attention.py, collectives/wrappers.py.",
         (
             "torch.ops._c10d_functional._wrap_tensor_autograd",
             "torch.ops._c10d_functional.reduce_scatter_tensor",
@@ -117,7 +116,7 @@ RELIANCES = (
     ),
     Reliance(
         "the order in which kernels for attention are tried",
-        "Take flash, efficient, plain in torch_api/attention.py, and say in docs/vgpu.md that "
+        "Take flash, efficient, plain in torch_patches/attention.py, and say in docs/vgpu.md that "
         "sdpa_kernel(..., set_priority=True) is not heeded.",
         ("torch._C._get_sdp_priority_order",),
     ),
@@ -136,7 +135,7 @@ RELIANCES = (
     Reliance(
         "torch.accelerator, and who asks which device type there is",
         "Find what torch/accelerator/__init__.py calls now, and replace that in "
-        "torch_api/accelerator.py.",
+        "torch_patches/accelerator.py.",
         (
             "torch._C._accelerator_emptyCache",
             "torch._C._accelerator_exchangeDevice",
@@ -158,7 +157,7 @@ RELIANCES = (
     Reliance(
         "knowing in a backward pass which one it is, and which forward operation it undoes",
         "Names of modules and passes in a timeline rest on it, and the stream of a backward "
-        "operation (device/gpus.py, timing/callers): a backward pass on the forward's stream can be "
+        "operation (memory/gpus.py, time/call_sites.py): a backward pass on the forward's stream can be "
         "had from tensor hooks.",
         (
             "torch._C._autograd._get_sequence_nr",
@@ -173,14 +172,13 @@ RELIANCES = (
     Reliance(
         "functions that compare devices in C++ or read arguments there",
         "Look how the Python function that users call reaches C++ now, and stand in for that name "
-        "(torch_api/functions.py, torch_api/uninitialized.py, dispatch/refusals.py).",
+        "(torch_patches/functions.py, tensor/refusals.py).",
         (
             "torch._C._nn._parse_to",
             "torch._VF._unpack_dual",
             "torch._functorch.eager_transforms",
             "torch._utils._handle_complex",
             "torch.autograd.forward_ad._current_level",
-            "torch.nn.parameter.UninitializedTensorMixin._allowed_methods",
             "torch.utils._device._device_constructors",
         ),
     ),
@@ -199,7 +197,7 @@ RELIANCES = (
     ),
     Reliance(
         "torch.save and torch.load in the format of CUDA checkpoints; sending to processes",
-        "Save a tensor under torch_api/serialization.py's test and look what its pickle names now; "
+        "Save a tensor under torch_patches/serialization.py's test and look what its pickle names now; "
         "old checkpoints must go on loading.",
         (
             "torch.Tensor._reduce_ex_internal",
@@ -216,29 +214,19 @@ RELIANCES = (
     ),
     Reliance(
         "the stream on which DataParallel copies to its replicas",
-        "Replace what nn.parallel.comm and Scatter ask for a stream (torch_api/data_parallel.py); "
+        "Replace what nn.parallel.comm and Scatter ask for a stream (torch_patches/data_parallel.py); "
         "without it copies are right and their time is on the wrong stream.",
         ("torch.nn.parallel._functions._get_stream",),
     ),
     Reliance(
         "virtual time of float32 products with TF32",
-        "Read torch.backends' public fp32_precision in timing/costs.py.",
+        "Read torch.backends' public fp32_precision in time/costs.py.",
         ("torch._C._get_fp32_precision_getter",),
-    ),
-    Reliance(
-        "F.linear_cross_entropy on a virtual GPU, as on CUDA",
-        "Look where torch.nn.modules.linear_cross_entropy asks for the device type cuda now, and "
-        "answer for virtual GPUs there (dispatch/gpu_only/out_dtype.py).",
-        (
-            "torch.nn.modules.linear_cross_entropy._ChunkContext.build",
-            "torch.nn.modules.linear_cross_entropy_options.LinearCrossEntropyOptions"
-            "._resolve_auto_acc_dtype",
-        ),
     ),
     Reliance(
         "models whose tensors have no values: what would read one",
         "Run tests/vgpu/test_shapes.py: the error says who reads; stand in for that in "
-        "shapes/block.py.",
+        "tensor/shapes.py.",
         (
             "torch.distributed.Reducer._rebuild_buckets",
             "torch.nn.init._no_grad_trunc_normal_",
@@ -248,7 +236,7 @@ RELIANCES = (
     Reliance(
         "the backend vccl: process groups of virtual GPUs over gloo",
         "Backend.register_backend is public and stays; what surrounds it is in "
-        "distributed/groups.py. Compare new_group in torch/distributed/distributed_c10d.py.",
+        "collectives/process_groups.py. Compare new_group in torch/distributed/distributed_c10d.py.",
         (
             "torch.distributed.Backend._BackendPlugin",
             "torch.distributed.Backend._plugins",
@@ -263,7 +251,7 @@ RELIANCES = (
     ),
     Reliance(
         "optimizers and clipping that handle all tensors at once by default, as on CUDA",
-        "See what decides it now (torch_api/functions.py); without it, steps are a loop with fewer "
+        "See what decides it now (torch_patches/functions.py); without it, steps are a loop with fewer "
         "temporary bytes and more kernels than CUDA's.",
         (
             "torch._C._group_tensors_by_device_and_dtype",
@@ -274,7 +262,7 @@ RELIANCES = (
     ),
     Reliance(
         "tensors around virtual ones: DTensor, and results of collectives that are awaited",
-        "They must say the device that their inner tensor says (distributed/wrappers.py); "
+        "They must say the device that their inner tensor says (collectives/wrappers.py); "
         "tests/vgpu/collectives/test_wrappers.py shows which does not.",
         (
             "torch.distributed._functional_collectives.AsyncCollectiveTensor",
@@ -285,7 +273,7 @@ RELIANCES = (
     ),
     Reliance(
         "refusing what only NCCL offers, and doing without its premultiplied sum",
-        "If FSDP2 reduces another way now, change distributed/nccl_only.py to that; gloo then says "
+        "If FSDP2 reduces another way now, change collectives/nccl_only.py to that; gloo then says "
         "what it cannot do.",
         (
             "torch.distributed._symmetric_memory.empty",
@@ -313,7 +301,7 @@ RELIANCES = (
     Reliance(
         "a cluster that does not exist: groups of ranks that are not there",
         "The fake process group is torch's own test tool and moves with its tests: search torch "
-        "for fake_pg, then cluster/layout.py, cluster/collectives.py and distributed/groups.py.",
+        "for fake_pg, then collectives/cluster.py, dispatch.py and process_groups.py.",
         (
             "torch._C._distributed_c10d.PythonCallbackWork",
             "torch._C.fork",
@@ -325,7 +313,7 @@ RELIANCES = (
     Reliance(
         "forgetting the plans of DTensor when a cluster is left",
         "Look where torch/distributed/tensor/_sharding_prop.py keeps what it has planned, and empty "
-        "that in distributed/meshes.py.",
+        "that in collectives/cluster.py.",
         (
             "torch._C._clear_DTensor_sharding_propagator_cache",
             "torch.distributed.tensor._api.DTensor._op_dispatcher",
@@ -334,19 +322,13 @@ RELIANCES = (
     Reliance(
         "pipelines of torch on a cluster, whose absent ranks have no vote",
         "Look how a schedule sets itself up before its first step, and what it skips for torch's "
-        "fake process group; distributed/pipelines.py makes it skip the same.",
+        "fake process group; collectives/wrappers.py makes it skip the same.",
         (
             "torch.distributed.pipelining.schedules._PipelineSchedule",
             "torch.distributed.pipelining.schedules._PipelineSchedule"
             "._initialize_pipeline_distributed_state",
             "torch.distributed.pipelining.schedules._PipelineSchedule._warmup_p2p",
         ),
-    ),
-    Reliance(
-        "counting what collectives send: the process group among an operator's arguments",
-        "Print the arguments of a functional collective in vgpu/profiling/collective_counters.py and see in what "
-        "form the group comes now.",
-        ("torch.ScriptObject._type",),
     ),
     Reliance(
         "saying which rank waits for what",

@@ -58,7 +58,7 @@ def test_large_blocks_have_a_segment_of_their_own(size_mib, reserved_mib, alloca
     assert mib(allocated([size_mib])) == (reserved_mib, allocated_mib, 1)
 
 
-def test_what_is_left_of_a_small_segment_is_cut_off_from_512_bytes_on():
+def test_a_small_segment_is_split_where_512_bytes_are_left():
     made = allocated([1, 1 - 512 / MIB])
     made.allocate(2, 512, 0)
     assert mib(made) == (2, 2, 1)
@@ -98,7 +98,7 @@ def test_streams_do_not_share():
         assert mib(made) == (40, 10, 2)
 
 
-def test_where_segments_leave_gaps_an_expandable_one_does_not():
+def test_an_expandable_segment_leaves_no_gaps():
     plain, expandable = allocated([30] * 3), allocated([30] * 3, expandable=True)
     # Three segments of 30, or one of five pages of 20.
     assert (mib(plain), mib(expandable)) == ((90, 90, 3), (100, 90, 1))
@@ -158,7 +158,7 @@ def test_a_block_that_grows_is_copied():
     assert made.peak_allocated_bytes == 42 * MIB
 
 
-def test_what_is_free_is_whole_again_when_all_is_freed():
+def test_a_segment_is_whole_again_when_all_its_blocks_are_freed():
     for expandable in (False, True):
         generator = random.Random(0)
         made = allocator(expandable=expandable)

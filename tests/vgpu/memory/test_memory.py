@@ -47,7 +47,7 @@ def test_a_storage_counts_once_and_lives_as_long_as_any_view():
     assert allocated() == 0
 
 
-def test_what_autograd_saves_counts_until_the_graph_goes():
+def test_saved_tensors_count_until_the_graph_goes():
     w = torch.ones(1024, device="vgpu:0", requires_grad=True)
     y = w.exp()  # saves its result
     loss = y.sum()
@@ -97,7 +97,7 @@ def test_peak_is_kept_until_it_is_reset():
         lambda: torch.ones(1, device="vgpu:1").expand(20 * MIB).contiguous(),
     ],
 )
-def test_too_much_is_out_of_memory_in_cudas_words_and_no_byte_is_lost(ask):
+def test_a_request_that_does_not_fit_fails_in_cudas_words_and_loses_no_byte(ask):
     kept = torch.zeros(MIB, device="vgpu:1")
     words = (
         r"VGPU out of memory\. Tried to allocate 80\.00 MiB\. GPU 1 has a total capacity of "
@@ -263,6 +263,6 @@ def test_a_process_may_be_allowed_a_part_only():
 @pytest.mark.parametrize(
     ("fraction", "kind"), [(1.5, ValueError), (-0.1, ValueError), (1, TypeError)]
 )
-def test_a_fraction_that_is_none_is_refused(fraction, kind):
+def test_a_bad_memory_fraction_is_refused(fraction, kind):
     with pytest.raises(kind, match="fraction"):
         torch.vgpu.set_per_process_memory_fraction(fraction)

@@ -47,7 +47,7 @@ def test_an_allocation_and_its_release_share_a_number():
 
 
 @pytest.mark.parametrize("shapes", [False, True])
-def test_reserved_with_values_and_as_shapes(shapes):
+def test_a_record_tells_what_is_reserved_with_values_and_as_shapes(shapes):
     with vgpu.shapes_only() if shapes else contextlib.nullcontext(), vgpu.record_memory() as record:
         a, b, c = of(30), of(30), of(30)
         del a, c
@@ -113,7 +113,7 @@ def test_blocks_from_before_the_record_lie_first():
     del kept, new
 
 
-def test_a_gpu_of_another_size():
+def test_a_record_tells_what_a_gpu_of_another_size_would_reserve():
     with vgpu.record_memory() as record:
         x = of(30)
         del x

@@ -8,7 +8,7 @@ import torch
 
 import vgpu
 from vgpu.memory import blocks as memory
-from vgpu.memory import reserve
+from vgpu.memory import records
 
 MIB = 2**20
 
@@ -119,7 +119,7 @@ def test_cached_segments_go_before_memory_runs_out():
         assert [torch.vgpu.memory_stats()[name] for name in counts] == [0, 0]
 
 
-def test_where_cuda_would_find_no_room_more_is_reserved_than_there_is():
+def test_a_gpu_reserves_more_than_it_has_where_cuda_would_find_no_room():
     parts = [of(20) for _ in range(12)]
     del parts[::2]
     x = of(130)  # beside 120 in use
@@ -156,12 +156,12 @@ def test_gpus_that_are_enabled_again_have_what_is_held_and_no_more():
     assert x.numel() == 5 * MIB
 
 
-def test_what_is_over_is_not_played_when_gpus_are_enabled_again(monkeypatch):
+def test_an_old_log_is_dropped_when_gpus_are_enabled_again(monkeypatch):
     noted = [of(5) for _ in range(9)]
     del noted
     vgpu.disable()
     played = []
-    monkeypatch.setattr(reserve.Reserve, "_play", lambda *note: played.append(note))
+    monkeypatch.setattr(records.Reserve, "_apply", lambda *note: played.append(note))
     vgpu.enable(2, memory_bytes=512 * MIB)
     assert not played
     monkeypatch.undo()
@@ -185,10 +185,10 @@ def some_program(ask, seed=0):
     return live
 
 
-@pytest.mark.parametrize("most_notes", [8, 2**21])
+@pytest.mark.parametrize("longest_log", [8, 2**21])
 @pytest.mark.parametrize("shapes", [False, True])
-def test_it_is_what_a_record_replays(most_notes, shapes, monkeypatch):
-    monkeypatch.setattr(reserve, "_MOST_NOTES", most_notes)
+def test_the_reserve_equals_what_a_record_replays(longest_log, shapes, monkeypatch):
+    monkeypatch.setattr(records, "_LONGEST_LOG", longest_log)
     asked = []
     mode = vgpu.shapes_only() if shapes else torch.no_grad()
     with mode, vgpu.record_memory() as record:
@@ -200,11 +200,11 @@ def test_it_is_what_a_record_replays(most_notes, shapes, monkeypatch):
     del live
 
 
-def test_notes_are_played_before_they_are_many(monkeypatch):
-    monkeypatch.setattr(reserve, "_MOST_NOTES", 100)
+def test_the_log_is_applied_before_it_grows_long(monkeypatch):
+    monkeypatch.setattr(records, "_LONGEST_LOG", 100)
     noted = []
     live = some_program(
-        lambda: noted.append(len(torch.empty(0, device="vgpu")._gpu.memory.reserve._notes))
+        lambda: noted.append(len(torch.empty(0, device="vgpu")._gpu.memory.reserve._log))
     )
     assert max(noted) <= 100 < sum(noted)
     del live

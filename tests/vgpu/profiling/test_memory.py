@@ -154,7 +154,7 @@ def test_capacity_is_that_of_one_gpu_and_its_model_stays():
             assert "A100" in torch.vgpu.get_device_name(1)
             with vgpu.record() as timeline:
                 torch.ones(1, device="vgpu:0").to("vgpu:1")
-            assert timeline.programs[0].model.link.name == "PCIe 4.0 x16"
+            assert timeline.programs[0].costs.link.name == "PCIe 4.0 x16"
             _ = 1 / 0
     none = memory.capacity(torch.device("vgpu:0"), 0)
     with vgpu.enable(1), pytest.raises(ValueError, match="got 0 for vgpu:0"), none:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vgpu.tensor import autocast_lists as lists
+from vgpu.tensor import autocast as lists
 
 pytestmark = pytest.mark.virtual_gpus(1)
 

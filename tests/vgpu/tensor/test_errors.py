@@ -242,18 +242,6 @@ def test_a_changed_tensor_is_named_by_its_type_as_on_cuda(sparse, name):
         z.sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
-@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 2))])
-def test_a_script_module_that_fails_on_virtual_tensors_says_why(make):
-    module = make(nn.Linear(2, 2))
-    with pytest.raises(RuntimeError, match="vgpu:1, but its parameters stay on cpu"):
-        module(on(1, 1, 2))
-    assert make(nn.Sequential(nn.ReLU()))(on(1, 1, 2)).device == on(1, 1).device
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        module(torch.ones(1, 3))
-
-
 @pytest.mark.parametrize(
     "call",
     [

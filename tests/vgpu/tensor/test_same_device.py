@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import vgpu
-from vgpu.tensor import rules, same_device
+from vgpu.tensor import composite, same_device
 from vgpu.tensor.operators import Operator
 
 TWO_DEVICES = "at least two devices"
@@ -168,7 +168,7 @@ def test_each_operator_that_cuda_does_not_check_is_known():
         if "device_check: NoCheck" not in entry or func is None or not is_concerned(func):
             continue
         full_name = func._schema.name
-        generated = same_device._on_devices(func) is same_device._check_generated
+        generated = same_device.check_of(func) is same_device.check_generated
         known = full_name in COMPARED | set(same_device._ANYWHERE) or overload == "tensor_lr"
         assert known or not generated, f"{full_name}: what does CUDA do with two devices there?"
 
@@ -184,7 +184,7 @@ def is_concerned(func: Operator) -> bool:
     tensors = [str(a.type) for a in arguments if "Tensor" in str(a.type)]
     return not (
         any(a.is_out for a in arguments)
-        or rules.is_composite(func)
+        or composite.is_composite(func)
         or NOT_OURS.search(func._schema.name)
         or func._schema.name.startswith("aten::_foreach_")
         or (len(tensors) < 2 and "List[Tensor]" not in tensors)

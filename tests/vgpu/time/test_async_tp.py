@@ -68,7 +68,7 @@ def one_product(shard, whole, weight, *others):
 # First its own piece is copied to where the others find it, 2 µs. On the fast link, pieces come while
 # others are multiplied. On the slow one, three come in 5 µs each, and the last is multiplied then.
 @pytest.mark.parametrize(("link", "wanted"), [(FAST, 2 + 4 * PIECE), (SLOW, 2 + 3 * 5 + PIECE)])
-def test_a_gather_and_its_product(link, wanted):
+def test_a_gather_runs_beside_the_pieces_of_its_product(link, wanted):
     timeline = recorded(one_product, link)
     assert timeline.makespan_s == timeline.host_s == near(wanted)
     assert sorted(launched(timeline)) == ["copy", *["mm"] * 4, *["permute"] * 3]
@@ -97,7 +97,7 @@ def test_products_share_the_pieces_of_their_gather():
 
 
 @pytest.mark.parametrize(("link", "wanted"), [(FAST, 4 * PIECE), (SLOW, PIECE + 3 * 10)])
-def test_a_product_and_its_reduce_scatter(link, wanted):
+def test_a_reduce_scatter_runs_beside_the_pieces_of_its_product(link, wanted):
     def program(shard, whole, weight, *others):
         return functional.reduce_scatter_single(whole @ weight, "sum", 0, dist.group.WORLD).wait()
 
@@ -131,7 +131,7 @@ def test_pieces_of_another_dimension_need_no_copy():
     assert timeline.makespan_s == near(2 + 4 * PIECE + 16 + 4 * PIECE + 4 + 1)
 
 
-def test_what_else_reads_a_gather_reads_it_afterwards():
+def test_other_readers_of_a_gather_start_after_its_products():
     def program(shard, whole, weight, *others):
         gathered = functional.all_gather_single(shard, 0, dist.group.WORLD)
         return gathered @ weight, gathered.t() @ whole
@@ -151,7 +151,7 @@ def test_a_copy_that_outlives_the_recording_is_made(outlives):
     assert recorded(program).makespan_s == near(wanted)
 
 
-# What stays as it was
+# Operations that make no pair
 
 
 def elementwise_between(shard, whole, weight, *others):
@@ -209,19 +209,19 @@ STAY = [
 
 
 @pytest.mark.parametrize("program", STAY)
-def test_what_is_no_such_pair_stays(program):
+def test_operations_that_make_no_pair_keep_their_times(program):
     timeline = recorded(program)
     assert {"all_gather", "reduce_scatter"} & set(launched(timeline))
     assert times(timeline) == times(recorded(program, async_tp=False))
 
 
-def test_a_group_across_hosts_stays():
+def test_a_group_across_hosts_keeps_its_times():
     timeline = recorded(one_product, hosts=2)
     assert launched(timeline) == ["all_gather", "mm"]
     assert times(timeline) == times(recorded(one_product, hosts=2, async_tp=False))
 
 
-def test_it_is_a_pass_of_the_compiler():
+def test_async_tp_needs_fusion():
     with pytest.raises(ValueError, match="needs fuses=True"):
         recorded(one_product, fuses=False)
     plain = recorded(one_product, fuses=False, async_tp=False)
@@ -229,10 +229,10 @@ def test_it_is_a_pass_of_the_compiler():
         vgpu.replay(plain, async_tp=True)
 
 
-# Played again, and several ranks
+# Replays, and several ranks
 
 
-def test_a_replay_takes_a_program_to_pieces_and_together():
+def test_a_replay_can_switch_async_tp_on_and_off():
     timeline, plain = recorded(one_product), recorded(one_product, async_tp=False)
     assert times(vgpu.replay(plain, async_tp=True)) == times(timeline)
     assert times(vgpu.replay(timeline, async_tp=False)) == times(plain)

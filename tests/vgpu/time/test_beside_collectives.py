@@ -13,8 +13,8 @@ from torch.distributed import _functional_collectives as functional
 from toy_gpu import KB, PLAIN, SPEC
 
 import vgpu
-from vgpu.time.joint import replay_beside
 from vgpu.time.resources import Processors
+from vgpu.time.simulate import replay_beside
 
 GPU = dataclasses.replace(SPEC, multi_processor_count=4)
 COSTS = vgpu.CostModel(
@@ -71,7 +71,7 @@ def test_a_replay_takes_more_multiprocessors(rank):
     assert times_us(again, "kernel") == us((0, 40), (40, 60), (60, 80))
 
 
-def test_what_was_begun_before_occupies_the_links_and_multiprocessors(rank):
+def test_a_collective_begun_earlier_occupies_links_and_multiprocessors(rank):
     timeline = recorded(collective_processors=1)
     (sending,) = (event for event in timeline.events if event.kind == "collective")
     # The other one lasts until 10; that of a rank like this one, which has another GPU, counts too.
@@ -94,24 +94,24 @@ def test_a_kernel_from_before_the_collective_keeps_its_times(rank):
     assert times_us(timeline, "kernel") == us((0, 20))
 
 
-def test_a_kernel_with_priority_and_a_collective_both_hold_one_up():
+def test_a_kernel_with_priority_and_a_collective_both_delay_a_kernel():
     processors = Processors(lost=0.25)
-    processors.begin_collective(0.0, 40.0, between_hosts=False)
-    assert processors.place_first(10.0, 6.0) == 10.0
+    processors.note_collective(0.0, 40.0, between_hosts=False)
+    assert processors.place_prior(10.0, 6.0) == 10.0
     # 20 at three quarters of the speed are 26 2/3, and 6 more for the one that passes.
     assert processors.place(0.0, 20.0) == (0.0, pytest.approx(80 / 3 + 6))
 
 
-def test_collectives_inside_and_out_of_the_host_take_their_share_one_of_the_other_s_rest():
+def test_a_collective_inside_and_one_out_of_the_host_each_slow_a_kernel():
     processors = Processors(lost=0.25)
-    processors.begin_collective(0.0, 100.0, between_hosts=False)
-    processors.begin_collective(0.0, 100.0, between_hosts=True)
+    processors.note_collective(0.0, 100.0, between_hosts=False)
+    processors.note_collective(0.0, 100.0, between_hosts=True)
     assert processors.place(0.0, 9.0) == (0.0, pytest.approx(16.0))
     assert processors.place(200.0, 9.0) == (200.0, 209.0)
 
 
 @pytest.mark.parametrize(("count", "words"), [(-1, "of at least 0, got -1"), (4, "below the 4 of")])
-def test_some_multiprocessors_are_left(count, words):
+def test_collectives_must_leave_some_multiprocessors(count, words):
     with pytest.raises(ValueError, match=f"collective_processors must be .*{words}"):
         vgpu.CostModel(GPU, collective_processors=count)
 
@@ -128,7 +128,7 @@ def test_a_compiled_program_ends_before_a_wait_for_a_collective(rank):
     assert after.device == read.device
 
 
-def test_what_was_put_off_for_the_rest_of_a_block_is_written_before_a_collective_fills_a_part(rank):
+def test_a_deferred_write_to_a_block_is_launched_before_a_collective_fills_a_part_of_it(rank):
     part, read = kilobytes(5), kilobytes(20)
     with vgpu.record(dataclasses.replace(COSTS, fuses=True)) as timeline:
         whole = read.neg()

@@ -8,19 +8,19 @@ import torch
 from torch import nn
 
 import vgpu
-from vgpu.time import collectives
-from vgpu.time.costs import Work, expected_largest, work_of
+from vgpu.collectives.table import COLLECTIVES
+from vgpu.time.costs import Workload, expected_largest, work_of
 
 ATEN = torch.ops.aten
 
 
-def test_the_longer_of_arithmetic_and_memory_counts():
+def test_a_kernel_takes_the_longer_of_arithmetic_and_memory_time():
     spec = vgpu.PRESETS["V100"]
     costs = vgpu.CostModel(spec, arithmetic_share=0.5, memory_share=0.8, kernel_s=0.0)
     flop = 10**12
-    assert costs.kernel_time_s(Work(flop, 1, "float32")) == flop / (15.7e12 * 0.5)
-    assert costs.kernel_time_s(Work(flop, 1, "float16")) == flop / (125e12 * 0.5)
-    assert costs.kernel_time_s(Work(1, 9 * 10**9, "float16")) == pytest.approx(0.01 / 0.8)
+    assert costs.kernel_time_s(Workload(flop, 1, "float32")) == flop / (15.7e12 * 0.5)
+    assert costs.kernel_time_s(Workload(flop, 1, "float16")) == flop / (125e12 * 0.5)
+    assert costs.kernel_time_s(Workload(1, 9 * 10**9, "float16")) == pytest.approx(0.01 / 0.8)
 
 
 def test_each_share_is_of_its_own_peak():
@@ -31,7 +31,7 @@ def test_each_share_is_of_its_own_peak():
 
     def times_s(**shares):
         costs = dataclasses.replace(whole, **shares)
-        product, read = Work(4370, 0), Work(0, 240)
+        product, read = Workload(4370, 0), Workload(0, 240)
         return costs.kernel_time_s(product), costs.kernel_time_s(read), costs.copy_time_s(1)
 
     assert times_s() == pytest.approx((1e-9, 1e-9, 1e-9))
@@ -53,14 +53,14 @@ def test_a_product_in_place_costs_what_it_costs_out_of_place():
 
 @pytest.mark.parametrize("name", ["arithmetic_share", "memory_share", "link_share", "locked_share"])
 @pytest.mark.parametrize("share", [0, -0.1, 1.01, math.nan, "0.5"])
-def test_a_share_is_between_nothing_and_the_peak(name, share):
+def test_a_cost_model_refuses_a_share_outside_zero_to_one(name, share):
     with pytest.raises(ValueError, match=f"{name} must be in"):
         vgpu.CostModel(vgpu.PRESETS["K80"], **{name: share})
 
 
 def test_products_last_as_long_as_on_the_slowest_gpu_and_memory_does_not_wait():
     alike = vgpu.CostModel(vgpu.PRESETS["K80"], kernel_s=0.0)
-    product, read = Work(10**12, 0), Work(0, 10**9)
+    product, read = Workload(10**12, 0), Workload(0, 10**9)
 
     def times(count, spread=0.1):
         costs = dataclasses.replace(alike, speed_spread=spread, slowest_of=count)
@@ -83,7 +83,7 @@ def test_the_slowest_of_many_is_as_slow_as_the_slowest_that_are_drawn():
 
 @pytest.mark.parametrize("name", ["python_launch_s", "engine_launch_s", "kernel_s"])
 @pytest.mark.parametrize("time_s", [-1e-6, math.nan, math.inf, None])
-def test_a_time_is_finite_and_not_negative(name, time_s):
+def test_a_cost_model_refuses_an_infinite_or_negative_time(name, time_s):
     """With one that is not, a replay never ended, or kernels took less than no time."""
     with pytest.raises(ValueError, match=f"{name} must be seconds, .* got {time_s!r}"):
         vgpu.CostModel(vgpu.PRESETS["K80"], **{name: time_s})
@@ -100,14 +100,14 @@ def test_a_time_is_finite_and_not_negative(name, time_s):
         {"slowest_of": True},
     ],
 )
-def test_a_count_is_a_whole_number(wrong):
+def test_a_cost_model_refuses_a_non_integer_count(wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(ValueError, match=f"{name} must be a whole number .* got {value}"):
         vgpu.CostModel(vgpu.PRESETS["K80"], speed_spread=0.1, **wrong)
 
 
 @pytest.mark.parametrize("spread", [-0.1, 1, math.nan])
-def test_a_spread_is_below_one(spread):
+def test_a_cost_model_refuses_a_spread_of_one_or_more(spread):
     with pytest.raises(ValueError, match=f"speed_spread must be .* got {spread}"):
         vgpu.CostModel(vgpu.PRESETS["K80"], speed_spread=spread)
 
@@ -136,7 +136,24 @@ def test_bfloat16_uses_tensor_cores_from_the_a100_on(gpu, tflops):
     a = torch.ones(8, 8, dtype=torch.bfloat16)
     assert work_of(ATEN.mm.default, (a, a), {}, a).arithmetic == "bfloat16"
     costs = vgpu.CostModel(vgpu.PRESETS[gpu], arithmetic_share=1.0, kernel_s=0.0)
-    assert costs.kernel_time_s(Work(10**12, 0, "bfloat16")) == pytest.approx(1 / tflops)
+    assert costs.kernel_time_s(Workload(10**12, 0, "bfloat16")) == pytest.approx(1 / tflops)
+
+
+def test_float8_products_use_the_float8_peak():
+    product = torch.ones(2048, 2048, dtype=torch.float8_e4m3fn)
+    one = torch.ones(())
+    with vgpu.enable(1, gpu="H100"), vgpu.shapes_only():
+        a, b, scale = product.to("vgpu:0"), product.to("vgpu:0").t(), one.to("vgpu:0")
+        with vgpu.record(kernel_s=0.0, arithmetic_share=1e-3, memory_share=1.0) as timeline:
+            torch._scaled_mm(a, b, scale, scale, out_dtype=torch.bfloat16)
+    (event,) = timeline.events
+    assert event.duration_s == pytest.approx(2 * 2048**3 / (1e-3 * 1979e12), rel=0.1)
+
+
+@pytest.mark.parametrize("gpu", ["V100", "A100"])
+def test_a_gpu_without_float8_refuses_its_products(gpu):
+    with pytest.raises(ValueError, match="cannot multiply float8 tensors"):
+        vgpu.CostModel(vgpu.PRESETS[gpu]).kernel_time_s(Workload(10**12, 0, "float8"))
 
 
 @pytest.fixture
@@ -157,7 +174,7 @@ def _allow_in_convolutions(allowed):
 def a_product_and_a_convolution_s():
     """Seconds on an A100, in float32, of 1 TFLOP each, as torch's settings stand."""
     costs = vgpu.CostModel(vgpu.PRESETS["A100"], arithmetic_share=1.0, kernel_s=0.0)
-    return [costs.kernel_time_s(Work(10**12, 0, kind)) for kind in ("product", "convolution")]
+    return [costs.kernel_time_s(Workload(10**12, 0, kind)) for kind in ("product", "convolution")]
 
 
 def test_tf32_computes_what_torch_s_settings_allow(settings):
@@ -170,7 +187,7 @@ def test_tf32_computes_what_torch_s_settings_allow(settings):
 
 
 @pytest.mark.parametrize(("precision", "tflops"), [("high", 156), ("highest", 19.5)])
-def test_the_precision_of_products_is_heeded(precision, tflops, settings):
+def test_float32_matmul_precision_decides_the_peak(precision, tflops, settings):
     torch.set_float32_matmul_precision(precision)
     assert a_product_and_a_convolution_s()[0] == pytest.approx(1 / tflops)
 
@@ -179,7 +196,7 @@ def test_the_precision_of_products_is_heeded(precision, tflops, settings):
 def test_before_the_a100_no_gpu_has_tf32(gpu):
     spec = vgpu.PRESETS[gpu]
     costs = vgpu.CostModel(spec, arithmetic_share=1.0, kernel_s=0.0)
-    found_s = costs.kernel_time_s(Work(10**12, 0, "convolution"))
+    found_s = costs.kernel_time_s(Workload(10**12, 0, "convolution"))
     assert found_s == pytest.approx(10**12 / spec.fp32_flop_per_s)
 
 
@@ -225,7 +242,7 @@ def test_a_setting_that_changes_in_a_recording_counts_from_then_on(settings):
         ("NVLink 4", 8, 450),
     ],
 )
-def test_a_pair_has_not_all_links_of_a_gpu(link, count, gigabytes_per_s):
+def test_two_gpus_use_only_some_of_the_links_of_each(link, count, gigabytes_per_s):
     assert vgpu.LINKS[link].among_bytes_per_s(count) == gigabytes_per_s * 1e9
 
 
@@ -246,14 +263,14 @@ MILLISECONDS = {
 }
 
 
-@pytest.mark.parametrize("name", collectives.COLLECTIVES)
+@pytest.mark.parametrize("name", COLLECTIVES)
 def test_collectives_by_hand(name):
     link = vgpu.Link("test", 1e9, 1e-6, "made for this test")
     costs = vgpu.CostModel(vgpu.PRESETS["V100"], link=link, link_share=1.0)
     found_s = costs.collective_time_s(name, 4 * 10**6, 4)
     assert found_s == pytest.approx(MILLISECONDS[name] * 1e-3, rel=1e-12)
     assert costs.collective_time_s(name, 4 * 10**6, 1) == 0
-    assert collectives.COLLECTIVES[name].source
+    assert COLLECTIVES[name].source
 
 
 @pytest.mark.parametrize(
@@ -274,7 +291,9 @@ def test_collectives_by_hand(name):
         ("all_to_all", 4, 1, 1, 0.010 + 4),
     ],
 )
-def test_the_host_with_the_fewest_gpus_holds_a_group_up(name, megabytes, here, there, milliseconds):
+def test_the_host_with_the_fewest_gpus_slows_a_group_down(
+    name, megabytes, here, there, milliseconds
+):
     link = vgpu.Link("test", 1e9, 1e-6, "made for this test", pair_bytes_per_s=1e9)
     network = vgpu.Network("test", 0.5e9, 10e-6, "made for this test")
     costs = vgpu.CostModel(

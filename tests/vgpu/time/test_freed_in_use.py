@@ -75,7 +75,7 @@ def made_here_used_there(synchronize):
     return timeline.races
 
 
-def test_nothing_keeps_memory_from_being_handed_out_again_on_its_stream():
+def test_memory_freed_while_another_stream_reads_it_is_reported():
     (race,) = made_here_used_there(lambda made, side: None)
     assert (race.operation, race.other_operation, race.other_stream) == ("fill_", "sum", 0)
 
@@ -99,7 +99,7 @@ def test_nothing_keeps_memory_from_being_handed_out_again_on_its_stream():
         "synchronize",
     ],
 )
-def test_what_keeps_it(synchronize):
+def test_record_stream_or_a_wait_keeps_memory_from_reuse(synchronize):
     assert made_here_used_there(synchronize) == []
 
 
@@ -108,7 +108,7 @@ def test_another_stream_than_the_one_that_was_recorded_is_reported():
     assert len(made_here_used_there(lambda made, side: made.record_stream(third))) == 1
 
 
-def test_a_wait_before_the_last_use_keeps_nothing():
+def test_a_wait_before_the_last_use_does_not_keep_memory():
     side = torch.vgpu.Stream("vgpu:0")
     with vgpu.record() as timeline:
         with side:
@@ -147,7 +147,7 @@ def test_memory_changed_by_another_stream_is_in_use_there():
     assert (race.operation, race.other_operation) == ("empty", "mul_")
 
 
-def test_what_another_stream_has_put_off_goes_with_its_memory():
+def test_a_deferred_operation_of_another_stream_is_dropped_with_its_memory():
     side = torch.vgpu.Stream("vgpu:0")
     with vgpu.record(fuses=True) as timeline:
         made = torch.empty(8, device="vgpu:0")
@@ -158,7 +158,7 @@ def test_what_another_stream_has_put_off_goes_with_its_memory():
     assert timeline.events == []
 
 
-def test_what_is_kept_or_was_there_before_is_not_reported():
+def test_memory_that_is_kept_or_older_than_the_recording_is_not_reported():
     side = torch.vgpu.Stream("vgpu:0")
     before = torch.ones(8, device="vgpu:0")
     with vgpu.record() as timeline:

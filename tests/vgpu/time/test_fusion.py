@@ -11,6 +11,7 @@ from toy_gpu import COSTS, LAUNCH_S, SPEC, near
 
 import vgpu
 from vgpu.time import recording
+from vgpu.time.fusion import Fusion
 
 FUSED = dataclasses.replace(COSTS, fuses=True)
 SIDE = 25
@@ -48,7 +49,7 @@ def test_products_into_a_tensor_and_of_a_sparse_one_are_recorded():
     torch.testing.assert_close(y, x @ w)
 
 
-def test_what_several_need_is_written_once():
+def test_a_result_that_several_operations_need_is_written_once():
     x, w = matrix(), matrix()
     with vgpu.record(FUSED) as timeline:
         y = x * 2
@@ -89,14 +90,14 @@ def test_halves_of_one_tensor_are_one_reading():
     assert launched(timeline)[0] == ("fused", 3 * 4 * SIDE * 10)
 
 
-def test_what_is_never_needed_is_never_launched():
+def test_a_result_that_nobody_needs_is_never_launched():
     x = matrix()
     with vgpu.record(FUSED) as timeline:
         x.neg().abs()
     assert timeline.events == []
 
 
-def test_what_was_overwritten_is_never_written():
+def test_an_overwritten_result_is_never_written():
     x, w = matrix(), matrix()
     with vgpu.record(FUSED) as timeline:
         y = x + 1
@@ -129,7 +130,7 @@ def test_a_gradient_of_another_stream_is_in_memory_before_it_is_copied():
     assert copy.start_s == last.end_s
 
 
-def test_another_stream_keeps_nothing_alive():
+def test_a_read_does_not_keep_an_earlier_result_alive():
     x, y, other = matrix(), matrix(), torch.Stream("vgpu")
     with vgpu.record(FUSED) as timeline:
         with other:
@@ -144,15 +145,15 @@ def test_another_stream_keeps_nothing_alive():
 def test_tensors_that_live_on_keep_no_recording_alive(costs):
     read, changed = matrix(), matrix()
     with vgpu.record(costs):
-        clock = weakref.ref(recording.under_way.clock)
+        recorder = weakref.ref(recording.under_way.recorder)
         made = read * 2
         changed.add_(1)
     gc.collect()
-    assert clock() is None
+    assert recorder() is None
     assert made.device == read.device == changed.device
 
 
-def test_what_still_lives_at_the_end_is_written():
+def test_a_result_that_outlives_the_recording_is_written():
     x = matrix()
     with vgpu.record(FUSED) as timeline:
         y = x.neg().abs()
@@ -161,7 +162,7 @@ def test_what_still_lives_at_the_end_is_written():
     assert y.device == x.device
 
 
-def test_another_stream_gets_what_it_waits_for():
+def test_a_wait_launches_what_the_other_stream_has_deferred():
     x, w = matrix(), matrix()
     other = torch.Stream("vgpu")
     with vgpu.record(FUSED) as timeline:
@@ -182,7 +183,7 @@ STREAM_WAITS = {
 
 
 @pytest.mark.parametrize("name", STREAM_WAITS)
-def test_what_a_stream_got_before_a_wait_does_not_wait(name):
+def test_an_operation_deferred_before_a_wait_does_not_wait(name):
     x, other = matrix(), torch.Stream("vgpu")
     of_host = torch.rand(20 * SIDE, SIDE).pin_memory()
     with vgpu.record(FUSED) as timeline:
@@ -214,7 +215,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_who_waits_for_a_gpu_waits_for_what_was_put_off(name):
+def test_a_host_that_waits_for_a_gpu_waits_for_deferred_operations(name):
     x = matrix()
     with vgpu.record(FUSED) as timeline:
         y = x * 2 + 1
@@ -224,7 +225,7 @@ def test_who_waits_for_a_gpu_waits_for_what_was_put_off(name):
     assert y.device == x.device
 
 
-def test_what_was_put_off_has_not_ended():
+def test_a_query_launches_deferred_operations():
     x = matrix()
     with vgpu.record(FUSED) as timeline:
         y = x * 2 + 1
@@ -264,6 +265,19 @@ def test_a_replay_keeps_what_was_fused():
     assert again.events[0].duration_s == near(2 * timeline.events[0].duration_s)
     with pytest.raises(ValueError, match=r"record\(fuses="):
         vgpu.replay(timeline, fuses=False)
+
+
+def test_a_program_can_be_fused_in_parts():
+    x, w = matrix(), matrix()
+    with vgpu.record(FUSED) as timeline:
+        recorder = recording.under_way.recorder
+        y = (x * 2 + 1).relu() @ w
+        y.neg()
+        torch.vgpu.current_stream().record_event().synchronize()
+    at_once, in_parts = Fusion().steps(recorder.steps), Fusion()
+    assert at_once == [new for step in recorder.steps for new in in_parts.steps([step])]
+    assert at_once == timeline.programs[0].steps
+    assert len(at_once) < len(recorder.steps)
 
 
 @pytest.mark.parametrize("shapes", [True, False])

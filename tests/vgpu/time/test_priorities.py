@@ -1,4 +1,4 @@
-"""Streams with priority: their kernels pass those of others, by hand-computed microseconds.
+"""Streams with priority: their kernels overtake those of others, by hand-computed microseconds.
 
 The toy: a launch takes 1 µs, a GPU reads and writes 1 GB/s, and nothing else costs.
 """
@@ -23,14 +23,14 @@ def neg(kilobytes):
 
 
 def times_us(timeline):
-    """Start and end of each kernel on vgpu:0, in the order in which they were handed over."""
+    """Start and end of each kernel on vgpu:0, in the order in which they were launched."""
     events = [event for event in timeline.of("vgpu:0") if event.kind == "kernel"]
     events.sort(key=lambda event: event.launch_s)
     return [(event.start_s * 1e6, event.end_s * 1e6) for event in events]
 
 
-def played(timeline):
-    """The same, having seen that it plays again to the last bit."""
+def replayed(timeline):
+    """The same, having seen that a replay is equal to the last bit."""
     assert vgpu.replay(timeline).events == timeline.events
     return times_us(timeline)
 
@@ -49,7 +49,7 @@ def test_a_stream_has_the_priority_that_it_was_made_with():
 
 
 @pytest.mark.parametrize("priority", [0, -1])
-def test_a_kernel_with_priority_passes_those_before_it(priority):
+def test_a_kernel_with_priority_overtakes_those_before_it(priority):
     side = torch.vgpu.Stream("vgpu:0", priority=priority)
     long, short, after = neg(10), neg(5), neg(10)
     with vgpu.record(COSTS) as timeline:
@@ -57,11 +57,11 @@ def test_a_kernel_with_priority_passes_those_before_it(priority):
         with torch.vgpu.stream(side):
             short()
         after()
-    passed = us((1, 31), (2, 12), (31, 51))
-    assert played(timeline) == (passed if priority else us((1, 21), (21, 31), (31, 51)))
+    overtaken = us((1, 31), (2, 12), (31, 51))
+    assert replayed(timeline) == (overtaken if priority else us((1, 21), (21, 31), (31, 51)))
 
 
-def test_a_kernel_is_held_up_by_one_that_is_known_to_pass_it():
+def test_a_kernel_is_delayed_by_one_with_priority_that_starts_later():
     side, copies = torch.vgpu.Stream("vgpu:0", priority=-1), torch.vgpu.Stream("vgpu:0")
     sent, short, long, after = torch.ones(5 * KB, device="vgpu:0"), neg(2), neg(10), neg(1)
     with vgpu.record(COSTS) as timeline:
@@ -72,17 +72,17 @@ def test_a_kernel_is_held_up_by_one_that_is_known_to_pass_it():
             short()
         long()  # 3 µs before it is passed, 17 µs after
         after()
-    assert played(timeline) == us((6, 10), (3, 27), (27, 29))
+    assert replayed(timeline) == us((6, 10), (3, 27), (27, 29))
 
 
-def test_a_kernel_that_comes_meanwhile_waits():
+def test_a_kernel_launched_while_one_with_priority_runs_waits():
     side = torch.vgpu.Stream("vgpu:0", priority=-1)
     short, long = neg(5), neg(10)
     with vgpu.record(COSTS) as timeline:
         with torch.vgpu.stream(side):
             short()
         long()
-    assert played(timeline) == us((1, 11), (11, 31))
+    assert replayed(timeline) == us((1, 11), (11, 31))
 
 
 def test_two_streams_with_priority_take_turns():
@@ -94,10 +94,10 @@ def test_two_streams_with_priority_take_turns():
             with torch.vgpu.stream(stream):
                 kernel()
         after()
-    assert played(timeline) == us((1, 31), (2, 6), (6, 12), (31, 33))
+    assert replayed(timeline) == us((1, 31), (2, 6), (6, 12), (31, 33))
 
 
-def test_nobody_is_held_up_where_nothing_runs():
+def test_a_kernel_with_priority_delays_nothing_on_an_idle_gpu():
     side = torch.vgpu.Stream("vgpu:0", priority=-1)
     long, short, after = neg(10), neg(2), neg(1)
     with vgpu.record(COSTS) as timeline:
@@ -106,10 +106,10 @@ def test_nobody_is_held_up_where_nothing_runs():
         with torch.vgpu.stream(side):
             short()
         after()
-    assert played(timeline) == us((1, 21), (32, 36), (36, 38))
+    assert replayed(timeline) == us((1, 21), (32, 36), (36, 38))
 
 
-def test_what_waits_for_the_kernel_that_was_held_up_waits_longer():
+def test_a_stream_that_waits_for_a_delayed_kernel_waits_longer():
     side, third = torch.vgpu.Stream("vgpu:0", priority=-1), torch.vgpu.Stream("vgpu:0")
     sent, long, short = torch.ones(5 * KB, device="vgpu:0"), neg(10), neg(2)
     with vgpu.record(COSTS) as timeline:
@@ -124,15 +124,15 @@ def test_what_waits_for_the_kernel_that_was_held_up_waits_longer():
     assert vgpu.replay(timeline).events == timeline.events
 
 
-def test_processors_work_as_long_as_they_are_given_work():
-    """Kernels are never run twice at once, whatever is handed over in which order."""
+def test_processors_never_run_two_kernels_at_once():
+    """Kernels are never run twice at once, whatever is launched in which order."""
     processors = Processors()
     assert processors.place(0.0, 10.0) == (0.0, 10.0)
     assert processors.place(20.0, 5.0) == (20.0, 25.0)
-    assert processors.place_first(2.0, 3.0) == 2.0  # the first ends at 13
-    assert processors.place_first(15.0, 2.0) == 15.0  # between the two
+    assert processors.place_prior(2.0, 3.0) == 2.0  # the first ends at 13
+    assert processors.place_prior(15.0, 2.0) == 15.0  # between the two
     assert processors.place(10.0, 4.0) == (13.0, 19.0)  # with a pause from 15 to 17
     assert processors.place(10.0, 4.0) == (25.0, 29.0)
-    assert processors.place_first(12.5, 1.5) == 12.5  # 1 of it in the gap before 20
+    assert processors.place_prior(12.5, 1.5) == 12.5  # 1 of it in the gap before 20
     assert processors.busy_until_s == 29.5
     assert processors.place(30.0, 1.0) == (30.0, 31.0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import vgpu
-from vgpu.time.costs import Work, work_of
+from vgpu.time.costs import Workload, work_of
 
 V100 = vgpu.PRESETS["V100"]
 TENSOR_CORES, FLOAT32_UNITS, MEMORY = 125e12, 15.7e12, 900e9  # its datasheet
@@ -92,7 +92,7 @@ def test_a_single_row_takes_as_long_as_reading_the_matrix():
 def test_no_product_is_faster_than_the_peaks(size, inner):
     costs = vgpu.CostModel(V100, arithmetic_share=1.0, memory_share=1.0, kernel_s=0.0)
     read_and_written = 2 * (size * inner + inner * size + size * size)
-    peak_s = costs.kernel_time_s(Work(flop(size, inner, size), read_and_written, "float16"))
+    peak_s = costs.kernel_time_s(Workload(flop(size, inner, size), read_and_written, "float16"))
     assert seconds(size, inner, size) >= peak_s * (1 - 1e-12)
 
 

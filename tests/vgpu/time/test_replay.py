@@ -1,4 +1,4 @@
-"""Recordings played again: to the last bit, on other GPUs, and several ranks together.
+"""Recordings simulated again: to the last bit, on other GPUs, and several ranks together.
 
 The toy: a launch takes 1 µs, a GPU reads and writes 1 GB/s and sends 1 GB/s, and nothing else costs.
 """
@@ -14,8 +14,8 @@ from toy_gpu import KB, SPEC
 
 import vgpu
 from vgpu import launch
-from vgpu.time.rendezvous import Meeting
-from vgpu.time.simulator import Player
+from vgpu.time.resources import Rendezvous
+from vgpu.time.simulator import Simulator
 
 COSTS = vgpu.CostModel(
     SPEC,
@@ -72,7 +72,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_without_changes_it_comes_out_to_the_last_bit(name):
+def test_a_replay_without_changes_is_equal_to_the_last_bit(name):
     with vgpu.record() as timeline:
         PROGRAMS[name]()
     assert timeline.events
@@ -91,7 +91,7 @@ def test_without_changes_it_comes_out_to_the_last_bit(name):
         {"python_launch_s": 1e-4, "engine_launch_s": 3e-5, "kernel_s": 1e-5},
     ],
 )
-def test_with_changes_it_is_what_a_recording_with_them_is(changes):
+def test_a_replay_with_changes_equals_a_recording_with_them(changes):
     with vgpu.record() as timeline:
         with_data_parallel()
     again = vgpu.replay(timeline, **changes)
@@ -107,7 +107,7 @@ def test_with_changes_it_is_what_a_recording_with_them_is(changes):
     assert again.events == wanted.events
 
 
-def test_what_torch_allowed_while_recording_stays():
+def test_a_replay_keeps_the_tf32_setting_of_the_recording():
     products = torch.backends.cuda.matmul
     with vgpu.enable(1, gpu="A100"):
         x = torch.randn(64, 64, device="vgpu:0")
@@ -120,7 +120,7 @@ def test_what_torch_allowed_while_recording_stays():
         assert vgpu.replay(timeline) == timeline
 
 
-def test_fsdp_on_another_network():
+def test_fsdp_can_be_replayed_on_another_network():
     def step(built_with, **changes):
         with vgpu.cluster(2, 4, gpu="A100", network=built_with), vgpu.shapes_only():
             model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to("vgpu")
@@ -141,7 +141,7 @@ def test_fsdp_on_another_network():
     assert [e.end_s for e in named.events] == [e.end_s for e in vgpu.replay(slow, **other).events]
 
 
-def test_what_cannot_be_replayed():
+def test_replay_refuses_a_timeline_without_steps_and_an_unknown_gpu():
     with pytest.raises(ValueError, match=r"no recorded steps to replay: record\(\)"):
         vgpu.replay(vgpu.Timeline("made by hand", []))
     with vgpu.record() as timeline:
@@ -197,7 +197,7 @@ def meeting_at_a_barrier(rank, world_size, costs):
     return timeline
 
 
-def test_hosts_meet_at_a_barrier():
+def test_hosts_wait_for_one_another_at_a_barrier():
     timeline = vgpu.joined(launch.run(meeting_at_a_barrier, 2, COSTS, gpu=SPEC))
     last = [timeline.of(device)[-1] for device in timeline.devices]
     # Rank 1's second operation ends at 5 µs; one byte goes around twice, half of it each time.
@@ -214,7 +214,7 @@ def handing_out_work(rank, world_size):
     return x.tolist(), future.value()[0].tolist()
 
 
-def test_work_handed_out_in_a_recording_is_gloo_s():
+def test_async_work_in_a_recording_behaves_as_gloo_s():
     assert launch.run(handing_out_work, 2, gpu="V100") == [([2.0] * 3, [2.0] * 3)] * 2
 
 
@@ -233,7 +233,7 @@ def joined(*programs, **of):
     return vgpu.joined([of_rank(rank, program, **of) for rank, program in enumerate(programs)])
 
 
-def test_a_message_meets_its_receiver():
+def test_a_message_waits_for_its_receiver():
     def sends(rank, x):
         x.neg()
         x.neg()
@@ -264,7 +264,7 @@ def test_both_directions_of_a_link_work_at_once():
     assert [(event.start_s, event.end_s) for event in parts] == [(near(3), near(4))] * 4
 
 
-def test_a_host_may_hand_over_more_while_a_stream_waits():
+def test_a_host_launches_more_while_a_stream_waits():
     """Each rank receives before it sends, and sends on a stream that waits for nothing."""
 
     def first(rank, x):
@@ -282,11 +282,11 @@ def test_a_host_may_hand_over_more_while_a_stream_waits():
 
     timeline = joined(first, second)
     ends = [e.end_s for e in timeline.of("vgpu:0") if e.kind == "collective"]
-    assert ends == [near(4), near(5)]  # handed over after 3 launches, and then sent back
+    assert ends == [near(4), near(5)]  # launched third, and then sent back
 
 
-def test_what_stands_in_line_is_looked_at_once():
-    """A line that grows while its first one waits costs no more than one that does not."""
+def test_a_queue_looks_once_at_what_is_first():
+    """A queue that grows while its first one waits costs no more than one that does not."""
 
     def waits(rank, x):
         dist.recv(x, 1)
@@ -299,10 +299,10 @@ def test_what_stands_in_line_is_looked_at_once():
         dist.send(x, 0)
 
     program, other = (of_rank(r, p).programs[0] for r, p in enumerate((waits, sends)))
-    player = Player(program.model, 0, Meeting([0, 1]))
+    simulator = Simulator(program.costs, 0, Rendezvous([0, 1]))
     asked = []
-    player.wake_at = lambda moment, lane: asked.append(moment)
-    for _ in player.play(program.steps):
+    simulator.wake_at = lambda event, stream: asked.append(event)
+    for _ in simulator.run_beside_others(program.steps):
         pass
     assert len(asked) == 1
     assert other.rank == 1
@@ -314,7 +314,7 @@ def test_copies_of_joined_ranks_name_their_gpu():
     assert [str(event.source) for event in copies] == ["vgpu:0", "vgpu:1"]
 
 
-def test_ranks_that_wait_for_one_another():
+def test_ranks_that_wait_for_one_another_are_a_deadlock():
     def waits(rank, x):
         dist.recv(x, 1 - rank)
         dist.send(x, 1 - rank)
@@ -325,7 +325,7 @@ def test_ranks_that_wait_for_one_another():
     assert "rank 1 waits in recv from rank 0 of 1,000 bytes" in str(caught.value)
 
 
-def test_a_rank_that_does_not_come():
+def test_a_rank_that_misses_a_collective_is_a_deadlock():
     def comes(rank, x):
         dist.all_reduce(x)
 
@@ -335,14 +335,14 @@ def test_a_rank_that_does_not_come():
     assert "rank 1 has ended" in str(caught.value)
 
 
-def test_calls_that_differ():
+def test_joined_refuses_ranks_with_different_calls():
     with pytest.raises(ValueError, match=r"ranks 0 and 1 meet .* all_reduce of 1,000 bytes and br"):
         joined(lambda rank, x: dist.all_reduce(x), lambda rank, x: dist.broadcast(x, 0))
     with pytest.raises(ValueError, match=r"1,000 bytes and all_reduce of 400 bytes"):
         joined(lambda rank, x: dist.all_reduce(x), lambda rank, x: dist.all_reduce(x[:100]))
 
 
-def test_recordings_that_cannot_be_joined():
+def test_joined_refuses_recordings_that_do_not_fit_together():
     one = of_rank(0, lambda rank, x: dist.send(x, 1), gpus_per_host=3)
     with pytest.raises(ValueError, match="several recordings are of rank 0"):
         vgpu.joined([one, one])

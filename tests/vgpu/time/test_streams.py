@@ -13,7 +13,7 @@ import vgpu
 pytestmark = pytest.mark.virtual_gpus(3)
 
 
-def test_streams_and_events_keep_their_books(monkeypatch):
+def test_streams_and_events_have_torch_s_interface(monkeypatch):
     default = torch.vgpu.current_stream()
     assert default == torch.vgpu.default_stream()
     stream = torch.vgpu.Stream("vgpu:2")
@@ -124,7 +124,7 @@ def test_a_module_that_makes_no_node_gives_none_its_name():
     assert "product" in modules and "metric" not in modules
 
 
-def test_the_callers_stream_waits_for_gradients_and_no_other_does():
+def test_only_the_callers_stream_waits_for_gradients():
     (x, weight), (caller, other) = matrices(), (torch.Stream("vgpu"), torch.Stream("vgpu"))
     for stream, races in ((caller, 0), (other, 1)):
         with vgpu.record() as timeline:
@@ -148,7 +148,7 @@ HOST_WAITS = {
 
 
 @pytest.mark.parametrize("name", HOST_WAITS)
-def test_a_hook_that_waits_holds_up_the_launches_behind_it(name):
+def test_a_hook_that_waits_delays_the_launches_behind_it(name):
     x, weight = matrices(512)
     with vgpu.record() as timeline:
         halved = x * 0.5
@@ -181,7 +181,7 @@ def test_a_backward_pass_within_another_keeps_the_stream_of_its_hook():
     assert (streams["sigmoid"], streams["tanh"]) == (side.stream_id, 0)
 
 
-def test_two_backward_passes_in_a_row_are_two():
+def test_two_backward_passes_in_a_row_are_told_apart():
     (x, weight), streams = matrices(), (torch.Stream("vgpu"), torch.Stream("vgpu"))
     with vgpu.record() as timeline:
         products = [x @ weight for _ in streams]

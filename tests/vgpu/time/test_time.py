@@ -10,8 +10,9 @@ from toy_gpu import COSTS, KB, LAUNCH_S, SPEC, near
 
 import vgpu
 from vgpu.time import recording
-from vgpu.time.resources import Unit
-from vgpu.time.trace import covered_s
+from vgpu.time.resources import Resource
+from vgpu.time.simulator import Simulator
+from vgpu.time.timeline import covered_s
 
 pytestmark = pytest.mark.virtual_gpus(2, gpu=SPEC)
 
@@ -209,7 +210,7 @@ def test_backward_is_launched_by_one_thread_a_device():
     loss = (b * b).sum() + (a * a).sum().to("vgpu:1")
     with vgpu.record(COSTS) as timeline:
         loss.backward()
-    # The gradient is 1, handed over at 1 µs and copied at 2 µs. Then both threads go on at once:
+    # The gradient is 1, launched at 1 µs and copied at 2 µs. Then both threads go on at once:
     # two products for each square, and their sum.
     for gpu in ("vgpu:0", "vgpu:1"):
         launches = [e.launch_s for e in kernels(timeline, gpu) if e.name in ("mul", "add")]
@@ -294,7 +295,27 @@ def test_spend_and_costs_by_name():
         pass
 
 
-def test_one_recording_at_a_time():
+def test_a_recording_simulates_nothing_until_somebody_asks(monkeypatch):
+    simulated = []
+    run = Simulator.run
+
+    def counting(simulator, steps):
+        simulated.append(len(steps))
+        run(simulator, steps)
+
+    monkeypatch.setattr(Simulator, "run", counting)
+    x, event = torch.ones(8, device="vgpu:0"), torch.vgpu.Event()
+    with vgpu.record() as timeline:
+        x.neg()
+        event.record()
+        torch.vgpu.synchronize("vgpu:0")
+        assert simulated == []
+        assert event.query()
+        x.neg()
+    assert len(simulated) == 2 and sum(simulated) == len(timeline.programs[0].steps)
+
+
+def test_a_recording_inside_another_is_refused():
     with vgpu.record(), pytest.raises(RuntimeError, match="under way"), vgpu.record():
         pass
     x = torch.ones(2, device="vgpu:0")
@@ -333,7 +354,7 @@ def test_an_enabled_link_is_used():
     assert times_s[0] > 3 * times_s[1]
 
 
-def test_chrome_trace(tmp_path):
+def test_a_timeline_exports_a_chrome_trace(tmp_path):
     x = torch.ones(KB, device="vgpu:0")
     with vgpu.record(COSTS) as timeline:
         x.neg().to("vgpu:1").sum().item()
@@ -347,8 +368,8 @@ def test_chrome_trace(tmp_path):
     assert {(row["pid"], row["tid"]) for row in spans} == named
 
 
-def test_a_unit_fills_gaps_and_never_does_two_things():
-    unit = Unit()
+def test_a_resource_fills_gaps_and_never_does_two_things():
+    unit = Resource()
     assert unit.place(0.0, 1.0) == 0.0
     assert unit.place(5.0, 1.0) == 5.0
     assert unit.place(0.5, 2.0) == 1.0  # into the gap, after the first

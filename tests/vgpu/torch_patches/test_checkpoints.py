@@ -79,7 +79,7 @@ def test_views_of_one_storage_stay_views(location):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex64, torch.uint16])
-def test_other_types_survive(dtype):
+def test_tensors_of_other_types_survive(dtype):
     x = torch.tensor([0, 1, 3]).to(dtype)
     back = loaded(saved(x.to("vgpu:1")))
     assert back.device.index == 1
@@ -96,7 +96,7 @@ def test_whole_modules_parameters_and_requires_grad_survive():
     assert loaded(saved(torch.ones(1, device="vgpu:0", requires_grad=True))).requires_grad
 
 
-def test_fewer_gpus_than_the_file_names():
+def test_a_file_that_names_more_gpus_than_there_are_says_so():
     data = saved(torch.ones(2, device="vgpu:2"))
     message = (
         r"Attempting to deserialize object on VGPU device 2 but torch\.vgpu\.device_count\(\) is 1"
@@ -105,7 +105,7 @@ def test_fewer_gpus_than_the_file_names():
         loaded(data)
 
 
-def test_no_virtual_gpus_at_all():
+def test_a_file_loads_without_virtual_gpus_onto_the_cpu_only():
     data = saved(torch.ones(2, device="vgpu:1"))
     vgpu.disable()
     try:

@@ -99,7 +99,7 @@ def test_a_view_that_is_given_data_counts_its_base_s_changes():
         assert view._version == base._version == 1
 
 
-def test_what_a_profiler_holds_says_why_it_cannot_move_and_stays_as_it_was():
+def test_a_tensor_that_a_profiler_holds_stays_and_says_why_it_cannot_move():
     layer, x = nn.Linear(4, 4), torch.ones(1, 4)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True):
         layer(x).sum().backward()
@@ -112,3 +112,17 @@ def test_what_a_profiler_holds_says_why_it_cannot_move_and_stays_as_it_was():
             assert parameter.equal(value) and parameter.grad.equal(grad)
         loss.backward()  # nothing has moved
     assert layer.weight.grad.equal(2 * before[0][1])
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_a_lazy_module_moves_once_it_has_its_size_and_says_so_before():
+    model = torch.nn.LazyLinear(4)
+    for move in (lambda: model.to("vgpu:1"), lambda: model.vgpu(1)):
+        with pytest.raises(ValueError, match="Call `forward` with a dummy batch"):
+            move()
+    with pytest.raises(RuntimeError, match="made on vgpu:1, a virtual GPU: make it on the CPU"):
+        torch.nn.LazyLinear(4, device="vgpu:1")
+    with torch.device("vgpu:0"), pytest.raises(RuntimeError, match="made on vgpu:0"):
+        torch.nn.LazyBatchNorm1d(affine=False)
+    model(torch.ones(2, 3))
+    assert model.to("vgpu:1")(torch.ones(2, 3, device="vgpu:1")).shape == (2, 4)

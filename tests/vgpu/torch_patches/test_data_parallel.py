@@ -64,7 +64,7 @@ def test_detached_replicas_send_no_gradient_back():
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_functional_form_splits_any_dim(dim):
+def test_the_functional_form_splits_any_dim(dim):
     with vgpu.enable(3):
         weight = torch.randn(4, 6)
         module = nn.Hardswish()
@@ -209,7 +209,7 @@ class Complex(nn.Module):
 
 
 @pytest.mark.virtual_gpus(2)
-def test_complex_inputs_parameters_and_outputs():
+def test_data_parallel_takes_complex_inputs_parameters_and_outputs():
     inputs = torch.arange(12.0).reshape(4, 3) * (1 + 0.5j)
     plain = Complex()
     parallel = nn.DataParallel(copy.deepcopy(plain).to("vgpu:0"), device_ids=[0, 1])

@@ -28,7 +28,7 @@ def test_the_module_answers_as_torch_cuda_does():
     assert not missing
 
 
-def test_its_modules_have_their_names():
+def test_the_submodules_have_the_names_of_torch_cudas():
     assert importlib.import_module("torch.vgpu.memory") is torch.vgpu.memory
     assert torch.vgpu.memory.memory_allocated is torch.vgpu.memory_allocated
     assert torch.vgpu.random.initial_seed() == torch.vgpu.initial_seed()
@@ -55,7 +55,7 @@ def test_its_modules_have_their_names():
         ("vgpu.random.nonsense", "'torch.vgpu.random' has no attribute 'nonsense'$"),
     ],
 )
-def test_what_torch_cuda_alone_has_is_said(name, advice):
+def test_an_error_names_what_only_torch_cuda_has(name, advice):
     with pytest.raises(AttributeError, match=advice):
         operator.attrgetter(name)(torch)
 

@@ -11,7 +11,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach, _foreach_support
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import vgpu
-from vgpu.tensor.shapes import operations
+from vgpu.tensor import lookup
 from vgpu.tensor.tensor import VirtualTensor
 
 OPTIMIZERS = {
@@ -76,7 +76,7 @@ def test_an_optimizer_handles_all_parameters_at_once_by_default(name):
             assert_same(found, of_optimizer(kind))
 
 
-def test_what_takes_a_loop_on_cuda_does_here():
+def test_an_optimizer_that_loops_on_cuda_loops_here():
     """Adafactor by its own default; what is differentiable; a Parameter's norm."""
     assert_same(
         of_optimizer(torch.optim.Adafactor), of_optimizer(torch.optim.Adafactor, **ONE_BY_ONE)
@@ -92,7 +92,7 @@ def test_what_takes_a_loop_on_cuda_does_here():
     ]
 
 
-def test_capturable_optimizers_too():
+def test_capturable_optimizers_handle_all_parameters_at_once():
     adam = torch.optim.Adam
     found = of_optimizer(adam, capturable=True)
     assert_same(found, of_optimizer(adam, capturable=True, **SEVERAL))
@@ -168,7 +168,7 @@ def test_parameters_of_both_kinds_and_those_on_the_host():
     assert _default_to_fused_or_foreach(shapes, False) == (False, False)
 
 
-def test_under_ddp_and_fsdp2():
+def test_optimizers_handle_all_parameters_at_once_under_ddp_and_fsdp2():
     kernels = {}
     for wrap in (nn.parallel.DistributedDataParallel, fully_shard):
         for how in ({}, SEVERAL):
@@ -196,6 +196,6 @@ def test_a_step_of_shapes_is_looked_up_when_its_factors_change():
         optimizer = torch.optim.AdamW(model.parameters())
         give_gradients(model)
         optimizer.step()
-        known = len(operations._results)
+        known = len(lookup.RESULTS)
         optimizer.step()  # the bias corrections are others
-    assert len(operations._results) == known
+    assert len(lookup.RESULTS) == known

@@ -101,7 +101,7 @@ class OnDevice(torch.utils.data.Dataset):
         return torch.full((2,), float(index), device="vgpu:1")
 
 
-def test_what_cannot_be_sent_is_refused_before_it_leaves():
+def test_a_tensor_that_cannot_be_sent_is_refused_before_it_leaves():
     tensor = torch.ones(2, device="vgpu:1", requires_grad=True)
     with pytest.raises(RuntimeError, match="send the tensor itself"):
         ForkingPickler.dumps(tensor.untyped_storage())

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import vgpu
 from vgpu.plan.transformer import LLAMA, Transformer
-from vgpu.time.trace import covered_s
+from vgpu.time.timeline import covered_s
 
 SIZES = replace(LLAMA["8B"], layers=4, vocabulary=32_000)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -1,0 +1,174 @@
+"""Autograd drawn: right and wrong gradients, what summed losses keep, and a graph before a cut."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+
+from helpers.autograd_graph import Graph
+from helpers.plots.style import COLOURS, arrow, figure, headline, show, title
+
+_STEP = 1.5  # from one node to the next in a row; a row is 1 high
+
+
+def gradients(
+    x: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor, slope: torch.Tensor
+) -> None:
+    """Two gradients of one function over ``x`` (N,), and its slope measured without autograd."""
+    fig, axes = figure(width=7.5, height=3.4)
+    axes.plot(x, right, color=COLOURS["blue"], label="written out of place")
+    axes.plot(x, wrong, color=COLOURS["vermilion"], linestyle="--", label="edited through .data")
+    dots = slice(2, None, max(len(x) // 24, 1))
+    axes.plot(x[dots], slope[dots], "o", color=COLOURS["black"], ms=4, label="slope of the values")
+    axes.set(xlabel="x", ylabel="gradient dy/dx")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    title(
+        axes,
+        "Only one gradient belongs to these values",
+        "computed by autograd; dots: finite differences",
+    )
+    apart = (wrong - slope).abs()
+    show(
+        fig,
+        f"Gradient over x from {x.min():g} to {x.max():g}. The gradient written out of place goes "
+        f"through the measured slopes. The one edited through .data leaves them by up to "
+        f"{apart.max():.2f}, at {(apart > 0.01).float().mean():.0%} of the points.",
+    )
+
+
+def kept_per_step(runs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+    """Bytes and graph nodes still alive after each step, a row for each way of adding up.
+
+    ``runs`` maps a name to one ``(bytes, nodes)`` pair a step.
+    """
+    height = 1.3 + 0.95 * len(runs)
+    fig, panels = figure(
+        len(runs), 2, width=8, height=height, sharex=True, sharey="col", squeeze=False
+    )
+    for (name, pairs), (left, right) in zip(runs.items(), panels, strict=True):
+        steps = range(1, len(pairs) + 1)
+        left.bar(steps, [size / 2**10 for size, _ in pairs], color=COLOURS["vermilion"])
+        right.bar(steps, [nodes for _, nodes in pairs], color=COLOURS["blue"])
+        left.set_title(name, loc="left", fontsize=10)
+        for axes, total in ((left, pairs[-1][0]), (right, pairs[-1][1])):
+            if not total:
+                axes.text(0.5, 0.5, "nothing", transform=axes.transAxes, ha="center", va="center")
+    headings = "saved tensors alive (KiB)", "graph nodes kept by the sum"
+    for heading, top, bottom in zip(headings, panels[0], panels[-1], strict=True):
+        top.annotate(heading, (1, 1.1), xycoords="axes fraction", ha="right", fontsize=9)
+        bottom.set_xlabel("step")
+    headline(fig, "A sum of loss tensors grows with every step", "counted")
+    ends = (
+        f"{name}: {pairs[-1][0] / 2**10:.0f} KiB and {pairs[-1][1]} nodes"
+        for name, pairs in runs.items()
+    )
+    show(
+        fig,
+        "A row of bars for each loop over the steps: KiB of saved tensors alive, and graph nodes kept "
+        f"by the sum. After the last step, {'; '.join(ends)}.",
+    )
+
+
+def graph_before_and_after(
+    graph: Graph, kept_nodes: set[int], kept_edges: set[int], after: str
+) -> None:
+    """A graph twice: whole, and with everything that a cut removed in pale dashes.
+
+    A named result in between, as "h = Mul", is where the cut was made: it is marked.
+    """
+    everything = set(range(len(graph.nodes))), set(range(len(graph.edges)))
+    places = _places(graph)
+    width = max(x for x, _ in places) - min(x for x, _ in places) + 2.4
+    height = 1 - min(y for _, y in places)
+    fig, axes = figure(width=8.5, height=0.5 + 0.62 * height)
+    # One pair of axes without ticks, placed by hand: a third of the time of two laid out ones, and
+    # the explorer draws this again at every choice.
+    fig.set_layout_engine("none")
+    axes.set_position((0, 0, 1, 1 - 0.3 / (0.5 + 0.62 * height)))
+    axes.set(xticks=[], yticks=[], xlim=(0, 2 * width), ylim=(0.2 - height, 0.9))
+    axes.set_axis_off()
+    for column, (heading, kept) in enumerate(
+        (("as written", everything), (f"after {after}", (kept_nodes, kept_edges)))
+    ):
+        middle = (column + 0.5) * width - sum((min(places)[0], max(places)[0])) / 2
+        axes.text((column + 0.5) * width, 0.6, heading, ha="center", fontsize=11)
+        _draw(axes, graph, [(x + middle, y) for x, y in places], *kept)
+    headline(fig, "Arrows show the way of backward()", "read from grad_fn")
+    lost = [node.label for index, node in enumerate(graph.nodes) if index not in kept_nodes]
+    show(
+        fig,
+        f"An autograd graph twice: as written, with {len(graph.nodes)} nodes and "
+        f"{len(graph.edges)} arrows, and after {after}, with {len(kept_nodes)} and "
+        f"{len(kept_edges)}. {'Cut off: ' + ', '.join(lost) if lost else 'No node is cut off'}.",
+    )
+
+
+def _draw(
+    axes: Axes,
+    graph: Graph,
+    places: Sequence[tuple[float, float]],
+    nodes: set[int],
+    edges: set[int],
+) -> None:
+    for index, node in enumerate(graph.nodes):
+        kept = index in nodes
+        colour = COLOURS["green" if node.is_leaf else "blue"] if kept else COLOURS["grey"]
+        axes.text(
+            *places[index],
+            f"{node.label}.grad" if node.is_leaf else node.label,
+            ha="center",
+            va="center",
+            fontsize=9,
+            color="#FFFFFF" if kept else "#777777",
+            bbox={
+                "boxstyle": "round,pad=0.35",
+                "facecolor": colour if kept else "#FFFFFF",
+                "edgecolor": colour,
+                "linestyle": "-" if kept else "--",
+            },
+            zorder=3,
+        )
+        if " = " in node.label and not kept:
+            x, y = places[index]
+            mark: Any = {"fontsize": 9, "fontweight": "bold", "color": COLOURS["vermilion"]}
+            axes.text(x + 0.75, y, "✕ cut here", va="center", zorder=4, **mark)
+    for number, edge in enumerate(graph.edges):
+        kept = number in edges
+        bend = _bend(edge in graph.edges[:number], places[edge[0]], places[edge[1]])
+        arrow(
+            axes,
+            places[edge[0]],
+            places[edge[1]],
+            "#444444" if kept else "#CCCCCC",
+            connectionstyle=f"arc3,rad={bend}",
+            shrinkA=12,
+            shrinkB=12,
+            linestyle="-" if kept else "--",
+        )
+
+
+def _places(graph: Graph) -> list[tuple[float, float]]:
+    """Where each node stands: its depth downward, operations in the middle, leaves beside them."""
+    places: dict[int, tuple[float, float]] = {}
+    for depth in range(max(node.depth for node in graph.nodes) + 1):
+        level = [index for index, node in enumerate(graph.nodes) if node.depth == depth]
+        middle = [index for index in level if not graph.nodes[index].is_leaf] or level
+        leaning = {
+            index: sum(places[later][0] for later, earlier in graph.edges if earlier == index)
+            for index in level
+            if index not in middle
+        }
+        left = [index for index in leaning if leaning[index] < 0]
+        right = [index for index in leaning if leaning[index] >= 0]
+        start = -_STEP * (len(left) + (len(middle) - 1) / 2)
+        for column, index in enumerate([*left, *middle, *right]):
+            places[index] = (start + _STEP * column, -float(depth))
+    return [places[index] for index in range(len(graph.nodes))]
+
+
+def _bend(is_double: bool, start: tuple[float, float], end: tuple[float, float]) -> float:
+    """How far an arrow bows out: past the nodes between its ends, and beside its own double."""
+    if start[1] - end[1] > 1:
+        return 0.22 if end[0] < start[0] else -0.22
+    return 0.5 if is_double else 0.0

@@ -1,0 +1,319 @@
+"""DataParallel: who gets how much of a batch, one call as a drawing, each GPU's bytes, times beside DDP."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyBboxPatch
+
+from helpers.plots.memory import CAUSE_COLOURS, MIB
+from helpers.plots.style import (
+    COLOURS,
+    figure,
+    headline,
+    legend_beside,
+    log2_ticks,
+    show,
+    stacked_bars,
+    title,
+)
+from vgpu.profiling.memory import OTHER, Snapshot
+from vgpu.units import format_bytes
+
+
+def shares(runs: dict[int, list[tuple[torch.device, int]]]) -> None:
+    """One panel a run: the samples that each GPU received.
+
+    ``runs`` maps a number of GPUs to ``(device, samples)`` pairs, as noted by a hook. GPUs that
+    received nothing are marked with 0.
+    """
+    fig, panels = figure(1, len(runs), width=8.5, height=2.9, sharey=True, squeeze=False)
+    texts = []
+    for axes, (count, received) in zip(panels[0], runs.items(), strict=True):
+        samples = [0] * count
+        for device, size in received:
+            samples[device.index] += size
+        bars = axes.bar(range(count), samples, color=COLOURS["blue"], width=0.7)
+        axes.bar_label(bars, fontsize=8 if count > 4 else 9, padding=2)
+        axes.set_xticks(range(count))
+        axes.set(xlim=(-0.8, max(count, 3) - 0.2), xlabel=f"GPU (of {count})")
+        texts.append(f"Of {count} GPUs: {', '.join(map(str, samples))}.")
+        axes.grid(axis="x", visible=False)
+    panels[0][0].set_ylabel("samples received")
+    headline(fig, "Every GPU gets a share of the batch", "counted by a hook")
+    show(fig, f"Bars of samples by GPU. {' '.join(texts)}")
+
+
+def share_bars(sizes: Sequence[int]) -> None:
+    """One bar a GPU: its share of a batch, with the idle ones marked."""
+    fig, axes = figure(width=7.5, height=2.6)
+    bars = axes.bar(range(len(sizes)), sizes, color=COLOURS["blue"], width=0.7)
+    axes.bar_label(bars, [str(size) if size else "idle" for size in sizes], padding=2)
+    axes.set_xticks(range(len(sizes)), [f"GPU {index}" for index in range(len(sizes))])
+    axes.set(ylabel="samples", ylim=(0, max(sizes) * 1.2))
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.grid(axis="x", visible=False)
+    title(axes, f"A batch of {sum(sizes)} on {len(sizes)} GPUs", "counted from PyTorch's scatter")
+    each = ", ".join(f"GPU {index} {size or 'idle'}" for index, size in enumerate(sizes))
+    show(fig, f"Bars of samples by GPU, for a batch of {sum(sizes)}: {each}.")
+
+
+def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> None:
+    """For each number of GPUs, one stacked bar a batch: what each replica received, GPU 0 lowest.
+
+    ``records[gpu_count][batch]`` lists ``(device, samples)`` of the replicas that ran.
+    """
+    fig, panels = figure(1, len(records), width=8.5, height=3.1, sharey=True, squeeze=False)
+    texts = []
+    for axes, (count, batches) in zip(panels[0], records.items(), strict=True):
+        for index, received in enumerate(batches):
+            bottom = 0
+            for order, (_, size) in enumerate(sorted(received, key=lambda r: r[0].index)):
+                colour = COLOURS["blue"] if order % 2 == 0 else COLOURS["sky"]
+                axes.bar(index + 1, size, 0.7, bottom, color=colour, edgecolor="white")
+                axes.text(
+                    index + 1,
+                    bottom + size / 2,
+                    size,
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color="white" if order % 2 == 0 else "black",
+                )
+                bottom += size
+        axes.set_xticks(range(1, len(batches) + 1))
+        axes.set_xlabel(f"batch ({count} GPU{'s' if count > 1 else ''})")
+        cuts = ("+".join(str(size) for _, size in received) for received in batches)
+        texts.append(f"{count} GPU{'s' if count > 1 else ''}: {', '.join(cuts)}.")
+        axes.grid(axis="x", visible=False)
+    panels[0][0].set_ylabel("samples")
+    headline(
+        fig, "The batch stays whole outside and is cut inside", "counted in forward, GPU 0 lowest"
+    )
+    show(fig, f"Stacked bars of samples, one a batch, cut by GPU. {' '.join(texts)}")
+
+
+# What a Snapshot of an iteration tells apart.
+_CAUSES = ("parameters", "inputs", "replicas", "outputs", "gradients", "optimizer state", OTHER)
+
+
+# Columns of the drawing of one call, and the part that leads from each to the next.
+_COLUMNS = ("batch", "scatter", "replicate", "parallel_apply", "gather", "backward, reduce")
+
+
+def four_parts(
+    chunks: Sequence[torch.Tensor],
+    weights: Sequence[int],
+    outputs: Sequence[torch.Tensor],
+    output: torch.Tensor,
+    *,
+    backward: bool = False,
+) -> None:
+    """One call of DataParallel as boxes with sizes: a row a GPU, time to the right.
+
+    chunks and outputs: one tensor a GPU, in their order; weights: how many numbers each replica
+    has; output: what was gathered on the first GPU. backward: draw its gradients, too.
+    """
+    gpus = [chunk.device for chunk in chunks]
+    columns = _COLUMNS if backward else _COLUMNS[:-1]
+    fig, axes = figure(width=1.5 * len(columns), height=1.1 + 0.85 * len(gpus))
+    _box(axes, 0, 0, f"batch\n{len(output)} × {chunks[0].shape[1]}", "grey")
+    for row, (gpu, chunk, out) in enumerate(zip(gpus, chunks, outputs, strict=True)):
+        axes.text(-0.55, row, str(gpu), ha="right", va="center", fontweight="bold")
+        _box(axes, 1, row, f"chunk\n{_by(chunk)}", "grey")
+        what = "your model" if row == 0 else "a copy"
+        _box(axes, 2, row, f"{what}\n{weights[row]:,} weights", "blue" if row == 0 else "sky")
+        _box(axes, 3, row, f"output\n{_by(out)}", "orange")
+        _arrow(axes, (0, 0), (1, row))
+        _arrow(axes, (1, row), (2, row))
+        _arrow(axes, (2, row), (3, row))
+        _arrow(axes, (3, row), (4, 0))
+        if row > 0:
+            _arrow(axes, (2, row - 1), (2, row), down=True)
+    _box(axes, 4, 0, f"output\n{_by(output)}", "orange")
+    if backward:
+        _draw_gradients(axes, weights)
+    axes.set(xlim=(-1.2, len(columns) - 0.5), ylim=(len(gpus) - 0.55, -0.85))
+    for column, name in enumerate(columns):
+        axes.text(column, -0.65, name, ha="center", va="center", color="#444444", fontsize=9)
+    axes.axis("off")
+    back = ": and back again" if backward else ""
+    headline(fig, f"Cut, copied, computed, joined{back}", "sizes of a real call")
+    cut = ", ".join(f"{_by(chunk)} on {gpu}" for chunk, gpu in zip(chunks, gpus, strict=True))
+    show(
+        fig,
+        f"Boxes and arrows, a row for each GPU. The batch on {gpus[0]} is scattered: {cut}. The "
+        f"model's {weights[0]:,} weights are copied from {gpus[0]} to the others. Each replica's "
+        f"output goes back to {gpus[0]}, {_by(output)} in all."
+        + (
+            f" In backward each GPU computes its own gradients, and they are added up on {gpus[0]}."
+            if backward
+            else ""
+        ),
+    )
+
+
+def _draw_gradients(axes: Axes, weights: Sequence[int]) -> None:
+    for row, count in enumerate(weights):
+        _box(axes, 5, row, f"gradients\n{count:,}", "vermilion")
+        _arrow(axes, (4, 0), (5, row))
+        if row > 0:
+            _arrow(axes, (5, row), (5, row - 1), down=True)
+            axes.text(5.06, row - 0.5, "+", fontsize=13, va="center")
+
+
+def _by(tensor: torch.Tensor) -> str:
+    return " × ".join(map(str, tensor.shape))
+
+
+def _box(axes: Axes, column: int, row: int, text: str, colour: str) -> None:
+    axes.add_patch(
+        FancyBboxPatch(
+            (column - 0.34, row - 0.24),
+            0.68,
+            0.48,
+            boxstyle="round,pad=0.03",
+            facecolor=COLOURS[colour],
+            alpha=0.35,
+            edgecolor=COLOURS[colour],
+        )
+    )
+    axes.text(column, row, text, ha="center", va="center", fontsize=8)
+
+
+def _arrow(
+    axes: Axes, start: tuple[float, float], end: tuple[float, float], *, down: bool = False
+) -> None:
+    """From one box's edge to another's: right to left edges, or along a column."""
+    if down:
+        step = 0.3 if end[1] > start[1] else -0.3
+        ends = (start[0], start[1] + step), (end[0], end[1] - step)
+    else:
+        ends = (start[0] + 0.38, start[1]), (end[0] - 0.38, end[1])
+    axes.annotate(
+        "", xy=ends[1], xytext=ends[0], arrowprops={"arrowstyle": "->", "color": "#555555"}
+    )
+
+
+def iteration(steps: Sequence[Snapshot]) -> None:
+    """A panel for each GPU: one stacked bar after each step, MiB by cause; a mark at each peak."""
+    gpus = list(steps[-1].by_cause)
+    fig, panels = figure(len(gpus), 1, width=8, height=2.2 * len(gpus), sharex=True, sharey=True)
+    for gpu, axes in zip(gpus, panels, strict=True):
+        sizes = {
+            cause: [step.by_cause[gpu].get(cause, 0) / MIB for step in steps]
+            for cause in steps[-1].by_cause[gpu]
+        }
+        stacked_bars(axes, range(len(steps)), sizes, CAUSE_COLOURS, width=0.7)
+        peaks = [step.peak_bytes[gpu] / MIB for step in steps]
+        places = range(len(steps))
+        axes.hlines(peaks, [x - 0.42 for x in places], [x + 0.42 for x in places], color="black")
+        highest = max(places, key=lambda place: peaks[place])
+        axes.annotate(
+            f"peak {peaks[highest]:.1f}",
+            (highest, peaks[highest]),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+        )
+        axes.set_ylabel(f"{gpu}\nMiB")
+    top = max(step.peak_bytes[gpu] for step in steps for gpu in gpus) / MIB
+    panels[0].set_ylim(0, 1.25 * top)
+    panels[-1].set_xticks(range(len(steps)), [_two_lines(step.step) for step in steps], fontsize=8)
+    panels[0].legend(loc="upper left", ncols=2, fontsize=8)
+    headline(fig, "GPU 0 carries what the others do not", "counted; a line marks the peak")
+    summary = "; ".join(
+        f"{gpu} holds "
+        + ", ".join(f"{format_bytes(step.total_bytes(gpu))} after {step.step}" for step in steps)
+        + f", at its peak {format_bytes(max(step.peak_bytes[gpu] for step in steps))}"
+        for gpu in gpus
+    )
+    show(
+        fig,
+        f"Stacked bars of bytes by cause, a panel for each GPU and a bar for each step: {summary}.",
+    )
+
+
+def one_step(step: Snapshot, most_bytes: int) -> None:
+    """One moment: a bar for each GPU, MiB by cause; ``most_bytes`` fixes the axis."""
+    fig, axes = figure(width=7.5, height=0.8 + 0.55 * len(step.by_cause))
+    gpus = list(step.by_cause)[::-1]
+    # Every cause, present or not: the legend stays as it is from step to step.
+    sizes = {cause: [step.by_cause[gpu].get(cause, 0) / MIB for gpu in gpus] for cause in _CAUSES}
+    stacked_bars(axes, range(len(gpus)), sizes, CAUSE_COLOURS, across=True)
+    axes.set_yticks(range(len(gpus)), [str(gpu) for gpu in gpus])
+    axes.set(xlim=(0, most_bytes / MIB * 1.02), xlabel="MiB, counted")
+    legend_beside(axes)
+    headline(fig, f"After step {step.step}", "bytes by cause")
+    summary = "; ".join(
+        f"{gpu} "
+        + (
+            ", ".join(f"{name} {format_bytes(size)}" for name, size in causes.items() if size)
+            or "0"
+        )
+        for gpu, causes in step.by_cause.items()
+    )
+    show(fig, f"A bar of bytes by cause for each GPU, after step {step.step}: {summary}.")
+
+
+def peaks_before_and_after(
+    gpus: Sequence[torch.device], outside: Sequence[int], inside: Sequence[int]
+) -> None:
+    """Peak bytes of each GPU with the loss outside the model, and inside its forward."""
+    fig, axes = figure(width=7, height=3)
+    for index, gpu in enumerate(gpus):
+        colour = COLOURS["vermilion"] if index == 0 else COLOURS["blue"]
+        places = [index * 0.4, index * 0.4 + len(gpus) * 0.4 + 0.4]
+        sizes = [outside[index] / MIB, inside[index] / MIB]
+        bars: Any = axes.bar(places, sizes, 0.36, color=colour, label=str(gpu))
+        axes.bar_label(bars, fmt="%.1f", padding=2)
+    middle = (len(gpus) - 1) * 0.2
+    axes.set_xticks(
+        [middle, middle + len(gpus) * 0.4 + 0.4],
+        ["outputs gathered, loss outside", "loss in forward"],
+    )
+    axes.set(ylabel="peak of one step, MiB", ylim=(0, max(outside) / MIB * 1.15))
+    axes.grid(axis="x", visible=False)
+    axes.legend()
+    headline(fig, "Returning the loss from forward evens the memory out", "counted")
+    each = "; ".join(
+        f"{gpu} {format_bytes(before)} with the loss outside, {format_bytes(after)} in forward"
+        for gpu, before, after in zip(gpus, outside, inside, strict=True)
+    )
+    show(fig, f"Bars of one step's peak bytes by GPU: {each}.")
+
+
+def _two_lines(step: str) -> str:
+    number, _, words = step.partition(" ")
+    first, _, rest = words.partition(" ")
+    return f"{number} {first}\n{rest}"
+
+
+def data_parallel_against_ddp(
+    times_s: Mapping[int, tuple[float, float]], gpu: str, batch_size: int
+) -> None:
+    """One iteration by number of GPUs; ``times_s[count]`` is (DataParallel's seconds, DDP's)."""
+    counts = sorted(times_s)
+    fig, (left, right) = figure(1, 2, width=9, height=3.2)
+    for way, (name, marker, colour) in enumerate(
+        (("DataParallel", "s-", "orange"), ("DDP", "o-", "blue"))
+    ):
+        each_s = [times_s[count][way] for count in counts]
+        look: Any = {"color": COLOURS[colour], "label": name}
+        left.plot(counts, [1e3 * time_s for time_s in each_s], marker, **look)
+        right.plot(counts, [each_s[0] / time_s for time_s in each_s], marker, **look)
+    right.plot(counts, [n / counts[0] for n in counts], "--", color=COLOURS["grey"], label="ideal")
+    for axes in (left, right):
+        log2_ticks(axes, counts)
+        axes.set(ylim=(0, None), xlabel="GPUs")
+    left.set_ylabel("one iteration (ms)")
+    right.set_ylabel("times as fast")
+    right.legend(fontsize=9)
+    headline(fig, f"The same {batch_size} images on more GPUs", f"virtual time, {gpu}")
+    summary = "; ".join(
+        f"{count} GPU{'s' if count > 1 else ''}: {1e3 * times_s[count][0]:.0f} and {1e3 * times_s[count][1]:.0f} ms"
+        for count in counts
+    )
+    show(fig, f"Two curves of one iteration's time, DataParallel and DDP. {summary}.")

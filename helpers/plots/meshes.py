@@ -1,0 +1,209 @@
+"""Who holds and does what on a mesh: groups of GPUs, parts of matrices, a ring's work, how full experts are."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.patches import Rectangle
+
+from helpers.plots.style import COLOURS, RANK_COLOURS, figure, headline, show, title
+
+Groups = Sequence[Sequence[int]]
+
+
+_OTHERS = "#EEEEEE"
+
+
+_MOST_LABELS = 32  # drawing a number in each of more cells takes most of the time
+
+
+def mesh(groups: Mapping[str, Groups], gpus_per_host: int, how: str = "counted") -> None:
+    """Each dimension's groups, drawn on hosts (rows) and their GPUs (cells with their ranks).
+
+    groups: of each dimension, lists of ranks. With up to eight groups each has a colour; with more,
+    only the first one, rank 0's. On more than 32 GPUs only that group's cells have their numbers.
+    """
+    hosts = 1 + max(max(group) for group in next(iter(groups.values()))) // gpus_per_host
+    columns = min(len(groups), 4)
+    fig, panels = figure(
+        1, columns, width=0.5 + columns * max(1.8, 0.27 * gpus_per_host),
+        height=1.2 + 0.27 * hosts, squeeze=False,
+    )  # fmt: skip
+    for axes, (name, dimension_groups) in zip(panels[0], groups.items(), strict=True):
+        _draw_groups(axes, dimension_groups, gpus_per_host)
+        axes.set(xlim=(-0.6, gpus_per_host - 0.4), ylim=(hosts - 0.4, -0.6), aspect="equal")
+        axes.set_xticks([])
+        axes.set_yticks(range(hosts), [f"host {host}" for host in range(hosts)], fontsize=8)
+        axes.tick_params(length=0)
+        axes.grid(visible=False)
+        axes.spines[:].set_visible(False)
+        axes.set_title(
+            f"{name}: {len(dimension_groups)} groups of {len(dimension_groups[0])}",
+            loc="left",
+            fontsize=10,
+        )
+        if axes is not panels[0, 0]:
+            axes.set_yticklabels([])
+    headline(fig, "GPUs of one colour talk to each other", how)
+    summary = "; ".join(
+        f"{name}, {len(dimension_groups)} groups of {len(dimension_groups[0])}, the first one ranks "
+        f"{', '.join(map(str, dimension_groups[0]))}"
+        for name, dimension_groups in groups.items()
+    )
+    show(fig, f"A grid of GPUs by host, once for each dimension of the mesh: {summary}.")
+
+
+def _draw_groups(axes: Axes, groups: Groups, gpus_per_host: int) -> None:
+    cells, colours = [], []
+    several = len(groups) <= len(RANK_COLOURS)
+    with_all_ranks = len(groups) * len(groups[0]) <= _MOST_LABELS
+    for number, group in enumerate(groups):
+        colour = RANK_COLOURS[number] if several or number == 0 else _OTHERS
+        for rank in group:
+            host, place = divmod(rank, gpus_per_host)
+            left, right, top, bottom = place - 0.45, place + 0.45, host - 0.45, host + 0.45
+            cells.append([(left, top), (right, top), (right, bottom), (left, bottom)])
+            colours.append(colour)
+            if with_all_ranks or number == 0:
+                axes.text(
+                    place, host, str(rank), ha="center", va="center", fontsize=7, in_layout=False
+                )
+    axes.add_collection(PolyCollection(cells, facecolor=colours, edgecolor="none"))
+
+
+def ring_work(work: Mapping[str, Sequence[Sequence[float]]], unit: str) -> None:
+    """What each rank computes in each step of a ring, one panel for each way to cut a sequence.
+
+    work: of each way, ``[rank][step]`` in ``unit``. Below each step stands the most that a rank has
+    to do in it: the others wait for that rank.
+    """
+    fig, panels = figure(1, len(work), width=1.2 + 3.2 * len(work), height=3.1, squeeze=False)
+    most = max(max(row) for rows in work.values() for row in rows)
+    for axes, (name, rows) in zip(panels[0], work.items(), strict=True):
+        axes.imshow(rows, cmap="Blues", vmin=0, vmax=1.6 * most, aspect="auto")
+        for rank, row in enumerate(rows):
+            for step, amount in enumerate(row):
+                axes.text(step, rank, f"{amount:.3g}", ha="center", va="center", in_layout=False)
+        slowest = [max(column) for column in zip(*rows, strict=True)]
+        axes.set_xticks(
+            range(len(slowest)), [f"{s}\nmost: {m:.3g}" for s, m in enumerate(slowest)], fontsize=9
+        )
+        axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
+        axes.set_xlabel("step of the ring")
+        axes.grid(visible=False)
+        axes.set_title(f"{name}: {sum(slowest):.3g} in turn", loc="left", fontsize=10)
+    headline(fig, "Each step takes as long as its slowest rank", f"{unit}, counted")
+    summary = "; ".join(
+        f"{name}: "
+        + ", ".join(f"rank {rank} {[round(x, 3) for x in row]}" for rank, row in enumerate(rows))
+        for name, rows in work.items()
+    )
+    show(fig, f"Tables of {unit} by rank and step of the ring. {summary}.")
+
+
+def expert_load(tokens: Sequence[int], experts_per_rank: int, capacity: int | None = None) -> None:
+    """Tokens that each expert is sent, coloured by the rank that holds it, and its capacity."""
+    fig, axes = figure(width=7.0, height=2.9)
+    ranks = len(tokens) // experts_per_rank
+    colours = [RANK_COLOURS[number // experts_per_rank] for number in range(len(tokens))]
+    axes.bar(range(len(tokens)), tokens, color=colours)
+    mean = sum(tokens) / len(tokens)
+    axes.axhline(mean, color=COLOURS["black"], lw=1, ls="--")
+    axes.text(len(tokens) - 0.4, mean, f"mean {mean:.0f}", va="bottom", ha="left", fontsize=9)
+    if capacity is not None:
+        axes.axhline(capacity, color=COLOURS["vermilion"], lw=1.5)
+        axes.text(len(tokens) - 0.4, capacity, f"capacity {capacity}", va="bottom", fontsize=9)
+    axes.set_xlim(-0.6, len(tokens) + 0.6)
+    axes.set_xticks(range(len(tokens)), [str(number) for number in range(len(tokens))])
+    axes.set(xlabel="expert", ylabel="tokens")
+    for rank in range(ranks):
+        middle = (rank + 0.5) * experts_per_rank - 0.5
+        held = sum(tokens[rank * experts_per_rank : (rank + 1) * experts_per_rank])
+        axes.text(middle, max(tokens) * 1.06, f"rank {rank}: {held}", ha="center", fontsize=9)
+    axes.set_ylim(0, max(*tokens, capacity or 0) * 1.18)
+    title(axes, "The fullest rank sets the pace", f"counted on {ranks} real ranks")
+    summary = ", ".join(f"expert {number} {count}" for number, count in enumerate(tokens))
+    limit = "" if capacity is None else f", the capacity {capacity}"
+    show(fig, f"Bars of tokens by expert: {summary}; the mean is {mean:.0f}{limit}.")
+
+
+WHOLE, ROWS, COLUMNS, PARTIAL = "whole", "rows", "columns", "partial"
+
+
+_SAID = {
+    WHOLE: "all of it",
+    ROWS: "its rows",
+    COLUMNS: "its columns",
+    PARTIAL: "a sum's part",
+}
+
+
+class Held(NamedTuple):
+    """A matrix in a picture: what stands before it, its name, its shape, and which part a GPU has.
+
+    part: "whole" (each GPU has all of it), "rows" or "columns" (each has its own), or "partial" (each
+    has all places, and the sum over the GPUs is the matrix).
+    """
+
+    before: str
+    name: str
+    rows: int
+    columns: int
+    part: str
+
+
+def held(tensors: Sequence[tuple[str, str, int, int, str]], gpus: int, message: str) -> None:
+    """One row a GPU, one column a matrix: the outline is the whole matrix, the colour what it has.
+
+    tensors: as ``Held``. ValueError for a part that is none of the four.
+    """
+    drawn = [Held(*tensor) for tensor in tensors]
+    for tensor in drawn:
+        if tensor.part not in _SAID:
+            raise ValueError(f"{tensor.name} is held {tensor.part!r}; parts are {', '.join(_SAID)}")
+    scale = 2.0 / max(max(tensor.rows, tensor.columns) for tensor in drawn)
+    height = scale * max(tensor.rows for tensor in drawn)
+    places, width = [], 0.9
+    for tensor in drawn:
+        width += 0.16 * len(tensor.before) + 0.2
+        places.append(width)
+        width += max(scale * tensor.columns, 0.11 * len(tensor.name)) + 0.25
+    fig, axes = figure(width=min(9.0, 0.9 * width), height=0.9 + gpus * (height + 0.35) * 0.8)
+    for gpu in range(gpus):
+        middle = gpu * (height + 0.35)
+        axes.text(0.0, middle, f"GPU {gpu}", va="center")
+        for left, tensor in zip(places, drawn, strict=True):
+            axes.text(left - 0.12, middle, tensor.before, ha="right", va="center")
+            _matrix(axes, left, middle, scale, tensor, gpu, gpus)
+    for left, tensor in zip(places, drawn, strict=True):
+        centre = left + scale * tensor.columns / 2
+        axes.text(centre, -height / 2 - 0.22, tensor.name, ha="center", fontsize=9)
+    axes.set(xlim=(-0.05, width), ylim=(gpus * (height + 0.35) - height / 2, -height / 2 - 0.45))
+    axes.set_aspect("equal")
+    axes.axis("off")
+    title(axes, message, "coloured: what a GPU holds; hatched: one part of a sum")
+    summary = ", ".join(
+        f"{tensor.name} ({tensor.rows} by {tensor.columns}) {_SAID[tensor.part]}"
+        for tensor in drawn
+    )
+    show(
+        fig,
+        f"A row for each of {gpus} GPUs. {message}. Each GPU holds, from left to right: {summary}.",
+    )
+
+
+def _matrix(
+    axes: Axes, left: float, middle: float, scale: float, tensor: Held, gpu: int, gpus: int
+) -> None:
+    width, height = scale * tensor.columns, scale * tensor.rows
+    top = middle - height / 2
+    axes.add_patch(Rectangle((left, top), width, height, fill=False, ec="#BBBBBB", ls=":"))
+    x, y, w, h = left, top, width, height
+    if tensor.part == ROWS:
+        y, h = top + gpu * height / gpus, height / gpus
+    elif tensor.part == COLUMNS:
+        x, w = left + gpu * width / gpus, width / gpus
+    hatch = "////" if tensor.part == PARTIAL else None
+    colour = RANK_COLOURS[gpu]
+    axes.add_patch(Rectangle((x, y), w, h, fc=colour, ec="#444444", lw=0.8, hatch=hatch, alpha=0.9))

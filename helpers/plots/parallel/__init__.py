@@ -1,1 +1,0 @@
-"""Figures of models that are split or shared over GPUs."""

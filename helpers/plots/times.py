@@ -1,0 +1,218 @@
+"""Times and speeds: by split size, of a split layer, over the number of GPUs and the checkpoint interval."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from helpers.plots.style import (
+    COLOURS,
+    SERIES,
+    figure,
+    headline,
+    legend_beside,
+    log2_ticks,
+    show,
+    stacked_bars,
+    title,
+)
+from vgpu import Timeline, covered_s
+from vgpu.units import format_seconds
+
+
+def split_sizes(
+    predicted_s: Mapping[int, float], published_s: Mapping[int, float], one_gpu_s: float
+) -> None:
+    """Seconds by split size: a predicted curve, and the published points.
+
+    The largest size of ``predicted_s`` is the whole batch. one_gpu_s: the published time of one
+    GPU, a level.
+    """
+    sizes = sorted(predicted_s)
+    fig, axes = figure(width=8, height=3.6)
+    predicted: Any = {"color": COLOURS["blue"], "label": "two GPUs, predicted"}
+    axes.plot(sizes, [predicted_s[size] for size in sizes], "o-", ms=5, **predicted)
+    published: Any = {"color": COLOURS["vermilion"], "label": "two GPUs, published"}
+    points = list(published_s), list(published_s.values())
+    axes.plot(*points, "D", ms=8, mfc="none", mew=2, **published)
+    axes.axhline(one_gpu_s, color=COLOURS["grey"], ls="--", lw=1.5, label="one GPU, published")
+    axes.set_xscale("log")
+    axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=8)
+    axes.minorticks_off()
+    axes.set(
+        ylim=(0, 1.08 * max(*predicted_s.values(), *published_s.values())),
+        xlabel="split size (images in a piece)",
+        ylabel="3 batches (s)",
+    )
+    legend_beside(axes, fontsize=9)
+    title(axes, "Small pieces and large ones are slow", "virtual time, K80; published: measured")
+    best = min(sizes, key=lambda size: predicted_s[size])
+    summary = ", ".join(f"{size}: {predicted_s[size]:.2f}" for size in sizes)
+    show(
+        fig,
+        f"Predicted seconds by split size, a valley with its floor at {best}: {summary}. Published: "
+        f"{', '.join(f'{size}: {time_s}' for size, time_s in published_s.items())}; one GPU {one_gpu_s}.",
+    )
+
+
+def parts_of_time(timelines: Mapping[int, Timeline]) -> None:
+    """For each split size and each of two GPUs: one batch's seconds of computing, copying, idling."""
+    sizes = sorted(timelines)
+    devices = timelines[sizes[0]].devices
+    fig, panels = figure(1, len(devices), width=9, height=3.4, sharey=True)
+    for axes, device in zip(panels, devices, strict=True):
+        parts = [_parts(timelines[size], device) for size in sizes]
+        heights = {name: [part[name] for part in parts] for name in _PART_COLOURS}
+        stacked_bars(axes, range(len(sizes)), heights, _PART_COLOURS, width=0.8)
+        axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+        axes.set_xlabel("split size (images in a piece)")
+        axes.set_title(str(device), fontsize=10)
+    panels[0].set_ylabel("one batch (s)")
+    legend_beside(panels[-1], fontsize=9)
+    gpu = timelines[sizes[0]].gpu
+    headline(fig, "Large pieces idle, small pieces compute longer", f"virtual time, {gpu}")
+    ends = []
+    for size in (sizes[0], sizes[-1]):
+        parts = [_parts(timelines[size], device) for device in devices]
+        ends.append(
+            f"pieces of {size}: computes {_both(parts, 'computes')} s, "
+            f"idles {_both(parts, 'idles')} s"
+        )
+    show(
+        fig,
+        "Bars by split size for each GPU: seconds of one batch in which it computes, copies and "
+        f"idles. At the ends, {'; '.join(ends)}.",
+    )
+
+
+_PART_COLOURS = {
+    "computes": COLOURS["blue"],
+    "copies": COLOURS["vermilion"],
+    "idles": COLOURS["grey"],
+}
+
+
+def _parts(timeline: Timeline, device: object) -> dict[str, float]:
+    events = timeline.of(str(device))
+    busy_s = timeline.busy_s(str(device))
+    active_s = covered_s(events)
+    return {
+        "computes": busy_s,
+        "copies": active_s - busy_s,  # those beside a kernel take no time of their own
+        "idles": timeline.makespan_s - active_s,
+    }
+
+
+def _both(parts: Sequence[Mapping[str, float]], name: str) -> str:
+    return " and ".join(f"{part[name]:.2f}" for part in parts)
+
+
+def split_times(timelines: Mapping[str, Timeline], message: str) -> None:
+    """A bar for each timeline: its makespan, and how much of it the collectives take."""
+    fig, axes = figure(width=7.5, height=0.9 + 0.42 * len(timelines))
+    names = list(timelines)[::-1]
+    parts = [parts_of(timelines[name]) for name in names]
+    parts_ms = {
+        "everything else": [1e3 * (whole - sent) for whole, sent in parts],
+        "collectives": [1e3 * sent for _, sent in parts],
+    }
+    colours = {"everything else": COLOURS["sky"], "collectives": COLOURS["vermilion"]}
+    stacked_bars(axes, names, parts_ms, colours, across=True)
+    for place, (whole, part) in enumerate(parts):
+        axes.text(1e3 * whole, place, f" {part / whole:.0%}", va="center")
+    axes.set(xlabel="ms", xlim=(0, 1.15e3 * max(whole for whole, _ in parts)))
+    legend_beside(axes, fontsize=10)
+    gpu = next(iter(timelines.values())).gpu
+    title(axes, message, f"forward and backward of one layer, virtual time, {gpu}")
+    summary = "; ".join(
+        f"{name}: {1e3 * whole:.2f} ms, {part / whole:.0%} of it in collectives"
+        for name, (whole, part) in zip(names[::-1], parts[::-1], strict=True)
+    )
+    show(fig, f"Bars of the time of a layer and the collectives' share in it. {summary}.")
+
+
+def parts_of(timeline: Timeline) -> tuple[float, float]:
+    """Seconds of a timeline, and those in which its collectives are on their way."""
+    sent_s = sum(e.duration_s for e in timeline.events if e.kind == "collective")
+    return timeline.makespan_s, sent_s
+
+
+def gained(times_s: Mapping[int, Mapping[int, float]], message: str, how: str) -> None:
+    """A line for each number of GPUs: how many times as fast as one, over the width of the layer.
+
+    times_s: width → {number of GPUs: seconds}, with 1 among the numbers.
+    """
+    fig, axes = figure(width=6.5, height=3.4)
+    widths = sorted(times_s)
+    counts = [count for count in times_s[widths[0]] if count > 1]
+    colours = [COLOURS[name] for name in ("blue", "green", "vermilion", "purple")]
+    for colour, marker, count in zip(colours, "osD^", counts, strict=False):
+        gains = [times_s[width][1] / times_s[width][count] for width in widths]
+        axes.plot(widths, gains, marker=marker, color=colour, label=f"{count} GPUs")
+        axes.axhline(count, color=colour, lw=0.8, ls=":", label=f"{count} times")
+    axes.axhline(1, color="black", lw=0.8)
+    log2_ticks(axes, widths)
+    axes.set(xlabel="width of the layer", ylabel="times as fast as one GPU", ylim=(0, None))
+    legend_beside(axes, fontsize=10)
+    title(axes, message, how)
+    summary = "; ".join(
+        f"{count} GPUs: "
+        + ", ".join(f"{times_s[w][1] / times_s[w][count]:.2f} at width {w}" for w in widths)
+        for count in counts
+    )
+    show(fig, f"Lines of how many times as fast as one GPU, over the width. {summary}.")
+
+
+def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, int]) -> None:
+    """Million tokens/s over the number of GPUs, a line for each network; dotted, in proportion.
+
+    tokens: for each number of GPUs, those that one of them has in a step.
+    """
+    fig, axes = figure(width=7.5, height=3.6)
+    counts = list(tokens)
+    first = next(iter(speeds.values()))[counts[0]]
+    axes.plot(counts, [first * n / counts[0] for n in counts], color=COLOURS["grey"], ls=":", lw=1)
+    for (name, speed), colour in zip(speeds.items(), SERIES, strict=False):
+        axes.plot(counts, [speed[n] for n in counts], "o-", color=colour, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="GPUs, and tokens that each has in a step")
+    axes.set_xticks(counts, [f"{n}\n{tokens[n]:,}" for n in counts])
+    doublings = [first / 2 * 2**k for k in range(1, 1 + (counts[-1] // counts[0]).bit_length())]
+    axes.set_yticks(doublings, [f"{speed:.3g}" for speed in doublings])
+    axes.minorticks_off()
+    axes.set_ylabel("million tokens/s, all GPUs")
+    axes.legend(loc="upper left", fontsize=9)
+    title(axes, "More GPUs, the same batch", "virtual time; dotted: in proportion to the GPUs")
+    summary = "; ".join(
+        f"{name}: {speed[counts[0]]:.2f} on {counts[0]} GPUs, {speed[counts[-1]]:.2f} on {counts[-1]}"
+        for name, speed in speeds.items()
+    )
+    show(fig, f"Lines of million tokens per second over GPUs, on logarithmic axes. {summary}.")
+
+
+def goodput(
+    shares: Mapping[int, Mapping[float, tuple[float, float]]], best_s: Mapping[int, float]
+) -> None:
+    """The share of time that lasts, over the interval between checkpoints, for numbers of GPUs.
+
+    shares: GPUs → {interval in seconds: (by formula, simulated)}. best_s: GPUs → the square root.
+    """
+    fig, axes = figure(width=7.5, height=3.4)
+    for (gpus, points), colour in zip(shares.items(), SERIES, strict=False):
+        minutes = [interval_s / 60 for interval_s in points]
+        axes.plot(minutes, [f for f, _ in points.values()], color=colour, label=f"{gpus:,} GPUs")
+        axes.plot(minutes, [s for _, s in points.values()], "o", color=colour, ms=4)
+        axes.axvline(best_s[gpus] / 60, color=colour, ls="--", lw=1)
+    axes.set(xscale="log", xlabel="minutes of training between two checkpoints", ylim=(0, 1))
+    axes.set_xticks(minutes, [f"{m:g}" for m in minutes])
+    axes.minorticks_off()
+    axes.set_ylabel("share of time that lasts")
+    axes.legend(loc="lower center", fontsize=9)
+    title(
+        axes,
+        "Too often costs writing, too seldom costs repeating",
+        "lines: Daly's formula; points: simulated failures; dashed: the square root",
+    )
+    summary = "; ".join(
+        f"with {gpus:,} GPUs it is highest near {format_seconds(best_s[gpus])}, at "
+        f"{max(f for f, _ in points.values()):.0%}, and {points[max(points)][0]:.0%} at the longest"
+        for gpus, points in shares.items()
+    )
+    show(fig, f"Curves of the share of time that lasts over the checkpoint interval: {summary}.")

@@ -1,0 +1,122 @@
+"""DataParallel: who gets how much of a batch, the parts of one call, and each GPU's bytes by step."""
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+import ipywidgets
+import torch
+from IPython.display import display
+from torch import nn
+from torch.nn.parallel import scatter
+
+from helpers import plots
+from helpers.widgets.live import explorer, live
+from vgpu.profiling.memory import Snapshot
+from vgpu.tables import Table
+from vgpu.units import format_bytes
+
+
+def share_sizes(batch_size: int, gpus: Sequence[torch.device]) -> list[int]:
+    """Samples that each of ``gpus`` gets of a batch, as the real scatter cuts it; 0 for idle ones.
+
+    Raises ValueError for an empty batch, which scatter cannot cut.
+    """
+    if batch_size < 1:
+        raise ValueError(f"a batch has at least one sample, got {batch_size}")
+    chunks = scatter(torch.empty(batch_size, 1, device=gpus[0]), list(gpus))
+    sizes = [len(chunk) for chunk in chunks]
+    return sizes + [0] * (len(gpus) - len(sizes))
+
+
+def describe_shares(sizes: Sequence[int]) -> str:
+    """The shares in a sentence: how many GPUs work, and what the idle ones miss."""
+    working = sum(size > 0 for size in sizes)
+    text = f"{sum(sizes)} samples: {working} of {len(sizes)} GPUs get something"
+    if working < len(sizes):
+        text += f", {len(sizes) - working} idle"
+    if max(sizes) != min(sizes):
+        slowest = max(sizes) * len(sizes) / sum(sizes)
+        text += f". The largest share is {slowest:.2f} times an equal one"
+    return text + "."
+
+
+def show_shares(batch_size: int, gpu_count: int, gpus: Sequence[torch.device]) -> None:
+    """Draw the shares of a batch on the first ``gpu_count`` of ``gpus``, and say them."""
+    sizes = share_sizes(batch_size, gpus[:gpu_count])
+    plots.share_bars(sizes)
+    print(describe_shares(sizes))
+
+
+def shares_explorer(gpus: Sequence[torch.device]) -> ipywidgets.Widget:
+    """Two sliders around ``show_shares``: the batch size and the number of GPUs."""
+    batch_size = ipywidgets.IntSlider(10, min=1, max=64, description="batch size")
+    gpu_count = ipywidgets.IntSlider(len(gpus), min=1, max=len(gpus), description="GPUs")
+    return explorer(
+        lambda batch_size, gpu_count: show_shares(batch_size, gpu_count, gpus),
+        {"batch_size": batch_size, "gpu_count": gpu_count},
+    )
+
+
+def show_parts(
+    module: nn.Module,
+    batch: torch.Tensor,
+    gpus: Sequence[torch.device],
+    *,
+    backward: bool = False,
+) -> None:
+    """Draw one call of nn.DataParallel on ``gpus``, with the sizes that its replicas saw.
+
+    ``module`` is on the first of ``gpus`` and is not changed. backward: draw its gradients, too.
+    """
+    names = [name for name, _ in module.named_parameters()]
+    seen = {}
+
+    def note(replica: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        # A replica's parameters are plain tensors, which parameters() does not list.
+        weights = sum(attrgetter(name)(replica).numel() for name in names)
+        seen[output.device] = inputs[0], weights, output
+
+    handle = module.register_forward_hook(note)
+    with torch.no_grad():
+        output = nn.DataParallel(module, list(gpus))(batch)
+    handle.remove()
+    chunks, weights, outputs = zip(*(seen[gpu] for gpu in gpus), strict=True)
+    plots.four_parts(chunks, weights, outputs, output, backward=backward)
+
+
+def step_table(steps: Sequence[Snapshot], number: int) -> Table:
+    """What each GPU holds after step ``number`` (from 1), and what the step changed."""
+    if not 1 <= number <= len(steps):
+        raise ValueError(f"there are steps 1 to {len(steps)}, got {number}")
+    now = steps[number - 1]
+    before = steps[number - 2] if number > 1 else None
+    rows = []
+    for gpu, causes in now.by_cause.items():
+        for cause, size in causes.items():
+            earlier = before.by_cause[gpu].get(cause, 0) if before else 0
+            if size or earlier:
+                change = size - earlier
+                sign = "+" if change > 0 else "-"
+                changed = f"{sign}{format_bytes(abs(change))}" if change else ""
+                rows.append((gpu, cause, format_bytes(size), changed))
+    return Table(("GPU", "what", "bytes", "this step"), rows)
+
+
+def show_step(steps: Sequence[Snapshot], number: int) -> None:
+    """Draw step ``number`` (from 1) and list what is where."""
+    table = step_table(steps, number)
+    most = max(step.total_bytes(gpu) for step in steps for gpu in step.by_cause)
+    plots.one_step(steps[number - 1], most)
+    display(table)
+
+
+def iteration_explorer(steps: Sequence[Snapshot]) -> ipywidgets.Widget:
+    """Back and forth through the steps: a slider, and two buttons for the keyboard."""
+    number = ipywidgets.IntSlider(1, min=1, max=len(steps), description="step")
+    back = ipywidgets.Button(description="back", icon="arrow-left")
+    forth = ipywidgets.Button(description="forth", icon="arrow-right")
+    back.on_click(lambda _: setattr(number, "value", max(number.value - 1, number.min)))
+    forth.on_click(lambda _: setattr(number, "value", min(number.value + 1, number.max)))
+    every = {"number": range(1, len(steps) + 1)}
+    drawn = live(lambda number: show_step(steps, number), {"number": number}, every)
+    return ipywidgets.VBox([ipywidgets.HBox([back, number, forth]), drawn])

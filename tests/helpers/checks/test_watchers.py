@@ -1,0 +1,27 @@
+"""A layer that notes how many of its forwards still hold what backward needs."""
+
+import torch
+
+from helpers.checks.watchers import WatchedLinear
+
+
+def held_by(backward):
+    """What a layer notes at three forwards, after each of which ``backward(loss)`` is called."""
+    layer = WatchedLinear(3, 1)
+    kept = [backward(layer(torch.ones(count, 3)).sum()) for count in (4, 5, 6)]
+    assert layer.samples == [4, 5, 6]
+    assert len(kept) == 3
+    return layer.graphs_held
+
+
+def test_a_sum_of_losses_holds_every_graph():
+    assert held_by(lambda loss: loss) == [0, 1, 2]
+    assert held_by(lambda loss: loss.backward(retain_graph=True) or loss) == [0, 1, 2]
+
+
+def test_after_backward_a_kept_loss_holds_nothing():
+    assert held_by(lambda loss: loss.backward() or loss) == [0, 0, 0]
+
+
+def test_a_graph_that_nobody_refers_to_is_not_held():
+    assert held_by(lambda loss: loss.detach()) == [0, 0, 0]

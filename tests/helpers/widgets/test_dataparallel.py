@@ -1,0 +1,113 @@
+"""The explorers of DataParallel: shares of a batch, and back and forth through the recorded steps."""
+
+import pytest
+import torch
+from torch import nn
+
+import vgpu
+from helpers import devices, plots
+from helpers.widgets.dataparallel import (
+    describe_shares,
+    iteration_explorer,
+    share_sizes,
+    shares_explorer,
+    show_parts,
+    step_table,
+)
+from vgpu.profiling.memory import Snapshot
+
+A, B = torch.device("cpu"), torch.device("meta")
+
+
+@pytest.fixture
+def gpus():
+    yield devices.lab(8)
+    vgpu.disable()
+
+
+def test_share_sizes_add_up_and_never_grow(gpus):
+    for batch_size in range(1, 40):
+        for count in (1, 2, 3, 8):
+            sizes = share_sizes(batch_size, gpus[:count])
+            assert len(sizes) == count and sum(sizes) == batch_size
+            assert sizes == sorted(sizes, reverse=True)
+
+
+def test_describe_shares_counts_the_idle_gpus(gpus):
+    assert share_sizes(10, gpus) == [2, 2, 2, 2, 2, 0, 0, 0]
+    assert describe_shares([2, 2, 0]).startswith("4 samples: 2 of 3 GPUs get something, 1 idle")
+    assert describe_shares([2, 2]) == "4 samples: 2 of 2 GPUs get something."
+
+
+def test_share_sizes_refuses_an_empty_batch(gpus):
+    with pytest.raises(ValueError, match="at least one sample, got 0"):
+        share_sizes(0, gpus)
+
+
+def test_the_sliders_of_shares_redraw(gpus, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("helpers.plots.share_bars", drawn.append)
+    explorer = shares_explorer(gpus)
+    batch_size, gpu_count = explorer.children[0].children
+    batch_size.value = 33
+    gpu_count.value = 4
+    assert drawn == [[2, 2, 2, 2, 2, 0, 0, 0], [5, 5, 5, 5, 5, 5, 3, 0], [9, 9, 9, 6]]
+
+
+@pytest.fixture
+def steps():
+    begin = {A: {"inputs": 2048, "outputs": 0}, B: {"inputs": 0, "outputs": 0}}
+    end = {A: {"inputs": 0, "outputs": 1024}, B: {"inputs": 0, "outputs": 512}}
+    return [
+        Snapshot("1 begin", begin, {A: 2048, B: 0}),
+        Snapshot("2 end", end, {A: 4096, B: 512}),
+    ]
+
+
+def test_step_table_says_what_is_where_and_what_changed(steps):
+    assert step_table(steps, 1).rows == [(A, "inputs", "2 KiB", "+2 KiB")]
+    assert step_table(steps, 2).rows == [
+        (A, "inputs", "0 B", "-2 KiB"),
+        (A, "outputs", "1 KiB", "+1 KiB"),
+        (B, "outputs", "512 B", "+512 B"),
+    ]
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_step_table_refuses_a_step_that_does_not_exist(steps, number):
+    with pytest.raises(ValueError, match="there are steps 1 to 2"):
+        step_table(steps, number)
+
+
+def test_the_buttons_and_the_slider_of_steps_redraw(steps, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("helpers.plots.one_step", lambda step, most: drawn.append(step.step))
+    back, slider, forth = iteration_explorer(steps).children[0].children
+    forth.click()
+    forth.click()
+    assert slider.value == 2
+    back.click()
+    assert drawn == ["1 begin", "2 end", "1 begin"]
+
+
+@pytest.mark.virtual_gpus(2)
+def test_show_parts_draws_the_sizes_that_the_replicas_saw(monkeypatch):
+    shown = []
+    monkeypatch.setattr("helpers.plots.style.display", shown.append)
+    gpus = [torch.device("vgpu", 0), torch.device("vgpu", 1)]
+    show_parts(nn.Linear(32, 10).to(gpus[0]), torch.randn(13, 32), gpus)
+    (picture,) = shown
+    assert "7 × 32 on vgpu:0, 6 × 32 on vgpu:1" in picture.alt
+    assert "330 weights" in picture.alt and "13 × 10 in all" in picture.alt
+    # Where backward runs is the lesson's question, behind this drawing.
+    assert "gradients" not in picture.alt
+    show_parts(nn.Linear(32, 10).to(gpus[0]), torch.randn(13, 32), gpus, backward=True)
+    assert "each GPU computes its own gradients" in shown[1].alt
+
+
+def test_iteration_marks_the_peak_of_each_step(steps, monkeypatch):
+    shown = []
+    monkeypatch.setattr("helpers.plots.style.display", shown.append)
+    plots.iteration(steps)
+    # More than what is left after any step: the peak lies within the second.
+    assert "at its peak 4 KiB" in shown[0].alt

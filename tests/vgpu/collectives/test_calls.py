@@ -1,0 +1,154 @@
+"""What collectives refuse: wrong arguments, and two ranks on one GPU."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from cells import cell
+
+import vgpu
+from vgpu import launch
+
+
+def errors_of_wrong_calls(device):
+    """What each wrong call raises, in the last rank of two."""
+    import torch
+    import torch.distributed as dist
+
+    def ones(*size, **kwargs):
+        return torch.ones(*size, device=device, **kwargs)
+
+    turned, half, pair = ones(2, 3).t(), {"dtype": torch.half}, [ones(2), ones(2)]
+    reduce_scatter, all_gather = dist.reduce_scatter_single, dist.all_gather_single
+    calls = {
+        "all_reduce, turned": lambda: dist.all_reduce(turned),
+        "broadcast, turned": lambda: dist.broadcast(turned, 0),
+        "reduce, turned": lambda: dist.reduce(turned, 0),
+        "all_gather, turned input": lambda: all_gather(ones(6, 2), turned),
+        "all_gather, turned output": lambda: all_gather(ones(2, 6).t(), ones(3, 2)),
+        "reduce_scatter, turned input": lambda: reduce_scatter(ones(3, 2), ones(2, 6).t()),
+        "all_to_all_single, turned": lambda: dist.all_to_all_single(ones(2, 2).t(), ones(2, 2)),
+        "all_to_all, turned": lambda: dist.all_to_all([ones(2, 2).t()] * 2, [ones(2, 2)] * 2),
+        "all_gather, types": lambda: all_gather(ones(4, **half), ones(2)),
+        "all_gather, sizes": lambda: all_gather(ones(5), ones(2)),
+        "reduce_scatter, sizes": lambda: reduce_scatter(ones(3), ones(4)),
+        "all_gather, a list of three": lambda: dist.all_gather([*pair, ones(2)], ones(2)),
+        "all_gather, own part": lambda: dist.all_gather([ones(2), ones(3)], ones(2)),
+        "reduce_scatter, own part": lambda: dist.reduce_scatter(ones(3), pair),
+        "gather, sizes": lambda: dist.gather(ones(2), [ones(2), ones(3)], dst=1),
+        "scatter, sizes": lambda: dist.scatter(ones(3), pair, src=1),
+        "all_to_all_single, sizes": lambda: dist.all_to_all_single(ones(6), ones(4)),
+        "all_to_all_single, rows": lambda: dist.all_to_all_single(ones(5), ones(4)),
+        "all_to_all_single, splits": lambda: dist.all_to_all_single(
+            ones(4), ones(4), [1, 1], [2, 2]
+        ),
+        "all_to_all_single, three": lambda: dist.all_to_all_single(
+            ones(4), ones(4), None, [2, 1, 1]
+        ),
+        "all_to_all, a list of one": lambda: dist.all_to_all([ones(2)], [ones(2)]),
+        "broadcast, root": lambda: dist.broadcast(ones(2), 9),
+        "send, peer": lambda: dist.send(ones(2), 9),
+    }
+    errors = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (ValueError, TypeError, RuntimeError) as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+        else:
+            errors[name] = "none"
+    return errors
+
+
+def wrong_and_right_calls(rank, world, errors_of_wrong_calls):
+    device = torch.device("vgpu", rank)
+    errors = errors_of_wrong_calls(device) if rank else {}
+    dist.barrier()
+    row, images = torch.ones(2, 2, device=device)[1], torch.ones(2, 3, 4, 4, device=device)
+    dist.all_reduce(row)
+    images = images.to(memory_format=torch.channels_last)
+    dist.all_reduce(images)
+    gathered = torch.empty(4, 3, 4, 4, device=device).to(memory_format=torch.channels_last)
+    dist.all_gather_single(gathered, images + rank)
+    parts = [torch.empty(1 + each, device=device) for each in range(2)]
+    work = dist.all_gather(parts, torch.full((1 + rank,), 7.0 + rank, device=device), async_op=True)
+    work.wait()
+    assert [part.tolist() for part in parts] == [[7], [8, 8]]
+    with dist._coalescing_manager(device=device):
+        for part in parts:
+            dist.all_reduce(part)
+    assert [part.tolist() for part in parts] == [[14], [16, 16]]
+    return errors, row.tolist(), images.sum().item(), gathered.sum(dim=(1, 2, 3)).tolist()
+
+
+def test_ranks_and_a_cluster_refuse_the_same_wrong_calls():
+    ranks = launch.run(wrong_and_right_calls, 2, errors_of_wrong_calls, gpu="V100")
+    errors = ranks[1][0]
+    for _, *done in ranks:  # what is contiguous, or channels-last, is a row of numbers
+        assert done == [[2, 2], 192, [96, 96, 144, 144]]
+    with vgpu.cluster(hosts=1, gpus_per_host=2, rank=1) as cluster, vgpu.shapes_only():
+        assert errors_of_wrong_calls(cluster.device) == errors
+    words = {
+        "turned": "ValueError: Tensors must be contiguous",
+        "all_gather, types": "TypeError: all_gather: output tensor must have the same type",
+        "all_gather, sizes": "ValueError: all_gather among 2 ranks gets 2 elements and has room for 5",
+        "reduce_scatter, sizes": "ValueError: reduce_scatter among 2 ranks gets 4 elements",
+        "a list of": " tensors: it takes one for each rank",
+        "own part": "rank 1 of the group has 2 elements for itself and room for 3",
+        "gather, sizes": "invalid tensor size at index 1 (expected [2], got [3])",
+        "scatter, sizes": "invalid tensor size at index 0 (expected [3], got [2])",
+        "single, sizes": "rank 1 of the group has 2 elements for itself and room for 3",
+        "single, rows": "RuntimeError: Tensor's dim 0 does not divide equally across group size",
+        "single, splits": "RuntimeError: Split sizes doesn't match total dim 0 size",
+        "single, three": "RuntimeError: Number of tensor splits not equal to group size",
+        "root": "ValueError: broadcast: invalid root rank: 9; the group's are 0 to 1",
+        "peer": "ValueError: send: invalid peer rank: 9; the group's are 0 to 1",
+    }
+    for name, message in errors.items():
+        assert any(part in name and phrase in message for part, phrase in words.items()), (
+            name,
+            message,
+        )
+
+
+def test_a_group_refuses_two_ranks_on_one_gpu_as_nccl_does():
+    main = cell(
+        """
+        def main(rank, world_size):
+            alone = dist.new_group([0])
+            for index in (rank, 1 - rank):  # a communicator each
+                dist.all_reduce(torch.ones(2, device=torch.device("vgpu", index)))
+            if rank == 0:
+                dist.all_reduce(torch.ones(2, device="vgpu:1"), group=alone)
+            if rank == 1:
+                os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+                dist.all_reduce(torch.ones(2, device="vgpu:0"), group=dist.new_group([0, 1]))
+                del os.environ["CUDA_VISIBLE_DEVICES"]
+            else:
+                dist.all_reduce(torch.ones(2, device="vgpu:0"), group=dist.new_group([0, 1]))
+            dist.all_reduce(torch.ones(2, device="vgpu:0"), group=dist.new_group([0, 1]))
+        """
+    )["main"]
+    words = r"Duplicate GPU detected : rank (0 and rank 1|1 and rank 0) both on CUDA device 0"
+    with pytest.raises(RuntimeError, match=words):
+        launch.run(main, 2, gpu="V100")
+
+
+def test_a_group_refuses_a_tensor_on_another_gpu_than_its_own_as_nccl_does():
+    main = cell(
+        """
+        def main(rank, world_size):
+            dist.destroy_process_group()
+            dist.init_process_group(
+                "vccl", store=dist.HashStore(), rank=0, world_size=1,
+                device_id=torch.device("vgpu", rank),
+            )
+            dist.all_reduce(torch.ones(2, device=f"vgpu:{rank}"))
+            dist.all_reduce(torch.ones(2, device=f"vgpu:{rank}"), group=dist.new_group([0]))
+            dist.all_reduce(torch.ones(2, device=f"vgpu:{1 - rank}"))
+        """
+    )["main"]
+    words = (
+        r"not on device passed to init_process_group.*CUDA device (1.*device_id 0|0.*device_id 1)"
+    )
+    with pytest.raises(RuntimeError, match=words):
+        launch.run(main, 2, gpu="V100")

@@ -1,0 +1,128 @@
+"""What a rank sends in collectives: of plain tensors, of DTensors, in backward."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from vgpu import launch
+from vgpu.profiling import (
+    CollectiveCounter,
+    count_collectives,
+    count_collectives_on_gpu,
+    own_gpu,
+)
+
+
+def plain(rank, world_size):
+    return count_collectives_on_gpu(rank, world_size, sent_by_plain)
+
+
+def sent_by_plain(rank, world_size):
+    small, large = torch.zeros(8, device=own_gpu()), torch.zeros(32, device=own_gpu())
+    with CollectiveCounter() as sent:
+        dist.all_reduce(small)
+        dist.all_gather_single(large, small)
+        dist.all_gather([torch.empty_like(small) for _ in range(world_size)], small)
+        dist.reduce_scatter_single(small, large)
+        dist.reduce_scatter(small, list(large.chunk(world_size)))
+        dist.all_to_all_single(torch.empty_like(small), small)
+        dist.broadcast(small, src=0)
+        functional.all_reduce(small, "sum", dist.group.WORLD).wait()
+        functional.all_gather_single(small, 0, dist.group.WORLD).wait()
+        functional.reduce_scatter_single(large, "sum", 0, dist.group.WORLD) + 1
+        dist.barrier()
+    return sent.calls, sent.sent_bytes
+
+
+def test_collectives_of_plain_tensors_count_with_the_bytes_of_the_whole_one():
+    (calls, size_bytes), given = launch.run(plain, 4, gpu="V100")[0]
+    assert calls == [
+        ("all_reduce", 32),
+        ("all_gather", 128),
+        ("all_gather", 128),
+        ("reduce_scatter", 128),
+        ("reduce_scatter", 128),
+        ("all_to_all", 32),
+        ("broadcast", 32),
+        # The functional ones, which are waited for when their result is used.
+        ("all_reduce", 32),
+        ("all_gather", 128),
+        ("reduce_scatter", 128),
+    ]
+    assert size_bytes == 3 / 4 * (2 * 2 * 32 + 6 * 128 + 32) + 32
+    # Numbers, not bytes, and of what is given only: however a collective is called.
+    assert given == [
+        ("all_reduce", 8),
+        ("all_gather", 8),
+        ("all_gather", 8),
+        ("reduce_scatter", 32),
+        ("reduce_scatter", 32),
+        ("all_to_all", 8),
+        ("broadcast", 8),
+        ("all_reduce", 8),
+        ("all_gather", 8),
+        ("reduce_scatter", 32),
+        ("barrier", given[-1][1]),
+    ]
+
+
+def with_dtensors(rank, world_size):
+    mesh = init_device_mesh(own_gpu().type, (world_size,))
+    local = torch.zeros(8, 8, device=own_gpu())
+    with CollectiveCounter() as sent:
+        DTensor.from_local(local, mesh, [Shard(0)]).redistribute(
+            placements=[Replicate()]
+        ).to_local()
+        DTensor.from_local(local, mesh, [Shard(0)]).redistribute(placements=[Shard(1)])
+        DTensor.from_local(local, mesh, [Partial()]).redistribute(placements=[Shard(0)])
+        weight = torch.zeros(8, 8, device=own_gpu(), requires_grad=True)
+        whole = DTensor.from_local(weight, mesh, [Replicate()])
+        (whole @ DTensor.from_local(local, mesh, [Shard(1)])).to_local().sum().backward()
+
+    def functional(*_):
+        DTensor.from_local(local, mesh, [Shard(0)]).redistribute(placements=[Replicate()])
+        DTensor.from_local(local, mesh, [Partial()]).redistribute(placements=[Shard(0)])
+
+    noted = count_collectives(rank, world_size, functional)[1]
+    return sent.calls, sent.names, [name for name, _ in noted]
+
+
+def test_collectives_of_dtensors_and_of_backward_passes_count():
+    calls, names, noted = launch.run(with_dtensors, 4, gpu="V100")[0]
+    assert calls == [
+        ("all_gather", 4 * 256),
+        ("all_to_all", 256),
+        ("reduce_scatter", 256),
+        ("all_reduce", 256),  # the gradient of what every rank holds
+    ]
+    assert names == [name for name, _ in calls]
+    assert noted == ["all_gather", "reduce_scatter"]  # by the names that c10d's have, too
+
+
+def gather(rank, world_size):
+    x = torch.zeros(2, device=own_gpu())
+    parts = [torch.empty_like(x) for _ in range(world_size)] if rank == 0 else None
+    with CollectiveCounter():
+        dist.gather(x, parts)
+
+
+def test_a_counter_refuses_a_collective_in_which_ranks_send_unequally_much():
+    with pytest.raises(launch.RankRaised, match="and gather is none of them") as raised:
+        launch.run(gather, 2, gpu="V100")
+    assert "NotImplementedError: what a rank sends is counted for all_reduce" in str(raised.value)
+
+
+def cpu_tensor(rank, world_size):
+    dist.all_gather_object([None] * world_size, "text")  # as bytes on the CPU
+    dist.all_reduce(torch.zeros(2))
+
+
+def test_an_all_reduce_of_a_cpu_tensor_is_refused_where_ranks_have_gpus():
+    def main(rank, world_size):
+        count_collectives_on_gpu(rank, world_size, cpu_tensor)
+
+    with pytest.raises(launch.RankRaised, match="all_reduce was given a CPU tensor, and NCCL"):
+        launch.run(main, 2, gpu="V100")

@@ -1,0 +1,351 @@
+"""What happens when a collective's operator reaches a virtual tensor.
+
+It is checked and counted. gloo carries the values, from the CPU tensors inside; of tensors that are
+only shapes, nothing is sent. In a recording it takes the time of its group, on a stream of the group's
+own, as NCCL does it: the group's stream waits for the current one, and whoever waits for the
+collective makes the current stream wait for it.
+"""
+
+import collections
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PythonCallbackWork
+from torch.distributed import distributed_c10d
+
+from vgpu.collectives import borrowed_buffers, process_groups, table, wrappers
+from vgpu.collectives.borrowed_buffers import BorrowedBuffers
+from vgpu.collectives.calls import Call, Tensors, tensors_in
+from vgpu.memory import gpus
+from vgpu.memory.gpus import VirtualGPU, in_backward
+from vgpu.tensor.observer import virtual_among
+from vgpu.tensor.operator_info import Block, handler, shape_handler
+from vgpu.tensor.operators import Args, Kwargs, Operator
+from vgpu.tensor.tensor import VirtualTensor, run_unrecorded
+from vgpu.time import recording
+from vgpu.time.happens_before import Enqueued
+from vgpu.time.recording import Recording, gpu_of
+from vgpu.time.streams import Stream
+from vgpu.torch_patches.undo import Changes
+
+
+class Tally:
+    """The collectives that this process has taken part in with virtual tensors."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.calls: collections.Counter[str] = collections.Counter()
+        self.bytes: collections.Counter[str] = collections.Counter()
+
+    def add(self, call: Call) -> None:
+        with self._lock:
+            self.calls[call.name] += 1
+            self.bytes[call.name] += call.input_bytes
+
+
+_WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
+_WRAP = "_c10d_functional::_wrap_tensor_autograd"
+_FSDP = ("fsdp::all_gather_copy_in", "fsdp::chunk_cat", "fsdp::split_with_sizes_copy")
+
+tally = Tally()
+"""By name, as in "all_reduce": how often, and the bytes of the tensors that this rank put in."""
+
+
+# Tensors with values
+
+
+@handler(*table.NAMES, records_itself=True)
+def _run(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """Any collective: an operator of c10d writes to its arguments and returns what to wait for, a
+    functional one returns tensors that someone waits for."""
+    call = table.read_call(func, args, kwargs)
+    if process_groups.ranks_are_absent:
+        raise RuntimeError(
+            f"{call.name} of a tensor with values, but the other ranks of this virtual cluster do not "
+            "exist and have none: make the tensor, or move it to its GPU, in a vgpu.shapes_only() "
+            "block"
+        )
+    table.check(call)
+    gpu = next(tensor._gpu for tensor in tensors_in(args) if type(tensor) is VirtualTensor)
+    process_groups.claim_gpu(call.group, gpu, call.peer)
+    tally.add(call)
+    if call.operator == "c10d::allgather_" and len({part.shape for part in call.outputs}) > 1:
+        result = _gather_unequal_parts(call, args)
+    else:
+        result = _carry(call, func, args, kwargs)
+    if call.is_functional:
+        _record_functional(call, list(tensors_in(args)), result, gpu)
+        return result
+    if recording.under_way is None:
+        return result
+    *written, boxed = result if isinstance(result, tuple) else (result,)
+    boxed = dist.Work.boxed(_recorded_work(call, dist.Work.unbox(boxed), gpu, recording.under_way))
+    return (*written, boxed) if written else boxed
+
+
+def _gather_unequal_parts(call: Call, args: Args) -> Any:
+    """Parts of unequal sizes, by a broadcast of each, as NCCL does it; it ends before it returns."""
+    outputs, (own,), group, *_ = args
+    (parts,) = outputs
+    # Within NCCL's kernel: no kernel of its own.
+    run_unrecorded(torch.ops.aten.copy_.default, (parts[call.group.rank()].detach(), own), {})
+    broadcast = torch.ops.c10d.broadcast_.default
+    for root, part in enumerate(parts):
+        given = ([part], group, root, 0, False)
+        _carry(table.read_call(broadcast, given, {}), broadcast, given, {})
+    return outputs, _ended_work()
+
+
+def _carry(call: Call, func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """What gloo makes of it."""
+    buffers = BorrowedBuffers(call.name)
+    given = args
+    if call.operator in _READ_AS_ROWS:
+        given = (*(tensor.as_strided((tensor.numel(),), (1,)) for tensor in args[:2]), *args[2:])
+    result = buffers.result(run_unrecorded(func, buffers.lend(given), kwargs))
+    if call.is_functional:
+        buffers.return_when_waited_for(result)
+        return result
+    result = list(result) if isinstance(result, list | tuple) else [result]
+    if call.operator in _READ_AS_ROWS:
+        result[0] = args[0]
+    if call.arguments.get("async_op") is False:
+        buffers.wait_for_work(result)
+        result.append(_ended_work())
+    elif not _is_for_ddp(call):
+        buffers.return_when_dropped(dist.Work.unbox(result[-1]))
+    return tuple(result) if len(result) > 1 else result[0]
+
+
+# NCCL reads the one large tensor as a row of numbers; gloo would cut its first dimension.
+_READ_AS_ROWS = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_"}
+
+
+def _ended_work() -> Any:
+    return dist.Work.boxed(PythonCallbackWork(lambda timeout: True))
+
+
+@handler(*_WAITS, records_itself=True)
+def _run_wait(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """``wait_tensor`` and ``wait_tensors``."""
+    tensors = [tensor for tensor in tensors_in(args) if isinstance(tensor, VirtualTensor)]
+    if recording.under_way is not None:
+        for tensor in tensors:
+            recording.under_way.wait_for_last_write(tensor)
+    result = run_unrecorded(func, args, kwargs)
+    for tensor in tensors:
+        borrowed_buffers.waited_for(tensor)
+    return result
+
+
+@handler(_WRAP, records_itself=True)
+def _run_wrap(func: Operator, args: Args, kwargs: Kwargs) -> torch.Tensor:
+    """A result that waits for its collective when it is first used."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return AsyncCollectiveTensor(args[0])
+
+
+@handler(*_FSDP, records_itself=True)
+def _run_fsdp(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """An operator of FSDP's: what its implementation for GPUs does, in place of the CPU's."""
+    return func._op_dk(torch._C.DispatchKey.PrivateUse1, *args, **kwargs)
+
+
+# Tensors that are only shapes
+
+
+@shape_handler(*table.NAMES)
+def _run_shapes(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> Any:
+    """Any collective: what comes out has the size that torch's own kernel for shapes says."""
+    call = table.read_call(func, args, kwargs)
+    gpu = next(filter(None, map(gpu_of, tensors_in(args))), None)
+    if gpu is None:
+        raise RuntimeError(
+            f"{call.name} of a tensor on the host, but the groups of a virtual cluster connect its "
+            "GPUs, as NCCL's do: move the tensor to the rank's GPU"
+        )
+    table.check(call)
+    tally.add(call)
+    if call.is_functional:
+        results = run_unrecorded(func, args, kwargs, block)
+        _record_functional(call, virtual_among(args), results, gpu)
+        return results
+    waiting = _record(call, gpu)
+    work: dist.Work = PythonCallbackWork(waiting.within)
+    if _is_for_ddp(call):
+        work = _BucketWork(call.outputs, waiting)
+    boxed = dist.Work.boxed(work)
+    return boxed if len(func._schema.returns) == 1 else (args[0], boxed)
+
+
+@shape_handler(*_WAITS)
+def _run_wait_of_shapes(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> Any:
+    if recording.under_way is not None:
+        for tensor in virtual_among(args):
+            recording.under_way.wait_for_last_write(tensor)
+    return args[0]
+
+
+@shape_handler(_WRAP)
+def _run_wrap_of_shapes(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> Any:
+    return _run_wrap(func, args, kwargs)
+
+
+@shape_handler(*_FSDP)
+def _run_fsdp_of_shapes(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> Any:
+    with block:
+        return _run_fsdp(func, args, kwargs)
+
+
+# In a recording
+
+
+class _Waiting:
+    """What waiting for a collective does: the current stream waits, or the host for a barrier."""
+
+    def __init__(self, done: Enqueued | None, gpu: VirtualGPU, by_host: bool) -> None:
+        self._done = done
+        self._gpu = gpu
+        self._by_host = by_host
+        self._recording = recording.under_way
+
+    def __call__(self) -> None:
+        now = recording.under_way
+        if self._done is not None and now is not None and now is self._recording:
+            now.wait_for(self._done, self._gpu, self._by_host)
+
+    def within(self, timeout: timedelta) -> bool:
+        """``Work.wait``; nothing here takes real time."""
+        self()
+        return True
+
+
+def _record(call: Call, gpu: VirtualGPU) -> _Waiting:
+    """Take part in the recording that is under way, if any."""
+    now = recording.under_way
+    done = None
+    if now is not None:
+        done = now.joined(call.name, gpu, call, _stream_number(now, gpu, call))
+    return _Waiting(done, gpu, by_host=call.name == "barrier")
+
+
+def _record_functional(
+    call: Call, inputs: Sequence[torch.Tensor], result: Any, gpu: VirtualGPU
+) -> None:
+    call.made = [made for made in tensors_in(result) if not any(made is x for x in inputs)]
+    waiting = _record(call, gpu)
+    if call.operator.startswith("_dtensor::"):  # its kernel for GPUs waits at once
+        waiting()
+
+
+def _stream_number(now: Recording, gpu: VirtualGPU, call: Call) -> int:
+    """The number of the group's own stream; messages to and from each peer have one each."""
+    key: tuple[Any, ...] = (gpu.index, call.group_name)
+    if call.peer is not None:
+        key = (*key, call.peer, call.name)
+    return now.stream_numbers.setdefault(key, Stream(gpu.device).stream_id)
+
+
+def _recorded_work(call: Call, gloos: dist.Work, gpu: VirtualGPU, now: Recording) -> dist.Work:
+    waiting = _record(call, gpu)
+    if _is_for_ddp(call):
+        return _BucketWork(call.outputs, waiting, gloos)
+    work = _GlooWork(gloos, waiting)
+    now.keep(work)  # C++ calls Python only while the Python object lives
+    return work
+
+
+class _GlooWork(PythonCallbackWork):
+    """What gloo works on, and in virtual time what waiting for it does."""
+
+    def __init__(self, gloos: dist.Work, waiting: _Waiting) -> None:
+        def wait(timeout: timedelta) -> bool:
+            finished = gloos.wait(timeout) if timeout.total_seconds() > 0 else gloos.wait()
+            waiting()
+            return finished
+
+        super().__init__(wait)
+        self._gloos = gloos
+
+    def is_completed(self) -> bool:
+        return self._gloos.is_completed()
+
+    def is_success(self) -> bool:
+        return self._gloos.is_success()
+
+    def exception(self) -> Any:
+        return self._gloos.exception()
+
+    def result(self) -> Any:
+        return self._gloos.result()
+
+    def source_rank(self) -> int:
+        return self._gloos.source_rank()
+
+    def get_future(self) -> Any:
+        return self._gloos.get_future()
+
+
+def _is_for_ddp(call: Call) -> bool:
+    """Whether DistributedDataParallel adds up gradients with it."""
+    return in_backward() and call.group in wrappers.ddp_groups
+
+
+class _BucketWork(dist.Work):
+    """What DDP gets for a bucket: in C++, at the end of the backward pass, it waits for a future."""
+
+    def __init__(self, tensors: Tensors, waiting: _Waiting, gloos: dist.Work | None = None):
+        """gloos: what carries the values, if there are any."""
+        super().__init__()
+        self._tensors = tensors
+        self._waiting: _Waiting | None = waiting
+        self._gloos = gloos
+        # Until then it keeps itself: C++ calls Python only while the Python object lives.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        if self._waiting is not None:
+            self._waiting()
+            self._waiting = None
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        self._end()
+        return self._gloos is None or self._gloos.wait()
+
+    def get_future(self) -> Any:
+        # A future of C++, whose value C++ can read; torch.futures.Future keeps Python's objects.
+        if self._gloos is not None:
+            self._gloos.wait()
+        return torch._C.fork(lambda: self._tensors)
+
+
+def install(changes: Changes) -> None:
+    if dist.is_available():
+        barrier = _with_virtual_time(dist.barrier)
+        changes.set(dist, "barrier", barrier)
+        changes.set(distributed_c10d, "barrier", barrier)
+
+
+def _with_virtual_time(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``dist.barrier``, for which gloo takes a CPU tensor, so that no virtual GPU sees it."""
+
+    @functools.wraps(plain)
+    def barrier(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:
+        work = plain(group, async_op, *args, **kwargs)
+        of = group or dist.group.WORLD
+        if process_groups.ranks_are_absent or not isinstance(of, dist.ProcessGroup):
+            return work
+        if gpus.DEVICE_TYPE in {device.type for device in of._device_types}:
+            call = table.call_of("c10d::barrier", {}, of)
+            waiting = _record(call, gpus.by_index(gpus.current_index()))
+            if not async_op:
+                waiting()
+        return work
+
+    return barrier

@@ -1,0 +1,355 @@
+"""The table of collectives: their operators, what is refused, bytes, seconds. To add one, add a row.
+
+Real ranks, virtual clusters, collective counters, the simulator, hang reports and plans read it; checks
+are in calls.py.
+
+Sizes are those of nccl-tests (doc/PERFORMANCE.md): of the whole tensor, which for ``all_gather`` is
+the gathered one, for ``reduce_scatter`` the one before it is scattered, and for ``all_to_all`` what
+one GPU holds; of a ``permute``, what each GPU sends.
+
+Every formula of seconds is the usual one of a latency for each step and a bandwidth for the bytes
+(Hockney, 1994), with the algorithms that NCCL uses for large messages: rings, and trees for an
+all-reduce over several hosts. Left out: NCCL's faster protocols for small messages, reductions inside
+NVSwitch and in switches between hosts, and the time to add.
+
+Between hosts a ring enters and leaves each host once for every adapter, so that a group with more
+GPUs on a host has more adapters. All GPUs of a host are taken to send at once: each has its part.
+Where hosts have unequally many, the one with the fewest holds up the ring, and its GPUs have the
+most to send to other hosts.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from vgpu.collectives import calls
+from vgpu.collectives.calls import Call, Check, contiguous, size_bytes_of
+from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of ``torch.distributed``."""
+
+    operators: Mapping[str, tuple[Check, ...]]
+    """Those of ``torch.ops`` that carry it out, each with what its arguments are checked for."""
+    size_bytes: Callable[[Call], int]
+    sent_share: Callable[[int], float] | None
+    """What each of n ranks sends around a ring, of ``size_bytes``; None where ranks differ in it."""
+    seconds: Callable[[float, int, "Route"], float]
+    """Of ``size_bytes`` among so many GPUs, over these links."""
+    source: str
+    """Of the formula of seconds."""
+    same_elements: bool = False
+    """Whether every rank must bring as many elements of the same type; shapes may differ."""
+
+
+# Seconds
+
+
+class Route(NamedTuple):
+    """The links that a group's bytes cross: those of one GPU, inside its host and to others."""
+
+    latency_s: float
+    bytes_per_s: float
+    hosts: int = 1  # over which the group is spread
+    fewest: int = 1  # of its GPUs, on one of several hosts
+    most: int = 1
+    network_latency_s: float = 0.0
+    network_bytes_per_s: float = math.inf  # a GPU's part of its host's adapters
+
+    @property
+    def ring_bytes_per_s(self) -> float:
+        """What passes through each point of a ring of the group's GPUs, over all its channels."""
+        if self.hosts == 1:
+            return self.bytes_per_s
+        between = self.fewest * self.network_bytes_per_s
+        return between if self.most == 1 else min(self.bytes_per_s, between)
+
+    def steps_s(self, count: int) -> float:
+        """The latencies of once around a ring of ``count`` GPUs."""
+        between = self.hosts - 1
+        return (count - 1 - between) * self.latency_s + between * self.network_latency_s
+
+
+def _all_reduce(size_bytes: float, count: int, route: Route) -> float:
+    ring_s = _all_gather(size_bytes, count, route) + _reduce_scatter(size_bytes, count, route)
+    return ring_s if route.hosts == 1 else min(ring_s, _tree(size_bytes, count, route))
+
+
+def _tree(size_bytes: float, count: int, route: Route) -> float:
+    """Sums go up a tree of hosts and come down again, a chain of GPUs inside each host.
+
+    Its bytes pass twice, and 0.92 of a ring's bandwidth is NCCL's own estimate (tuning.cc).
+    """
+    inside, levels = route.most - 1, math.ceil(math.log2(route.hosts))
+    steps_s = 2 * (inside * route.latency_s + levels * route.network_latency_s)
+    return steps_s + 2 * size_bytes / (0.92 * route.ring_bytes_per_s)
+
+
+def _all_gather(size_bytes: float, count: int, route: Route) -> float:
+    """n - 1 steps around a ring, in each of which every GPU sends 1/n of the bytes."""
+    passed_bytes = (count - 1) * size_bytes / count
+    return route.steps_s(count) + passed_bytes / route.ring_bytes_per_s
+
+
+_reduce_scatter = _all_gather  # the same steps, with a sum in each
+
+
+def _broadcast(size_bytes: float, count: int, route: Route) -> float:
+    """Small parts pass from GPU to GPU, so that all links are busy at once.
+
+    The bytes take as long as over one link, and each of the n - 1 hops adds its latency.
+    """
+    return route.steps_s(count) + size_bytes / route.ring_bytes_per_s
+
+
+_reduce = _broadcast  # the same chain in the other direction, with a sum at each hop
+
+
+def _all_to_all(size_bytes: float, count: int, route: Route) -> float:
+    """Every GPU sends 1/n of its bytes to each other one, to all of them at once."""
+    most = count if route.hosts == 1 else route.most
+    inside_s = route.latency_s + (most - 1) / count * size_bytes / route.bytes_per_s
+    if route.hosts == 1:
+        return inside_s
+    between_s = (count - route.fewest) / count * size_bytes / route.network_bytes_per_s
+    return max(inside_s, route.network_latency_s + between_s)
+
+
+def _send(size_bytes: float, count: int, route: Route) -> float:
+    if route.hosts > 1:
+        return route.network_latency_s + size_bytes / route.network_bytes_per_s
+    return route.latency_s + size_bytes / route.bytes_per_s
+
+
+# Bytes
+
+
+def _inputs(call: Call) -> int:
+    return call.input_bytes
+
+
+def _gathered(call: Call) -> int:
+    """Parts may differ in size; a functional all-gather has no outputs before it has run."""
+    outputs = call.outputs if call.name == "all_gather" else []
+    return size_bytes_of(outputs) or call.input_bytes * call.group.size()
+
+
+def _scattered(call: Call) -> int:
+    return size_bytes_of(call.outputs) * call.group.size()
+
+
+def _outputs(call: Call) -> int:
+    return size_bytes_of(call.outputs)
+
+
+def _one_byte(call: Call) -> int:
+    return 1
+
+
+def _ring_pass(count: int) -> float:
+    """Of n equal parts, all but one."""
+    return (count - 1) / count
+
+
+# The table
+
+_WHOLE = (contiguous("output_tensor", "input_tensor"), calls.one_tensor_of_all_parts)
+_WHOLE_COALESCED = (contiguous("outputs", "inputs"), calls.one_tensor_of_all_parts)
+_LISTS = contiguous("output_tensors", "input_tensors")
+_UNCHECKED: tuple[Check, ...] = ()
+
+
+def _functional(*names: str) -> dict[str, tuple[Check, ...]]:
+    """Functional collectives make their outputs, and copy what isn't contiguous."""
+    return {f"_c10d_functional::{name}": _UNCHECKED for name in names}
+
+
+_RINGS = "Patarasuk and Yuan, 2009, Bandwidth optimal all-reduce algorithms"
+_CHAINS = (
+    "Chan et al., 2007, Collective communication: theory, practice, and experience (pipelined)"
+)
+_POINT_TO_POINT = "NCCL user guide, point-to-point communication: grouped sends and receives"
+
+COLLECTIVES: dict[str, Collective] = {
+    "all_reduce": Collective(
+        operators={
+            "c10d::allreduce_": (contiguous("tensors"),),
+            "c10d::allreduce_coalesced_": _UNCHECKED,
+            **_functional("all_reduce", "all_reduce_"),
+            **_functional("all_reduce_coalesced", "all_reduce_coalesced_"),
+        },
+        size_bytes=_inputs,
+        sent_share=lambda count: 2 * _ring_pass(count),
+        seconds=_all_reduce,
+        source=f"{_RINGS}: a reduce-scatter, then an all-gather; over several hosts also a tree (Sanders et "
+        "al., 2009, Two-tree algorithms for full bandwidth broadcast, reduction and scan), "
+        "whichever is faster",
+        same_elements=True,
+    ),
+    "reduce_scatter": Collective(
+        operators={
+            "c10d::_reduce_scatter_base_": _WHOLE,
+            "c10d::reduce_scatter_tensor_coalesced_": _WHOLE_COALESCED,
+            # The inputs are copied to one tensor that is contiguous.
+            "c10d::reduce_scatter_": (contiguous("output_tensors"), calls.list_of_parts),
+            **_functional("reduce_scatter_tensor", "reduce_scatter_tensor_out"),
+            **_functional("reduce_scatter_tensor_coalesced"),
+        },
+        size_bytes=_inputs,
+        sent_share=_ring_pass,
+        seconds=_reduce_scatter,
+        source=_RINGS,
+    ),
+    "all_gather": Collective(
+        operators={
+            "c10d::_allgather_base_": _WHOLE,
+            "c10d::allgather_into_tensor_coalesced_": _WHOLE_COALESCED,
+            # The outputs are copied from one tensor that is contiguous.
+            "c10d::allgather_": (contiguous("input_tensors"), calls.list_of_parts),
+            "c10d::allgather_coalesced_": _UNCHECKED,
+            **_functional("all_gather_into_tensor", "all_gather_into_tensor_out"),
+            **_functional("all_gather_into_tensor_coalesced"),
+        },
+        size_bytes=_gathered,
+        sent_share=_ring_pass,
+        seconds=_all_gather,
+        source=_RINGS,
+    ),
+    "broadcast": Collective(
+        operators={
+            "c10d::broadcast_": (contiguous("tensors"),),
+            **_functional("broadcast", "broadcast_"),
+        },
+        size_bytes=_inputs,
+        sent_share=lambda count: 1.0,
+        seconds=_broadcast,
+        source=_CHAINS,
+        same_elements=True,
+    ),
+    "reduce": Collective(
+        operators={"c10d::reduce_": (contiguous("tensors"),)},
+        size_bytes=_inputs,
+        sent_share=lambda count: 1.0,
+        seconds=_reduce,
+        source=_CHAINS,
+        same_elements=True,
+    ),
+    "all_to_all": Collective(
+        operators={
+            "c10d::alltoall_": (_LISTS, calls.two_lists_of_parts),
+            "c10d::alltoall_base_": (contiguous("output", "input"), calls.splits),
+            "_c10d_functional::all_to_all_single": (calls.splits,),
+            "_dtensor::shard_dim_alltoall": _UNCHECKED,
+        },
+        size_bytes=_inputs,
+        sent_share=_ring_pass,
+        seconds=_all_to_all,
+        source=_POINT_TO_POINT,
+    ),
+    "gather": Collective(
+        operators={
+            "c10d::gather_": (_LISTS, calls.equal_parts_at_root),
+            "c10d::gather_into_tensor_": _UNCHECKED,  # since torch 2.15
+        },
+        size_bytes=_gathered,
+        sent_share=None,
+        seconds=_all_to_all,
+        source=_POINT_TO_POINT,
+    ),
+    "scatter": Collective(
+        operators={"c10d::scatter_": (_LISTS, calls.equal_parts_at_root)},
+        size_bytes=_scattered,
+        sent_share=None,
+        seconds=_all_to_all,
+        source=_POINT_TO_POINT,
+    ),
+    "send": Collective(
+        operators={"c10d::send": _UNCHECKED, "_c10d_functional::isend": _UNCHECKED},
+        size_bytes=_inputs,
+        sent_share=lambda count: 1.0,
+        seconds=_send,
+        source=_POINT_TO_POINT,
+    ),
+    "recv": Collective(
+        operators={
+            "c10d::recv_": _UNCHECKED,
+            "c10d::recv_any_source_": _UNCHECKED,
+            "_c10d_functional::irecv": _UNCHECKED,
+        },
+        size_bytes=_outputs,
+        sent_share=lambda count: 0.0,
+        seconds=_send,
+        source=_POINT_TO_POINT,
+    ),
+    "permute": Collective(  # no function of torch's: a step around a ring, of the simulator's
+        operators={},
+        size_bytes=_inputs,
+        sent_share=lambda count: 1.0,
+        seconds=_send,
+        source=f"{_POINT_TO_POINT}: each GPU sends to one and receives from one",
+    ),
+    "barrier": Collective(
+        operators={"c10d::barrier": _UNCHECKED},
+        size_bytes=_one_byte,
+        sent_share=None,
+        seconds=_all_reduce,
+        source="an all-reduce of one number",
+    ),
+}
+
+NAMES = {operator: name for name, each in COLLECTIVES.items() for operator in each.operators}
+"""By the name of an operator, with its namespace: what torch.distributed calls the collective."""
+
+SAME_ELEMENTS = {name for name, each in COLLECTIVES.items() if each.same_elements}
+
+
+def read_call(func: Operator, args: Args, kwargs: Kwargs) -> Call:
+    """A call of one of the operators in ``NAMES``, with values or as shapes; nothing is checked."""
+    arguments = named_arguments(func, args, kwargs)
+    return call_of(func._schema.name, arguments, calls.group_of(arguments))
+
+
+def call_of(operator: str, arguments: Kwargs, group: dist.ProcessGroup) -> Call:
+    call = Call(NAMES[operator], operator, arguments, group)
+    call.size_bytes = COLLECTIVES[call.name].size_bytes(call)
+    return call
+
+
+def check(call: Call) -> None:
+    """ValueError, TypeError or RuntimeError for what the collective cannot do."""
+    calls.check_ranks(call)
+    for check_arguments in COLLECTIVES[call.name].operators[call.operator]:
+        check_arguments(call)
+
+
+def sent_bytes(name: str, size_bytes: float, count: int) -> float:
+    """What each of ``count`` ranks sends around a ring; for a broadcast, all but the last of a chain.
+
+    NotImplementedError for collectives in which ranks send unequally much.
+    """
+    share = COLLECTIVES[name].sent_share
+    if share is None:
+        counted = (
+            other for other, each in COLLECTIVES.items() if each.sent_share and each.operators
+        )
+        raise NotImplementedError(
+            f"what a rank sends is counted for {', '.join(counted)}, and {name} is none of them"
+        )
+    return share(count) * size_bytes
+
+
+def seconds(name: str, size_bytes: float, count: int, route: Route) -> float:
+    """Seconds of the collective ``name`` among ``count`` GPUs; 0 for a single one.
+
+    ValueError names the collectives there are.
+    """
+    if name not in COLLECTIVES:
+        raise ValueError(f"no collective {name!r}; there are {', '.join(COLLECTIVES)}")
+    if count < 1:
+        raise ValueError(f"{name} among {count} GPUs: a collective needs at least one")
+    return COLLECTIVES[name].seconds(size_bytes, count, route) if count > 1 else 0.0

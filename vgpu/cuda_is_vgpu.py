@@ -1,0 +1,238 @@
+"""``--cuda-is-vgpu``: a program written for CUDA runs with the word ``cuda`` replaced by ``vgpu``.
+
+An import hook replaces it in the syntax trees of the program's own files; torch, other installed
+packages and this one stay as they are. No file is changed, and lines keep their numbers. Replaced:
+
+- ``torch.cuda`` and what is imported from it, ``tensor.cuda()``, ``module.cuda()``, ``is_cuda``;
+  a ``def cuda`` of the program's own goes by both names;
+- the texts ``"torch.cuda.FloatTensor"``, ``"cuda"``, ``"cuda:0"`` and ``"cuda:"``, ``"cuda:%d"``
+  and ``"cuda:{}"``, also as a part of an f-string, and ``nccl`` or ``NCCL`` as a backend's name,
+  alone or in a list such as ``"cpu:gloo,cuda:nccl"``; and ``Backend.NCCL``.
+
+Everything else stays: ``torch.backends.cuda``, ``torch.version.cuda``, names of the program's own,
+also as text where they are an attribute's: ``getattr(args, "cuda")``, ``dest="cuda"``. A key
+``"cuda"`` of a dictionary is a device's name.
+"""
+
+import ast
+import importlib.abc
+import importlib.util
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+
+from vgpu.collectives.process_groups import BACKEND
+from vgpu.memory import gpus
+
+_WORD = "cuda"
+_ATTRIBUTE_FUNCTIONS = {"getattr", "hasattr", "setattr", "delattr"}
+_ATTRIBUTES = {"is_cuda": f"is_{gpus.DEVICE_TYPE}"}
+# A device, perhaps with its number still to come; a type of tensors; a backend, or a list of
+# device:backend pairs.
+_DEVICE = re.compile(rf"{_WORD}(:(\d+|%[dis]|\{{\w*\}})?)?")
+_TYPE = re.compile(rf"torch\.{_WORD}\.(sparse\.)?\w+Tensor")
+_BACKENDS = re.compile(rf"(\w+:\w+,)*(({_WORD}:)?(nccl|NCCL))(,\w+:\w+)*")
+
+
+@dataclass
+class Replacements:
+    """The words that were replaced in one file."""
+
+    filename: str
+    lines: dict[str, list[int]] = field(default_factory=dict)
+    """Each word's line numbers."""
+
+    def add(self, word: str, line: int) -> None:
+        lines = self.lines.setdefault(word, [])
+        if line not in lines:
+            lines.append(line)
+
+    def __str__(self) -> str:
+        replaced = {_WORD: gpus.DEVICE_TYPE, "nccl": BACKEND}
+        parts = (
+            f"{word} as {replaced[word]} in line{'s' if len(lines) > 1 else ''} "
+            f"{', '.join(map(str, sorted(lines)))}"
+            for word, lines in sorted(self.lines.items())
+        )
+        return f"{os.path.basename(self.filename)}: reads {'; '.join(parts)}"
+
+
+replaced_in: list[Replacements] = []
+"""One for each file in which a word was replaced."""
+
+
+def replace_name(text: str) -> str:
+    """A device's or a backend's name as virtual GPUs have it; any other text unchanged."""
+    if _DEVICE.fullmatch(text) or _TYPE.fullmatch(text):
+        return text.replace(_WORD, gpus.DEVICE_TYPE)
+    if _BACKENDS.fullmatch(text):
+        text = text.replace(_WORD, gpus.DEVICE_TYPE)
+        return text.replace("nccl", BACKEND).replace("NCCL", BACKEND)
+    return text
+
+
+def replace_in_argument(text: str) -> str:
+    """``replace_name`` in an argument of a command, which may be an option: ``device=cuda``."""
+    option, equals, value = text.rpartition("=")
+    return option + equals + replace_name(value)
+
+
+def compile_source(source: bytes | str, filename: str) -> CodeType:
+    """The code of a file with its words replaced; SyntaxError as from ``compile``."""
+    replacements = Replacements(filename)
+    tree = Replacer(replacements).visit(ast.parse(source, filename))
+    if replacements.lines:
+        replaced_in.append(replacements)
+    return compile(ast.fix_missing_locations(tree), filename, "exec", dont_inherit=True)
+
+
+class Replacer(ast.NodeTransformer):
+    """Replaces the words in a syntax tree."""
+
+    def __init__(self, replacements: Replacements) -> None:
+        self._replacements = replacements
+        self._torch_names = {"torch"}
+        self._function_depth = 0  # functions around the node, within its class
+        self._own_names: set[ast.expr] = set()  # texts that name the program's own attributes
+
+    def visit_Module(self, node: ast.Module) -> ast.AST:
+        imports = (part for part in ast.walk(node) if isinstance(part, ast.Import))
+        for alias in (alias for part in imports for alias in part.names):
+            if alias.name == "torch" and alias.asname:
+                self._torch_names.add(alias.asname)
+        return self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        of_torch = isinstance(node.value, ast.Name) and node.value.id in self._torch_names
+        if node.attr == _WORD and of_torch:
+            return self._rename(node, gpus.DEVICE_TYPE)
+        if node.attr in _ATTRIBUTES:
+            return self._rename(node, _ATTRIBUTES[node.attr])
+        if node.attr == "NCCL" and ast.unparse(node.value).endswith("Backend"):
+            self._replacements.add("nccl", node.lineno)
+            node.attr = BACKEND.upper()
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self._own_names |= {keyword.value for keyword in node.keywords if keyword.arg == "dest"}
+        if isinstance(node.func, ast.Name) and node.func.id in _ATTRIBUTE_FUNCTIONS:
+            of_torch = any(
+                isinstance(of, ast.Name) and of.id in self._torch_names for of in node.args[:1]
+            )
+            self._own_names |= set() if of_torch else set(node.args[1:2])
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == _WORD:
+            self._rename(node.func, gpus.DEVICE_TYPE)
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | list[ast.AST]:
+        self._function_depth += 1
+        self.generic_visit(node)
+        self._function_depth -= 1
+        if node.name != _WORD or self._function_depth:
+            return node
+        # A method, or a function of a module: its callers have the other name now.
+        self._replacements.add(_WORD, node.lineno)
+        alias = ast.parse(f"{gpus.DEVICE_TYPE} = {_WORD}").body[0]
+        return [node, ast.copy_location(alias, node)]
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        depth, self._function_depth = self._function_depth, 0
+        self.generic_visit(node)
+        self._function_depth = depth
+        return node
+
+    def visit_Import(self, node: ast.Import) -> ast.AST:
+        for alias in node.names:
+            if alias.name == "torch.cuda" or alias.name.startswith("torch.cuda."):
+                alias.name = alias.name.replace(_WORD, gpus.DEVICE_TYPE, 1)
+                self._replacements.add(_WORD, node.lineno)
+        return node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
+        module = node.module or ""
+        if module == "torch.cuda" or module.startswith("torch.cuda."):
+            node.module = module.replace(_WORD, gpus.DEVICE_TYPE, 1)
+            self._replacements.add(_WORD, node.lineno)
+        for alias in node.names:
+            if module == "torch" and alias.name == _WORD:
+                alias.name, alias.asname = gpus.DEVICE_TYPE, alias.asname or _WORD
+                self._replacements.add(_WORD, node.lineno)
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if node in self._own_names:
+            return node
+        if isinstance(node.value, str) and replace_name(node.value) != node.value:
+            for name in (_WORD, "nccl"):
+                if name in node.value.lower():
+                    self._replacements.add(name, node.lineno)
+            node.value = replace_name(node.value)
+        return node
+
+    def _rename(self, node: ast.Attribute, name: str) -> ast.Attribute:
+        self._replacements.add(_WORD, node.lineno)
+        node.attr = name
+        return node
+
+
+_PLAIN = "--assert=plain"
+_PACKAGES = {"site-packages", "dist-packages"}
+_INSTALLED = tuple(
+    os.path.join(os.path.realpath(folder), "")
+    for folder in (
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+        Path(__file__).parents[1],
+    )
+)
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Imports modules below a folder with their words replaced; all others as Python does."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = os.path.join(os.path.realpath(folder), "")
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or type(spec.loader) is not SourceFileLoader or spec.origin is None:
+            return None
+        if not self.is_of_program(os.path.realpath(spec.origin)):
+            return None
+        spec.loader = _Loader(fullname, spec.origin)
+        return spec
+
+    def is_of_program(self, path: str) -> bool:
+        """Below the folder, which may be ``/``, and neither installed nor a part of Python."""
+        return (
+            path.startswith(self._folder)
+            and not path.startswith(_INSTALLED)
+            and _PACKAGES.isdisjoint(Path(path).parts)
+        )
+
+
+class _Loader(SourceFileLoader):
+    """Compiles its file every time: a cached one might have been compiled unchanged."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return compile_source(self.get_data(path), path)
+
+
+def install(folder: str) -> None:
+    """From now on, replace the words in what is imported from below ``folder``."""
+    sys.meta_path.insert(0, Finder(folder))
+    # Otherwise pytest compiles tests itself, unchanged.
+    options = os.environ.get("PYTEST_ADDOPTS", "").split()
+    if _PLAIN not in options:
+        os.environ["PYTEST_ADDOPTS"] = " ".join([*options, _PLAIN])

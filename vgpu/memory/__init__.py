@@ -1,0 +1,1 @@
+"""The memory of each virtual GPU: blocks, the caching allocator, records."""

@@ -1,0 +1,127 @@
+"""The CPU computes one operation, on the values inside of virtual tensors."""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from vgpu.memory.gpus import VirtualGPU
+from vgpu.tensor.generators import generator_for
+from vgpu.tensor.operator_info import OperatorInfo
+from vgpu.tensor.operators import Args, Kwargs, Operator
+
+# C++ resolves lazy conjugation and negation before it calls us. Kernels that consist of several
+# operators rely on that for their parts too, so it is switched on again below us.
+_resolving = torch._C._SetExcludeDispatchKeyGuard
+_CONJUGATE = torch._C.DispatchKey.Conjugate
+_NEGATIVE = torch._C.DispatchKey.Negative
+_IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
+
+
+def compute(
+    info: OperatorInfo,
+    args: Args,
+    inner_args: list[Any],
+    inner_kwargs: Kwargs,
+    gpu: VirtualGPU | None,
+) -> Any:
+    """The operator's results on the CPU; ``inner_args`` have CPU tensors in place of virtual ones."""
+    func = info.func
+    if info.plain:
+        return func(*inner_args, **inner_kwargs)
+    if info.draws and gpu is not None:
+        return _draw(info, inner_args, inner_kwargs, gpu)
+    if info.writes_lists:
+        return counting_versions(func, args, inner_args, inner_kwargs, info.writes_lists)
+    if info.convolves and inner_args[0].dtype is torch.float16:
+        return _in_float32(func, inner_args)
+    if any(_is_complex(value) for value in inner_args):
+        with _resolving(_CONJUGATE, False), _resolving(_NEGATIVE, False):
+            return func(*inner_args, **inner_kwargs)
+    return func(*inner_args, **inner_kwargs)
+
+
+def _draw(
+    info: OperatorInfo, inner_args: Sequence[Any], inner_kwargs: Kwargs, gpu: VirtualGPU
+) -> Any:
+    """Run an operator that draws random numbers, from the generator of ``gpu``."""
+    if info.with_generator is None:  # an operator that does draw has a handler of its own
+        return info.func(*inner_args, **inner_kwargs)
+    generator = generator_for(gpu, inner_kwargs.get("generator"))
+    return info.with_generator(*inner_args, **{**inner_kwargs, "generator": generator})
+
+
+def counting_versions(
+    func: Operator,
+    args: Args,
+    inner_args: list[Any],
+    inner_kwargs: Kwargs,
+    positions: Iterable[int],
+) -> Any:
+    """Run an operator that changes the lists of tensors at ``positions``.
+
+    C++ counts a new version of a single tensor that changes in place, but not of those in a list.
+    Here each of those is counted as often as an alias of its values, which counts from zero.
+    """
+    changed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for position in positions:
+        inner_args[position] = [
+            values if values.is_inference() else values.data for values in inner_args[position]
+        ]
+        changed += zip(args[position], inner_args[position], strict=True)
+    try:
+        with _resolving(_IN_PLACE_OR_VIEW, False):
+            return func(*inner_args, **inner_kwargs)
+    finally:
+        for one, alias in changed:
+            if not alias.is_inference():
+                torch._C._increment_version([one] * alias._version)
+
+
+def _in_float32(func: Operator, inner_args: Sequence[Any]) -> Any:
+    """A float16 convolution, summed in float32 as a GPU does; the CPU's own takes 50 times as long."""
+
+    def cast(values: Iterable[Any], dtype: torch.dtype, wider: torch.dtype) -> list[Any]:
+        return [
+            value.to(wider) if isinstance(value, torch.Tensor) and value.dtype is dtype else value
+            for value in values
+        ]
+
+    result = func(*cast(inner_args, torch.float16, torch.float32))
+    if isinstance(result, torch.Tensor):
+        return result.to(torch.float16)
+    return tuple(cast(result, torch.float32, torch.float16))
+
+
+def _is_complex(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_complex()
+
+
+# Memory of this machine, which may have less of it than the GPU
+
+
+def require_room(inner_args: Sequence[Any], inner_kwargs: Kwargs, gpu: VirtualGPU) -> None:
+    """Raise torch.OutOfMemoryError before the CPU is asked for room that the GPU does not have."""
+    # Factories start with the size, or with a tensor to take after and perhaps the size.
+    first = size = inner_args[0] if inner_args else None
+    if isinstance(first, torch.Tensor) and len(inner_args) > 1:
+        size = inner_args[1]
+    if not isinstance(size, list) or not all(isinstance(number, int) for number in size):
+        return
+    dtype = first.dtype if isinstance(first, torch.Tensor) else torch.get_default_dtype()
+    dtype = inner_kwargs.get("dtype") or dtype
+    gpu.memory.require(math.prod(size) * dtype.itemsize)
+
+
+def refuse_host_memory(error: RuntimeError, gpu: VirtualGPU) -> None:
+    """Raise torch.OutOfMemoryError of the GPU where the CPU's allocator had no room for a result."""
+    found = _HOST_REFUSAL.search(str(error))
+    if found is not None:
+        size_bytes = int(found[1])
+        gpu.memory.require(size_bytes)
+        raise torch.OutOfMemoryError(gpu.memory.out_of_host_memory(size_bytes)) from None
+
+
+_HOST_REFUSAL = re.compile(r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes")

@@ -1,0 +1,239 @@
+"""Handlers of copies, the only way from one device to another, and of what reaches below a tensor.
+
+Copies tell a recording themselves what they did.
+"""
+
+from typing import Any
+
+import torch
+
+from vgpu.memory import gpus
+from vgpu.tensor import observer
+from vgpu.tensor.composite import one_by_one
+from vgpu.tensor.compute import counting_versions
+from vgpu.tensor.generators import default_generator
+from vgpu.tensor.lookup import Output, look_up, signature_of
+from vgpu.tensor.methods import HOST, Place, has_values
+from vgpu.tensor.operator_info import Block, handler, in_parts, info_of, shape_handler
+from vgpu.tensor.operators import Args, Kwargs, Operator
+from vgpu.tensor.refusals import refuse_tangents
+from vgpu.tensor.tensor import (
+    ShapeTensor,
+    VirtualTensor,
+    make_shape,
+    named_values,
+    refresh,
+    unwrap,
+    wrap,
+    wrap_result,
+)
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The CPU tensor inside a virtual one; any other tensor itself."""
+    return tensor._inner if isinstance(tensor, VirtualTensor) else tensor
+
+
+# Copies of values
+
+
+@handler("aten::_to_copy", records_itself=True)
+def to_copy(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """``Tensor.to`` where something changes."""
+    (source,) = args
+    refuse_tangents(args)
+    options = {key: value for key, value in kwargs.items() if value is not None}
+    device = options.pop("device", None)
+    options.pop("pin_memory", None)
+    target = source._gpu if device is None else gpus.resolve(device)
+    if target is None and device.type != "cpu":
+        options["device"] = device
+    read = source if observer.recording is None else observer.recording.before_copy(source)
+    values = func(values_of(read), **options)
+    result = values if target is None else wrap(values, target, "copy")
+    if observer.recording is not None:
+        waits = not options.get("non_blocking")
+        observer.recording.after_copy(source, result, in_place=False, waits=waits)
+    return result
+
+
+@handler("aten::copy_", records_itself=True)
+def copy_(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    target, source, *rest = args
+    refuse_tangents(args)
+    read = source if observer.recording is None else observer.recording.before_copy(source)
+    if not _are_same_values(target, read):
+        values_of(target).copy_(values_of(read), *rest, **kwargs)
+        if target.layout is not torch.strided and isinstance(target, VirtualTensor):
+            refresh(target, "copy_")  # it has other indices and values now
+    if observer.recording is not None:
+        observer.recording.after_copy(source, target, in_place=True, waits=_waits(args, kwargs))
+    return target
+
+
+def _waits(args: Args, kwargs: Kwargs) -> bool:
+    """Whether ``copy_`` makes the host wait, if it crosses from or to the host."""
+    return not (kwargs.get("non_blocking") or args[2:3] == (True,))
+
+
+def _are_same_values(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a copy would only write each value to where it is read.
+
+    torch's C++ (matmul with ``out=``) skips such a copy if the two tensors share their storage. It
+    cannot see the storage of virtual ones, and the CPU refuses to copy a tensor onto itself.
+    """
+    if type(target) is not VirtualTensor or type(source) is not VirtualTensor:
+        return False
+    to, of = target._inner, source._inner
+    return (
+        to.layout is of.layout is torch.strided
+        and to.data_ptr() == of.data_ptr()
+        and to.dtype is of.dtype
+        and to.size() == of.size()
+        and to.numel() > 0
+        and to.is_contiguous()
+        and of.is_contiguous()
+        and to.is_conj() == of.is_conj()
+        and to.is_neg() == of.is_neg()
+    )
+
+
+@handler("aten::_foreach_copy_")
+def foreach_copy_(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    refuse_tangents(args)
+    if any(target.layout is not torch.strided for target in args[0]):
+        one_by_one(func, args, kwargs)
+        return
+    counting_versions(func, args, unwrap(args, [], []), kwargs, (0,))
+
+
+# Copies of shapes
+
+host_keeps_values = False
+"""Whether a shape that is copied to a tensor with values, on the host, leaves it as it is."""
+
+
+@shape_handler("aten::_to_copy")
+def to_copy_of_shape(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> Any:
+    (source,) = args
+    target: Place | None = getattr(source, "_gpu", None)
+    if kwargs.get("device") is not None:
+        device = torch.device(kwargs["device"])
+        is_real = not isinstance(source, VirtualTensor)
+        target = gpus.resolve(device) or (HOST if device.type == "cpu" and not is_real else None)
+    if target is None:
+        return func(*args, **kwargs)
+    info = info_of(func)
+    result = look_up(info, signature_of(info, args, kwargs, []), args, kwargs)
+    assert isinstance(result.outputs[0], Output)
+    shape = make_shape(result.outputs[0], target, "copy")
+    if observer.recording is not None:
+        observer.recording.before_copy(source)
+        waits = not kwargs.get("non_blocking")
+        observer.recording.after_copy(source, shape, in_place=False, waits=waits)
+    return shape
+
+
+@shape_handler("aten::copy_")
+def copy_shape_(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> Any:
+    target, source = args[:2]
+    if not (isinstance(target, VirtualTensor) or isinstance(source, VirtualTensor)):
+        return func(*args, **kwargs)
+    if type(target) is not ShapeTensor:
+        if host_keeps_values:
+            return target
+        raise has_values(target, "copy_")
+    if observer.recording is not None:
+        observer.recording.before_copy(source)
+        observer.recording.after_copy(source, target, in_place=True, waits=_waits(args, kwargs))
+    return target
+
+
+# Streams, pinned memory, layouts
+
+
+@shape_handler("aten::record_stream")
+@handler("aten::record_stream", records_itself=True)
+def record_stream(func: Operator, args: Args, kwargs: Kwargs, block: Block | None = None) -> Any:
+    """Nothing to do: a block is never reused while an operation still needs it."""
+    if observer.recording is not None:
+        observer.recording.record_stream(*args)
+
+
+@shape_handler("aten::is_pinned")
+@handler("aten::is_pinned", records_itself=True)
+def is_pinned(func: Operator, args: Args, kwargs: Kwargs, block: Block | None = None) -> Any:
+    return False
+
+
+@handler("aten::_pin_memory", "aten::pin_memory")
+def pin_memory(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    raise RuntimeError(f"cannot pin '{args[0].type()}' only dense CPU tensors can be pinned")
+
+
+def pin_cpu_memory(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
+    """``Tensor.pin_memory`` of a CPU tensor: a copy that says it is pinned; no page is locked."""
+    pinned = torch.empty_like(tensor).copy_(tensor)
+    pinned.untyped_storage()._vgpu_pinned = True  # type: ignore[attr-defined]
+    return pinned
+
+
+def is_cpu_pinned(tensor: torch.Tensor, device: object = None) -> bool:
+    return hasattr(tensor.untyped_storage(), "_vgpu_pinned")
+
+
+@shape_handler("aten::_has_compatible_shallow_copy_type")
+def has_compatible_type(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> bool:
+    return True
+
+
+@handler("prim::layout", records_itself=True)
+def layout(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    return args[0]._inner.layout
+
+
+# Results on the host, and random numbers without a generator
+
+
+@handler("aten::_pack_padded_sequence")
+def pack_padded_sequence(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """The second result, the batch size of each time step, stays on the host."""
+    sequence, lengths, batch_first = args
+    if lengths.device.type != "cpu":
+        raise RuntimeError(
+            "'lengths' argument should be a 1D CPU int64 tensor, but got "
+            f"{lengths.dim()}D {lengths.device} {str(lengths.dtype).removeprefix('torch.')} tensor"
+        )
+    packed, batch_sizes = func(sequence._inner, lengths, batch_first)
+    return wrap(packed, sequence._gpu, "_pack_padded_sequence"), batch_sizes
+
+
+@handler("aten::native_dropout")
+def native_dropout(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """The operator takes no generator: its mask is drawn from the device's here."""
+    if kwargs:
+        raise NotImplementedError("native_dropout with out= is not supported on virtual GPUs")
+    source, p, train = args
+    values = source._inner
+    if values.numel() == 0 or train is False:
+        return wrap_result(func(values, p, train), source._gpu, "native_dropout")
+    kept = 1.0 - p
+    mask = torch.empty_like(values, dtype=torch.bool)  # strides and all, as the CPU's dropout
+    mask.bernoulli_(kept, generator=default_generator(source._gpu))
+    result = values.mul(mask).mul_(1.0 / kept if kept else 0.0)
+    return wrap_result((result, mask), source._gpu, "native_dropout")
+
+
+@handler("aten::_sparse_mm_reduce_impl")
+def sparse_mm_reduce(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """Its kernel keeps what the backward pass reads only if an operand requires a gradient."""
+    named, gpu = named_values(func, args, kwargs)
+    with torch.enable_grad():
+        results = func(**{**named, "self": named["self"].detach().requires_grad_()})
+    return wrap_result([result.detach() for result in results], gpu, "_sparse_mm_reduce_impl")
+
+
+@in_parts("aten::_efficientzerotensor")
+def efficient_zeros(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """Autograd's zeros without memory: the CPU's kernels, called from here, would read there."""
+    return torch.ops.aten.zeros.default(*args, **kwargs)

@@ -1,1 +1,0 @@
-"""Operators that torch has for GPUs only, computed on the CPU."""

@@ -1,0 +1,265 @@
+"""What comes out of an operation on shapes: looked up by the call's signature, not computed.
+
+The signature of a call is what decides the shapes of its results and its cost. Two calls with equal
+signatures have results of the same shapes and do the same work, whatever the values. In a signature,
+a tensor is the identity of one meta tensor that all tensors of its size, strides and type share.
+
+A signature that is new is run once by torch's own functions for meta tensors, which know the size,
+strides and type of a result without computing it.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from vgpu.tensor.methods import SHAPES, TensorMethods
+from vgpu.tensor.operator_info import OperatorInfo
+from vgpu.tensor.operators import Args, Kwargs, tensors_in
+from vgpu.tensor.refusals import refuse_mixed_layer_norm
+
+Signature = tuple[object, ...]
+
+
+class Output(NamedTuple):
+    """One tensor that an operation makes, but for its device."""
+
+    meta: torch.Tensor  # the interned one
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    storage_bytes: int
+
+
+class Result:
+    """What calls of one signature give back."""
+
+    __slots__ = ("alone", "bases", "form", "outputs", "work")
+
+    def __init__(
+        self,
+        form: Callable[[Iterable[object]], object] | None,
+        outputs: list[Output | int | None],
+        bases: list[int | None],
+    ) -> None:
+        self.form = form  # None for one tensor; else list or tuple
+        self.outputs = outputs  # numbers, and None, stand for themselves
+        self.bases = bases  # the virtual input, by its number, whose memory an output shares
+        # The output, where it is one tensor with memory of its own.
+        only = outputs[0] if form is None and bases == [None] else None
+        self.alone = only if isinstance(only, Output) else None
+        self.work: Any = None  # what it costs: a recording keeps it here (time/recording.py)
+
+
+RESULTS: dict[Signature, Result] = {}
+
+
+def look_up(info: OperatorInfo, signature: Signature, args: Args, kwargs: Kwargs) -> Result:
+    """What the call gives back, which has this signature."""
+    result = RESULTS.get(signature)
+    if result is None:
+        result = RESULTS[signature] = _run_on_meta(info, args, kwargs)
+    return result
+
+
+# Signatures
+
+_by_metadata: dict[tuple[object, ...], torch.Tensor] = {}
+# Kept for as long as the process lives, so that no id is ever given to another.
+_by_id: dict[int, torch.Tensor] = {}
+
+# Arguments that decide neither the shapes nor the work of a call.
+_NO_MATTER = {"device", "generator", "layout", "non_blocking", "pin_memory"}
+
+
+def interned(tensor: torch.Tensor) -> torch.Tensor:
+    """The one meta tensor with the size, strides, offset and type of ``tensor``."""
+    if id(tensor) in _by_id:
+        return tensor
+    if tensor.layout is not torch.strided:
+        raise NotImplementedError(
+            f"tensors of layout {tensor.layout} have no shape-only form: use dense tensors"
+        )
+    offset = tensor.storage_offset()
+    dtype = tensor.dtype
+    is_conj = dtype.is_complex and tensor.is_conj()
+    key = (tensor.size(), tensor.stride(), offset, dtype, is_conj)
+    found = _by_metadata.get(key)
+    if found is None:
+        size, stride = tensor.size(), tensor.stride()
+        reach = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        elements = offset + (reach if tensor.numel() else 0)
+        room = torch.empty(elements, dtype=dtype, device="meta")
+        found = room.as_strided(size, stride, offset)
+        if is_conj:
+            torch._C._set_conj(found, True)
+        _by_metadata[key] = found
+        _by_id[id(found)] = found
+    return found
+
+
+def signature_of(info: OperatorInfo, args: Args, kwargs: Kwargs, inputs: list[Any]) -> Signature:
+    """What decides the results' shapes and the work of a call; hashable.
+
+    Appends the virtual tensors among the arguments to ``inputs``.
+    """
+    signature: list[object] = [id(info)]
+    # A fractional number decides a size only if a tensor is made from nothing (arange).
+    with_floats, in_lists = info.makes_on_device, not info.has_lists_of_factors
+    for value in args:
+        if type(value) in SHAPES:  # here once more, for most of what there is: a call takes longer
+            inputs.append(value)
+            signature.append(id(value._inner))
+        else:
+            _append((value,), signature, inputs, with_floats, in_lists)
+    if kwargs:
+        for name, value in kwargs.items():
+            if name not in _NO_MATTER:
+                signature.append(name)
+                _append((value,), signature, inputs, with_floats, in_lists)
+    return tuple(signature)
+
+
+def _append(
+    values: Iterable[Any],
+    signature: list[object],
+    inputs: list[Any],
+    with_floats: bool,
+    in_lists: bool,
+) -> None:
+    for value in values:
+        kind = type(value)
+        if kind in SHAPES:
+            inputs.append(value)
+            signature.append(id(value._inner))
+        elif value is None:
+            signature.append(None)
+        elif kind is list or kind is tuple:
+            if value and type(value[0]) is int:
+                signature.append(tuple(value))
+            else:
+                signature.append(len(value))
+                _append(value, signature, inputs, in_lists, in_lists)
+        elif isinstance(value, torch.Tensor):
+            inner = value
+            if isinstance(value, TensorMethods):
+                inputs.append(value)
+                inner = value._inner
+            number = id(inner)
+            signature.append(number if number in _by_id else id(interned(inner)))
+        elif kind is float and not with_floats:
+            signature.append(float)
+        else:
+            signature.append(kind)  # 1, 1.0 and True are equal and hash alike
+            signature.append(value)
+
+
+def stays_real(info: OperatorInfo, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a call without virtual tensors, on the host, computes with real values.
+
+    So do integers that are made on the host: programs decide by them, such as a mesh by its ranks.
+    """
+    if (
+        not info.makes_on_device
+        or next(tensors_in((args, tuple(kwargs.values()))), None) is not None
+    ):
+        return True
+    dtype = kwargs.get("dtype")
+    if dtype is not None:
+        return not (dtype.is_floating_point or dtype.is_complex)
+    numbers = [number for number in args if not isinstance(number, list | tuple)]
+    return info.name in _OF_INTEGERS and all(isinstance(n, int) for n in numbers)
+
+
+# Without a dtype these make integers of integers, or always.
+_OF_INTEGERS = {"arange", "full", "randint", "randperm", "tril_indices", "triu_indices"}
+
+
+# New signatures
+
+
+def _run_on_meta(info: OperatorInfo, args: Args, kwargs: Kwargs) -> Result:
+    """Run the operation on meta tensors and keep what came.
+
+    NotImplementedError from torch where it has no function for meta tensors.
+    """
+    func = info.func
+    are_virtual = [
+        isinstance(tensor, TensorMethods) for tensor in tensors_in((args, tuple(kwargs.values())))
+    ]
+    args = _metas(args)
+    kwargs = {name: _metas(value) for name, value in kwargs.items()}
+    metas = tensors_in((args, tuple(kwargs.values())))
+    virtual = [meta for meta, is_one in zip(metas, are_virtual, strict=True) if is_one]
+    kwargs.pop("pin_memory", None)
+    kwargs.pop("generator", None)
+    kwargs.pop("non_blocking", None)
+    if info.makes_on_device:
+        kwargs["device"] = torch.device("meta")
+    # What hands nothing back only changes values; torch has not all of it for meta tensors.
+    result = func(*args, **kwargs) if func._schema.returns else None
+    if func.name() in _AS_CUDA:
+        result = _AS_CUDA[func.name()](args, kwargs, result)
+    if result is None:
+        return Result(None, [], [])
+    form = None if isinstance(result, torch.Tensor) else type(result)
+    items = [result] if form is None else list(result)
+    outputs = [output_like(item) if isinstance(item, torch.Tensor) else item for item in items]
+    if func.name() in _RESIZING and isinstance(outputs[0], Output):
+        least = args[0].numel() * args[0].element_size()
+        outputs[0] = outputs[0]._replace(storage_bytes=max(outputs[0].storage_bytes, least))
+    # Asked of the memory, not of the schema: unsafe_split hands out views that it does not declare.
+    owners = {meta.untyped_storage()._cdata: number for number, meta in enumerate(virtual)}
+    bases = [
+        owners.get(item.untyped_storage()._cdata) if isinstance(item, torch.Tensor) else None
+        for item in items
+    ]
+    return Result(form, outputs, bases)
+
+
+def output_like(tensor: torch.Tensor) -> Output:
+    """An output that is like ``tensor`` in all but its device."""
+    meta = interned(tensor)
+    offset = int(meta.storage_offset())
+    storage_bytes = meta.untyped_storage().nbytes()
+    return Output(meta, meta.size(), meta.stride(), offset, meta.dtype, storage_bytes)
+
+
+def _without_buffer(args: Args, kwargs: Kwargs, result: Any) -> Any:
+    return result[0], result[0].new_empty(0)  # precision.py, log_sigmoid
+
+
+def _of_one_type(args: Args, kwargs: Kwargs, result: Any) -> Any:
+    refuse_mixed_layer_norm(torch.ops.aten.native_layer_norm.default, args, kwargs)
+    return result
+
+
+# Where torch's function for meta tensors does not give what CUDA does.
+_AS_CUDA: dict[str, Callable[[Args, Kwargs, Any], Any]] = {
+    "aten::log_sigmoid_forward": _without_buffer,
+    "aten::native_layer_norm": _of_one_type,
+}
+
+
+# Their kernels make a tensor like the input and resize it, by which memory never shrinks:
+# ATen/native/cuda/Col2Im.cu and Im2Col.cu; the CPU's do the same.
+_RESIZING = {"aten::col2im", "aten::im2col"}
+
+
+def _metas(value: Any) -> Any:
+    """Fresh meta tensors in place of tensors: the shared ones must never change."""
+    if isinstance(value, torch.Tensor):
+        return _fresh(interned(value._inner if isinstance(value, TensorMethods) else value))
+    if type(value) in (list, tuple):
+        return type(value)([_metas(item) for item in value])
+    return value
+
+
+def _fresh(shared: torch.Tensor) -> torch.Tensor:
+    elements = shared.untyped_storage().nbytes() // shared.element_size()
+    room = torch.empty(elements, dtype=shared.dtype, device="meta")
+    fresh = room.as_strided(shared.size(), shared.stride(), shared.storage_offset())
+    if shared.is_conj():
+        torch._C._set_conj(fresh, True)
+    return fresh

@@ -1,0 +1,277 @@
+"""What a virtual tensor answers to: the methods of ``torch.Tensor`` that must know its device.
+
+To C++ a virtual tensor is on ``lazy:k``. Python shows ``vgpu:k``: the property ``device`` says so, and
+what compares devices in C++, or reads memory there, is a method of its own here.
+"""
+
+import builtins
+import copy
+import weakref
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from vgpu.memory import gpus
+from vgpu.memory.blocks import Block
+from vgpu.memory.gpus import VirtualGPU
+from vgpu.tensor import views
+from vgpu.tensor.device_names import naming_devices
+from vgpu.tensor.refusals import subclass_refused
+
+# Attributes that make a tensor virtual.
+HELD = {"_block", "_gpu", "_inner"}
+# Attributes that any virtual tensor may have; torch marks a Parameter with the last.
+OWN_ATTRIBUTES = {*HELD, "_is_param"}
+
+_new = naming_devices(torch.Tensor.new)
+
+
+class Host:
+    """Stands in for a GPU in a shape on the host; its bytes are not counted."""
+
+    index = -1
+    device = cpp_device = torch.device("cpu")
+
+
+HOST = Host()
+Place = VirtualGPU | Host
+
+
+class TensorMethods(torch.Tensor):
+    """The methods of :class:`vgpu.tensor.tensor.VirtualTensor`, which alone has instances."""
+
+    _gpu: VirtualGPU
+    _block: Block | None = None  # of a shape, which has no storage of values
+    _inner: torch.Tensor  # a CPU tensor with the values; of a shape, a meta tensor
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._gpu.device
+
+    grad = property(
+        torch._C.TensorBase.grad.__get__,  # type: ignore[union-attr]
+        naming_devices(torch._C.TensorBase.grad.__set__),  # type: ignore[union-attr]
+    )
+    tensor_split = naming_devices(torch.Tensor.tensor_split)  # type: ignore[assignment]
+
+    def get_device(self) -> int:
+        return self._gpu.index
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """``Tensor.to``; C++ compares devices there, so it must get the ones it knows."""
+        if "device" in kwargs:
+            kwargs["device"] = cpp_device(kwargs["device"])
+        elif args:
+            args = (cpp_device(args[0]), *args[1:])
+        return super().to(*args, **kwargs)
+
+    def type(  # type: ignore[override]
+        self,
+        dtype: torch.dtype | str | None = None,
+        non_blocking: bool = False,
+        **kwargs: Any,
+    ) -> str | torch.Tensor:
+        if dtype is None and self.layout is not torch.strided:  # C++ has no name for it
+            return self._inner.type().replace("torch", f"torch.{gpus.DEVICE_TYPE}", 1)
+        if dtype is None:
+            return super().type().replace(gpus.CPP_DEVICE_TYPE, gpus.DEVICE_TYPE)
+        return super().type(dtype, non_blocking, **kwargs)
+
+    def numpy(self, *, force: bool = False) -> NDArray[Any]:
+        if force:
+            return self.detach().cpu().resolve_conj().resolve_neg().numpy()
+        raise _not_numpy(self.device)
+
+    def __array__(self, dtype: object = None) -> NDArray[Any]:
+        raise _not_numpy(self.device)
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def data_ptr(self) -> int:
+        return self._inner.data_ptr()
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """FSDP1 calls it below dispatch, where C++ would find no kernel for its device."""
+        func = torch.ops.aten.record_stream.default
+        cls: Any = type(self)
+        cls.__torch_dispatch__(func, (cls,), (self, stream))
+
+    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        """The old constructor; C++ forgets the index there, and has none for sparse tensors."""
+        if self.layout is torch.sparse_coo and args:
+            return torch.sparse_coo_tensor(
+                *args, dtype=self.dtype, device=self.device, check_invariants=False
+            )
+        if not kwargs and all(type(size) is int for size in args):
+            return self.new_empty(args or (0,))
+        if not kwargs and len(args) == 1 and isinstance(args[0], list | tuple):
+            sizes = isinstance(args[0], torch.Size)
+            return self.new_empty(args[0]) if sizes else self.new_tensor(args[0])
+        result: torch.Tensor = _new(self, *args, **kwargs)
+        return result
+
+    def as_subclass(self, cls: builtins.type[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        if not issubclass(type(self), cls):
+            raise subclass_refused(cls)
+        return self
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The storage of the values: it shows which tensors share memory, but not on which device."""
+        return self._inner.untyped_storage()
+
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
+        if tensor_contents is None and self.layout is torch.strided and self.numel() > 0:
+            with torch.no_grad():
+                tensor_contents = torch._tensor_str._tensor_str(self._inner, len("tensor("))
+        text: str = torch._tensor_str._str(self, tensor_contents=tensor_contents)
+        text = text.replace("Tensor(", "tensor(", 1)
+        if isinstance(self, torch.nn.Parameter):
+            text = text.removeprefix("Parameter(").removesuffix(")")
+            return f"Parameter containing:\n{text}"
+        return text
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        known: torch.Tensor | None = memo.get(id(self))
+        if known is not None:
+            return known
+        if isinstance(self, torch.nn.Parameter):  # as torch's own: no gradient, no attributes
+            values = self.detach().clone(memory_format=torch.preserve_format)
+            copied = memo[id(self)] = torch.nn.Parameter(values, self.requires_grad)
+            return copied
+        with torch.inference_mode(False):  # in it autograd finds no history of a changed view
+            is_leaf = self.is_leaf
+        if not is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+                "protocol at the moment.  If you were attempting to deepcopy a module, this may be "
+                "because of a torch.nn.utils.weight_norm usage, "
+                "see https://github.com/pytorch/pytorch/pull/103001"
+            )
+        result = self._copy_memory(memo)
+        result.requires_grad_(self.requires_grad)
+        memo[id(self)] = result
+        others = {name: value for name, value in vars(self).items() if name not in HELD}
+        vars(result).update(copy.deepcopy(others, memo))
+        if self.grad is not None:
+            result.grad = copy.deepcopy(self.grad, memo)
+        return result
+
+    def _copy_memory(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A copy without a gradient, of memory that is copied once for all tensors that share it."""
+        raise NotImplementedError
+
+    def __format__(self, format_spec: str) -> str:
+        return self.item().__format__(format_spec) if self.dim() == 0 else repr(self)
+
+
+for name in views.RESHAPING:
+    setattr(TensorMethods, name, views.keeping_elements(getattr(torch.Tensor, name)))
+
+
+SHAPES: set[type] = set()
+"""The class of shapes, for whom it's too early to import it."""
+
+
+class ShapeMethods(TensorMethods):
+    """The methods of :class:`vgpu.tensor.tensor.ShapeTensor`, which has no values to give."""
+
+    _gpu: Place  # type: ignore[assignment]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        SHAPES.add(cls)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """One for each block, with its rounded size: it tells which shapes share memory.
+
+        The tensor inside has none of its own, since all shapes of a kind share it.
+        """
+        block = self._block
+        if block is None:
+            return torch.UntypedStorage(self._inner.untyped_storage().nbytes(), device="meta")
+        if block.storage is None:
+            block.storage = torch.UntypedStorage(block.size_bytes, device="meta")
+            block.storage._vgpu_block = weakref.proxy(block)
+        storage: torch.UntypedStorage = block.storage
+        return storage
+
+    def numpy(self, *, force: bool = False) -> NDArray[Any]:
+        raise no_value(self, "numpy()")
+
+    def __array__(self, dtype: object = None) -> NDArray[Any]:
+        raise no_value(self, "numpy()")
+
+    def tolist(self) -> Any:
+        raise no_value(self, "tolist()")
+
+    def data_ptr(self) -> int:
+        raise no_value(self, "data_ptr()")
+
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
+        gradient = ", requires_grad=True" if self.requires_grad else ""
+        return f"shape({list(self.size())}, device='{self.device}', dtype={self.dtype}{gradient})"
+
+
+class NoValueError(RuntimeError):
+    """A value was asked of a tensor that is only a shape."""
+
+
+def no_value(asked: torch.Tensor, operation: str) -> NoValueError:
+    name = "item()" if operation == "_local_scalar_dense" else operation
+    return NoValueError(
+        f"{name} needs the values of a tensor of size {list(asked.size())} on {asked.device}, but "
+        "it is only a shape: it was made or moved in a vgpu.shapes_only() block, where nothing is "
+        "computed. Ask for sizes, bytes and virtual time there, or run without shapes_only() to "
+        "get values."
+    )
+
+
+def has_values(changed: torch.Tensor, operation: str) -> RuntimeError:
+    return RuntimeError(
+        f"{operation} would change a tensor of size {list(changed.size())} on {changed.device} "
+        "that has values, and shapes_only() has none to put there: make the model, or move it to "
+        "its GPU, in the block too"
+    )
+
+
+def _not_numpy(device: torch.device) -> TypeError:
+    return TypeError(
+        f"can't convert {device} device type tensor to numpy. "
+        "Use Tensor.cpu() to copy the tensor to host memory first."
+    )
+
+
+def cpp_device(device: Any) -> Any:
+    """``device`` as C++ knows it, if it means a virtual GPU; anything else unchanged."""
+    if isinstance(device, str) and device.startswith(gpus.DEVICE_TYPE):
+        device = torch.device(device)
+    elif type(device) is int:
+        return gpus.by_index(device).cpp_device
+    if isinstance(device, torch.device):
+        gpu = gpus.resolve(device)
+        if gpu is not None:
+            return gpu.cpp_device
+    return device
+
+
+def strided_parts(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The strided tensors that a tensor consists of: itself, or what a sparse one holds."""
+    if values.layout is torch.strided:
+        return (values,)
+    if values.layout is torch.sparse_coo:
+        return values._indices(), values._values()
+    if values.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return values.crow_indices(), values.col_indices(), values.values()
+    return values.ccol_indices(), values.row_indices(), values.values()
+
+
+def count_bytes(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> Block:
+    """The block of the storage behind ``values``; a new one on ``gpu`` where it has none yet."""
+    storage = values.untyped_storage()
+    block: Block | None = getattr(storage, "_vgpu_block", None)
+    if block is None:
+        block = gpu.memory.allocate(storage.nbytes(), operation)
+        storage._vgpu_block = block  # type: ignore[attr-defined]
+    return block

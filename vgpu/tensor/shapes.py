@@ -1,0 +1,112 @@
+"""The block ``with shapes_only():``, in which tensors made, moved or computed are shapes.
+
+Models of any size need neither arithmetic nor memory of their own there.
+
+Devices, autograd, modules, optimizers, streams, memory counters and recordings work as ever.
+
+A shape on the host (``torch.empty(...)`` in the block) is a ShapeTensor as well. What Python or
+NumPy already holds (``torch.tensor([1, 2])``) stays real until it moves to a GPU, and so do integers
+made on the host (``torch.arange(8)``): programs decide by them, such as a mesh by its ranks.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import _foreach_supported_types
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vgpu.memory import gpus
+from vgpu.tensor import copies
+from vgpu.tensor.operators import Args, Kwargs, Operator
+from vgpu.tensor.tensor import ShapeTensor, around_shapes, is_shape, run
+from vgpu.torch_patches.undo import Changes
+
+
+class _Mode(TorchDispatchMode):
+    """Sends everything in the block to ``run``, factories on the host included."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and the guard against it takes longer than we do
+
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: tuple[type, ...],
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> Any:
+        if _infra_mode(_FAKE) is not None:  # torch asks itself what would come out: DTensor does
+            return func(*args, **(kwargs or {}))
+        if types and types != _SHAPES and around_shapes(types):
+            return NotImplemented
+        return run(func, args, kwargs or {}, self)
+
+
+_SHAPES = (ShapeTensor,)  # asked first: nearly all that is computed with
+_infra_mode = torch._C._get_dispatch_mode
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """In the block, tensors made, or moved to or computed on virtual GPUs, are shapes.
+
+    RuntimeError where virtual GPUs are not enabled. A model that moves in the block loses its
+    values for good.
+    """
+    if gpus.device_count() == 0:
+        raise RuntimeError("shapes_only needs virtual GPUs: call vgpu.enable(count) first")
+    with _Mode():
+        yield
+
+
+def install(changes: Changes) -> None:
+    changes.append(_foreach_supported_types, ShapeTensor)  # torch_patches/functions.py says why
+    changes.wrap(torch.nn.init, "_no_grad_trunc_normal_", trunc_normal)
+    changes.wrap(nn.parallel.distributed, "_verify_param_shape_across_processes", _of_values)
+    if dist.is_available():
+        changes.wrap(dist.Reducer, "_rebuild_buckets", _in_own_order)
+
+
+def trunc_normal(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``nn.init.trunc_normal_``, which draws until every value lies inside: a shape has none."""
+
+    @functools.wraps(plain)
+    def _no_grad_trunc_normal_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor if is_shape(tensor) else plain(tensor, *args, **kwargs)
+
+    return _no_grad_trunc_normal_
+
+
+def _of_values(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What DDP compares with the other ranks at its start: they send nothing about shapes."""
+
+    @functools.wraps(plain)
+    def _verify_param_shape_across_processes(
+        process_group: dist.ProcessGroup, tensors: list[torch.Tensor], logger: Any = None
+    ) -> Any:
+        if any(is_shape(tensor) for tensor in tensors):
+            return None
+        return plain(process_group, tensors, logger)
+
+    return _verify_param_shape_across_processes
+
+
+def _in_own_order(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """DDP takes the order of its buckets from rank 0; a shape that comes leaves this rank's own."""
+
+    @functools.wraps(plain)
+    def _rebuild_buckets(reducer: Any) -> Any:
+        copies.host_keeps_values = True
+        try:
+            return plain(reducer)
+        finally:
+            copies.host_keeps_values = False
+
+    return _rebuild_buckets

@@ -1,0 +1,225 @@
+"""From steps to a timeline: alone, with other costs (``replay``), or several ranks together (``joined``)."""
+
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from vgpu.memory import gpus
+from vgpu.time.async_tp import in_pieces
+from vgpu.time.resources import PendingCollective, Rendezvous
+from vgpu.time.simulator import Simulator
+from vgpu.time.steps import BeginStream, GroupCollective, Program
+from vgpu.time.timeline import Timeline, TraceEvent, in_order
+
+SHOW_PROGRESS_FROM = 300_000
+"""Steps that are simulated in about a second; from here on a bar shows the progress."""
+
+
+class Deadlock(RuntimeError):
+    """Ranks that are simulated together wait for one another, or for one that has ended."""
+
+
+@contextmanager
+def rarely_collected() -> Iterator[None]:
+    """Fewer garbage collections: looking through many records that stay is wasted work."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+def simulate(programs: Sequence[Program]) -> Timeline:
+    """The timeline of a program, by its steps and its costs; of several, as ``joined`` gives it."""
+    return _alone(programs[0]) if len(programs) == 1 else _together(programs)
+
+
+def replay(timeline: Timeline, **changes: Any) -> Timeline:
+    """The same operations simulated again: what one more run of the program would give.
+
+    changes: fields of CostModel by name, such as ``arithmetic_share=0.3``, ``link="PCIe 4"`` or
+    ``network="Ethernet 100"``; ``gpu``, a preset or a GPUSpec, for another kind of GPU, with its own
+    link unless one was given. Without changes the timeline comes out as it was, to the last bit.
+
+    What the program itself decided by the time (``stream.query()``) stays as it was recorded, and
+    so do races, the kernel that attention took on the GPU of the recording (an older one may have
+    only a slower one), and which operations were fused; ``async_tp`` may change where they were.
+    ValueError for a timeline that no ``record()`` made.
+    """
+    if "fuses" in changes:
+        raise ValueError(
+            "what is fused is decided while a program runs: call record(fuses=...) for a timeline "
+            "with and one without"
+        )
+    if not timeline.programs:
+        raise ValueError(
+            "this timeline has no recorded steps to replay: record() makes one that has"
+        )
+    return simulate([replace(p, costs=p.costs.changed(changes)) for p in timeline.programs])
+
+
+def replay_beside(timeline: Timeline, others: Iterable[TraceEvent]) -> Timeline:
+    """What one rank did again, while collectives of its GPU go on that were begun before.
+
+    others: their times are seconds since the timeline began, and may be less than 0. Their device
+    does not count: they may be recordings of a rank that does the same.
+    """
+    (program,) = timeline.programs
+    return _alone(program, others)
+
+
+def joined(timelines: Sequence[Timeline]) -> Timeline:
+    """One timeline of ranks that each made a recording, with what they wait for one another.
+
+    Their clocks begin together and meet in collectives and messages: each starts when all of its
+    ranks that are here are ready, and ranks that are not here are taken to be ready with them. So
+    it suffices to record one rank of those that do the same; but a message needs both its ends.
+    The ranks are the timeline's devices, in order of rank: ``timeline.ranks[k]`` is ``vgpu:k``.
+
+    ValueError for no or several recordings of a rank, for a message from or to a rank without a
+    recording, and for calls that do not match. Deadlock names who waits for whom.
+    """
+    return _together([program for timeline in timelines for program in timeline.programs])
+
+
+def run(program: Program, others: Iterable[TraceEvent] = ()) -> Simulator:
+    """The program of a rank that is alone, simulated. others: as for ``replay_beside``."""
+    simulator, steps = Simulator(program.costs, program.rank), in_pieces(program)
+    simulator.occupy(others, program.gpu)
+    with rarely_collected(), _bar(len(steps)) as bar:
+        simulator.run(_counted(steps, bar))
+    return simulator
+
+
+def _alone(program: Program, others: Iterable[TraceEvent] = ()) -> Timeline:
+    simulator = run(program, others)
+    timeline = _timeline([program], program.gpus)
+    timeline.events = in_order(simulator.trace)
+    timeline.host_s, timeline.makespan_s = simulator.end()
+    timeline.races = [
+        replace(race, device=timeline.devices[index]) for index, race in program.races
+    ]
+    return timeline
+
+
+def _timeline(programs: Sequence[Program], count: int) -> Timeline:
+    return Timeline(
+        programs[0].costs.spec.name.removeprefix("Virtual "),
+        [torch.device(gpus.DEVICE_TYPE, index) for index in range(count)],
+        ranks=[program.rank for program in programs],
+        programs=tuple(programs),
+    )
+
+
+def _bar(total: int) -> Any:
+    hidden = total < SHOW_PROGRESS_FROM
+    return tqdm(desc="simulating", total=total, leave=False, disable=hidden, unit="step")
+
+
+def _counted(steps: Sequence[Any], bar: Any) -> Iterator[Any]:
+    for number, step in enumerate(steps):
+        if number % 10_000 == 9_999:
+            bar.update(10_000)
+        yield step
+
+
+# Several ranks
+
+
+@rarely_collected()
+def _together(programs: Sequence[Program]) -> Timeline:
+    programs = sorted(programs, key=lambda program: program.rank)
+    _check(programs)
+    rendezvous = Rendezvous(program.rank for program in programs)
+    simulators = [
+        Simulator(program.costs, program.rank, rendezvous, position)
+        for position, program in enumerate(programs)
+    ]
+    steps = [in_pieces(program) for program in programs]
+    with _bar(sum(map(len, steps))) as bar:
+        _run_all(
+            {
+                simulator: simulator.run_beside_others(_counted(of_rank, bar))
+                for simulator, of_rank in zip(simulators, steps, strict=True)
+            }
+        )
+    timeline = _timeline(programs, len(simulators))
+    ends = [simulator.end() for simulator in simulators]
+    timeline.host_s, timeline.makespan_s = (max(times) for times in zip(*ends, strict=True))
+    timeline.events = in_order(event for simulator in simulators for event in simulator.trace)
+    for program, device in zip(programs, timeline.devices, strict=True):
+        timeline.races += [replace(race, device=device) for _, race in program.races]
+    return timeline
+
+
+def _run_all(runs: dict[Simulator, Iterator[None]]) -> None:
+    """Let each rank go on until it waits for another, and the next ones meanwhile.
+
+    So a rank's steps come in their own order, as if it were alone, wherever the ranks come to their
+    collectives in one order. Where they do not, one of them looks ahead: its host launches more.
+    """
+    going = dict(runs)
+    while able := [simulator for simulator in going if not simulator.host_waits]:
+        for simulator in [each for each in able if not each.pending] or able[:1]:
+            if next(going[simulator], _ENDED) is _ENDED:
+                del going[simulator]
+            while any([other.wake() for other in runs]):
+                pass
+    if any(simulator.pending for simulator in runs):
+        raise Deadlock(_who_waits(list(runs)))
+
+
+_ENDED = object()
+
+
+def _who_waits(simulators: Sequence[Simulator]) -> str:
+    lines = ["the joined ranks wait for one another, and none can go on:"]
+    for simulator in simulators:
+        pending = list(simulator.pending.values())
+        arrived = [collective for collective in pending if collective.ready_s is not None]
+        what = f"waits in {_named((arrived or pending)[0])}" if pending else "has ended"
+        lines.append(f"  rank {simulator.rank} {what}")
+    lines.append("All ranks of a group must call the same collectives in the same order.")
+    return "\n".join(lines)
+
+
+def _named(collective: PendingCollective) -> str:
+    step, rank = collective.step, collective.simulator.rank
+    where = f" in {step.module}" if step.module else ""
+    if step.name in ("send", "recv"):
+        (peer,) = (other for other in step.ranks if other != rank)
+        way = "send to" if step.name == "send" else "recv from"
+        return f"{way} rank {peer} of {step.size_bytes:,} bytes{where}"
+    return f"{step.name} of {step.size_bytes:,} bytes among ranks {list(step.ranks)}{where}"
+
+
+def _check(programs: Sequence[Program]) -> None:
+    if not programs:
+        raise ValueError("no recordings to join: give the timelines of at least one rank")
+    ranks = [program.rank for program in programs]
+    if len(set(ranks)) < len(ranks):
+        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        raise ValueError(
+            f"several recordings are of rank {twice[0]}: join one of each rank (their ranks: {ranks})"
+        )
+    for program in programs:
+        used = {step.gpu for step in program.steps if isinstance(step, BeginStream)}
+        if len(used) > 1:
+            raise ValueError(
+                f"rank {program.rank} used {len(used)} GPUs in its recording; joined ranks have "
+                "one each"
+            )
+        for step in program.steps:
+            if isinstance(step, GroupCollective) and step.name in ("send", "recv"):
+                lonely = [rank for rank in step.ranks if rank not in ranks]
+                if lonely and len(programs) > 1:
+                    raise ValueError(
+                        f"rank {program.rank} calls {step.name} with rank {lonely[0]}, of which "
+                        f"there is no recording: join it too (joined are {ranks})"
+                    )

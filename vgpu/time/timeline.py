@@ -1,0 +1,210 @@
+"""Records of virtual time: what ran where and when. Figures and reports only read them."""
+
+import functools
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vgpu.time.steps import Program
+
+HOST = torch.device("cpu")
+
+
+class TraceEvent(NamedTuple):
+    """One kernel, one side of a copy or collective, or one wait of the host.
+
+    Times are seconds since the recording began.
+    """
+
+    name: str  # the operation, as PyTorch calls it: "convolution", "copy"
+    kind: str  # "kernel", "copy", "collective" or "wait"
+    device: torch.device  # where it ran; the CPU for a wait
+    stream: int  # 0 is the default stream; for a wait, the host's thread
+    start_s: float
+    end_s: float
+    launch_s: float  # when the host had launched it
+    module: str = ""  # "layer1.0.conv1"; empty outside every module
+    backward: bool = False  # whether autograd's engine asked for it
+    flop: int = 0
+    size_bytes: int = 0  # what it reads and writes; for a copy, what it moves
+    source: torch.device | None = None  # of a copy
+    target: torch.device | None = None
+    ranks: tuple[int, ...] = ()  # of a collective over process groups: who takes part
+    link: str = ""  # and what it goes over
+    ready_s: float | None = None  # of the same: when this rank was ready; it starts when all are
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def waited_s(self) -> float:
+        """How long a collective over process groups waited for other ranks, or for its link."""
+        return 0.0 if self.ready_s is None else self.start_s - self.ready_s
+
+    @property
+    def label(self) -> str:
+        """The module, or the operation if no module asked for it."""
+        return (self.module or self.name) + (" (backward)" if self.backward else "")
+
+
+@dataclass(frozen=True)
+class Race:
+    """An operation used memory that another stream had written or read, and did not wait."""
+
+    operation: str
+    device: torch.device
+    stream: int
+    other_operation: str
+    other_stream: int
+    module: str = ""
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        return (
+            f"{self.operation}{where} on stream {self.stream} of {self.device} does not wait for "
+            f"{self.other_operation} on stream {self.other_stream}: call wait_stream or wait_event "
+            f"before it"
+        )
+
+
+@dataclass(frozen=True)
+class FreedInUse(Race):
+    """Memory of ``operation`` is freed while another stream may still use it.
+
+    The caching allocator reuses it on ``stream``, where it was allocated, and knows
+    nothing of other streams unless ``record_stream`` tells it.
+    """
+
+    def __str__(self) -> str:
+        return (
+            f"memory of {self.operation} on stream {self.stream} of {self.device} is freed while "
+            f"{self.other_operation} on stream {self.other_stream} may still use it: call "
+            f"tensor.record_stream with stream {self.other_stream}, or let stream {self.stream} "
+            f"wait for that stream, before the tensor goes"
+        )
+
+
+@dataclass
+class Timeline:
+    """What ``record()`` saw. Complete when its block has ended."""
+
+    gpu: str  # the model of GPU whose datasheet set the times
+    devices: list[torch.device]
+    events: list[TraceEvent] = field(default_factory=list)  # by start, device, stream
+    races: list[Race] = field(default_factory=list)
+    makespan_s: float = 0.0  # until host, kernels and copies had all ended
+    host_s: float = 0.0  # until the host's code had ended; what a clock without synchronize reads
+    # Where several ranks are joined: the rank of each of the devices. One number for a rank alone.
+    ranks: list[int] = field(default_factory=lambda: [0])
+    programs: tuple[Program, ...] = field(default=(), repr=False)  # from which it can be replayed
+
+    def busy_s(self, device: torch.device | str) -> float:
+        """Seconds in which at least one kernel ran on ``device``; copies do not count."""
+        return covered_s(e for e in self.of(device) if e.kind == "kernel")
+
+    def copying_s(self, device: torch.device | str) -> float:
+        """Seconds in which ``device`` sent or received, in a copy or a collective."""
+        return covered_s(e for e in self.of(device) if e.kind in ("copy", "collective"))
+
+    def utilisation(self, device: torch.device | str) -> float:
+        """The share of the makespan in which ``device`` computed."""
+        return self.busy_s(device) / self.makespan_s if self.makespan_s else 0.0
+
+    def of(self, device: torch.device | str) -> list[TraceEvent]:
+        """The events of one device, in order of their start."""
+        wanted = torch.device(device)
+        return [event for event in self.events if event.device == wanted]
+
+    def streams(self, device: torch.device | str) -> list[int]:
+        """The streams of a device that did something."""
+        return sorted({event.stream for event in self.of(device)})
+
+    @property
+    def flop(self) -> int:
+        return sum(event.flop for event in self.events)
+
+    def to_chrome_trace(self, path: str | Path) -> None:
+        """Write the JSON that https://ui.perfetto.dev and chrome://tracing open."""
+        Path(path).write_text(json.dumps(chrome_trace(self)), encoding="utf-8")
+
+    def __str__(self) -> str:
+        lines = [f"virtual time, {self.gpu}: {self.makespan_s * 1e3:.3f} ms"]
+        for device in self.devices:
+            lines.append(
+                f"  {device}: computes {self.busy_s(device) * 1e3:.3f} ms "
+                f"({self.utilisation(device):.0%}), copies {self.copying_s(device) * 1e3:.3f} ms"
+            )
+        return "\n".join([*lines, *(f"  race: {race}" for race in self.races)])
+
+
+def in_order(events: Iterable[TraceEvent]) -> list[TraceEvent]:
+    """By start, device and stream."""
+    return sorted(events, key=lambda e: (e.start_s, _name(e.device), e.stream, e.launch_s))
+
+
+_name = functools.cache(str)  # of a device: events are many
+
+
+def covered_s(events: Iterable[TraceEvent]) -> float:
+    """The length of the union of the events' intervals."""
+    return union_s((event.start_s, event.end_s) for event in events)
+
+
+def union_s(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals, each a start and an end."""
+    total_s, until_s = 0.0, float("-inf")
+    for start_s, end_s in sorted(intervals):
+        if end_s > until_s:
+            total_s += end_s - max(start_s, until_s)
+            until_s = end_s
+    return total_s
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """The trace event format: one process a device, one thread a stream, times in µs.
+
+    Source of the format: "Trace Event Format", the Chromium project.
+    """
+    rows: list[dict[str, Any]] = []
+    processes = [*timeline.devices, HOST]
+    for number, device in enumerate(processes):
+        name = "host" if device == HOST else f"{device} ({timeline.gpu})"
+        rows.append({"ph": "M", "pid": number, "name": "process_name", "args": {"name": name}})
+        for stream in timeline.streams(device):
+            row = f"thread {stream}" if device == HOST else f"stream {stream}"
+            rows.append(
+                {
+                    "ph": "M",
+                    "pid": number,
+                    "tid": stream,
+                    "name": "thread_name",
+                    "args": {"name": row},
+                }
+            )
+    for event in timeline.events:
+        arguments = {
+            "operation": event.name,
+            "launched at (µs)": event.launch_s * 1e6,
+            "FLOP": event.flop,
+            "bytes": event.size_bytes,
+        }
+        if event.source is not None:
+            arguments |= {"from": str(event.source), "to": str(event.target)}
+        rows.append(
+            {
+                "ph": "X",
+                "cat": event.kind,
+                "name": event.label,
+                "pid": processes.index(event.device),
+                "tid": event.stream,
+                "ts": event.start_s * 1e6,
+                "dur": event.duration_s * 1e6,
+                "args": arguments,
+            }
+        )
+    return {"traceEvents": rows, "displayTimeUnit": "ms"}

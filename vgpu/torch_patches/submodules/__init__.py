@@ -1,1 +1,0 @@
-"""The modules inside ``torch.vgpu``, as ``torch.cuda`` has them."""
