@@ -20,7 +20,7 @@ from vgpu.tensor.device_names import naming_devices
 from vgpu.tensor.refusals import subclass_refused
 
 # Attributes that make a tensor virtual.
-HELD = {"_block", "_gpu", "_inner"}
+HELD = {"_block", "_given_data", "_gpu", "_inner"}
 # Attributes that any virtual tensor may have; torch marks a Parameter with the last.
 OWN_ATTRIBUTES = {*HELD, "_is_param"}
 
@@ -44,6 +44,7 @@ class TensorMethods(torch.Tensor):
     _gpu: VirtualGPU
     _block: Block | None = None  # of a shape, which has no storage of values
     _inner: torch.Tensor  # a CPU tensor with the values; of a shape, a meta tensor
+    _given_data = False  # whether .data was assigned: earlier views lie in other memory
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -167,7 +168,7 @@ class TensorMethods(torch.Tensor):
 
 
 for name in views.RESHAPING:
-    setattr(TensorMethods, name, views.keeping_elements(getattr(torch.Tensor, name)))
+    setattr(TensorMethods, name, views.keeping_views(getattr(torch.Tensor, name)))
 
 
 SHAPES: set[type] = set()

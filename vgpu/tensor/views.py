@@ -2,69 +2,65 @@
 
 For a tensor of a Python class, autograd differentiates a view by replaying how it was taken from
 its base. After the base, or the view itself, has changed its shape, the replay would take other
-elements. On the CPU autograd goes by size and strides instead. So here what changes its shape becomes
-a view by size and strides: a view one of its base, and a base one of itself as it was, which the
-other views keep.
-
-Left out: tensors that require no gradient yet while C++ holds them, such as those that have views;
-views of a base that loses elements (``resize_``, ``as_strided_``), or was given other memory
-(``base.data = other``).
+elements. On the CPU autograd goes by size and strides instead: here each view that a change of
+shape concerns becomes a view by size and strides first.
 """
 
 import functools
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-# Methods that change sizes and strides.
-RESHAPING = ("as_strided_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_")
+# Methods that change sizes and strides; the second ones may change how much memory there is, too.
+_RESHAPING = ("as_strided_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_")
+_RESIZING = ("resize_", "resize_as_")
+RESHAPING = _RESHAPING + _RESIZING
 
 _creation = torch._C._autograd.CreationMeta
 _grad: Any = torch._C.TensorBase.grad
 _data: Any = torch._C.TensorBase.data
 
 
-def keeping_elements(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def keeping_views(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A method of ``RESHAPING`` after which every view still shows the same elements."""
+
+    resizes = method.__name__ in _RESIZING
 
     @functools.wraps(method)
     def reshaped(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not _is_concerned(self):
+        base = self._base
+        if resizes and self.requires_grad:
+            return method(self, *args, **kwargs)  # autograd raises
+        if base is None and not _refuses_changes(self):
+            views = [view for view in _views_of(self) if _follows(view, self)]
+            if views:
+                method(self.data, *args, **kwargs)  # what it cannot do, it refuses here
+            for view in views:
+                _take_by_strides(view, self, view)
+        if base is None or resizes or not _follows(self, base) or _refuses_changes(base):
             return method(self, *args, **kwargs)
         if self._backward_hooks and torch.is_grad_enabled():
             raise _refusal(self, "has a hook")
         probe = method(self.data, *args, **kwargs)
         if not _looks_like(self, probe):
-            _take_by_strides(self, self if self._base is None else self._base, probe)
+            _take_by_strides(self, base, probe)
         torch._C._increment_version([self])
         return self
 
     return reshaped
 
 
-def _is_concerned(tensor: Any) -> bool:
-    """Whether autograd may replay a view of, or to, a tensor that changes its shape."""
-    if not tensor.requires_grad and tensor._use_count() > 1:
-        return False  # C++ holds it, maybe as a gradient, which must stay what it is
-    base = tensor._base
-    if base is not None:
-        return _follows(tensor, base) and not _refuses_changes(base)
-    storage = tensor._inner.untyped_storage() if tensor.layout is torch.strided else None
-    if storage is None or torch._C._storage_Use_Count(storage._cdata) <= _UNSHARED:
-        return False
-    return not (tensor.requires_grad and tensor.is_leaf)
-
-
-def _use_count_of_one() -> int:
-    storage = torch.empty(1, device="cpu").untyped_storage()
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count
-
-
-# The use count of a storage that a single tensor holds, while Python looks at it.
-_UNSHARED = _use_count_of_one() + 1
+def _views_of(base: Any) -> list[torch.Tensor]:
+    """The views of a tensor that are Python objects."""
+    kind = type(base)
+    storage = base._inner.untyped_storage()
+    shared = torch._C._storage_Use_Count(storage._cdata) > _UNSHARED
+    if not shared and not base._given_data:
+        return []
+    return [one for one in gc.get_objects() if type(one) is kind and one._base is base]
 
 
 def _follows(view: torch.Tensor, base: torch.Tensor) -> bool:
@@ -104,10 +100,28 @@ def _take_by_strides(view: Any, base: Any, like: Any) -> None:
     if view.retains_grad:
         raise _refusal(view, "retains a gradient")
     same._inner, view._inner = view._inner, inner
-    grad = _grad_of(view)
-    torch._C._swap_tensor_impl(view, same)
+    swap_insides(view, same)
+
+
+def swap_insides(tensor: Any, other: Any) -> None:
+    """Swap what two Python tensors are in C++.
+
+    Tensors whose gradient is ``tensor`` keep it, and ``tensor`` keeps its own.
+    """
+    grad, holders = _grad_of(tensor), holders_of(tensor)
+    torch._C._swap_tensor_impl(tensor, other)
     if grad is not None:
-        _set_grad(view, grad)
+        _set_grad(tensor, grad)
+    for holder in holders:
+        _set_grad(holder, tensor)
+
+
+def holders_of(grad: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors whose gradient is ``grad``."""
+    if grad._use_count() == 1:  # C++ does not hold it
+        return []
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    return [one for one in tensors if _grad_of(one) is grad]
 
 
 def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -129,11 +143,21 @@ def _set_grad(tensor: Any, grad: Any) -> None:
 
 def _refusal(view: torch.Tensor, found: str) -> RuntimeError:
     return RuntimeError(
-        f"a tensor of size {tuple(view.size())} on {view.device} {found}, and "
-        "cannot change its shape in place on a virtual GPU: use the operation that returns a new "
-        "view (t() for t_(), and so on)"
+        f"a view of size {tuple(view.size())} on {view.device} {found}, and so no tensor that "
+        "shares its memory can change its shape in place on a virtual GPU: use the operation that "
+        "returns a new view (t() for t_(), and so on)"
     )
 
 
 def _looks_like(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.size() == other.size() and one.stride() == other.stride()
+
+
+def _use_count_of_one() -> int:
+    storage = torch.empty(1, device="cpu").untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
+
+
+# The use count of a storage that a single tensor holds, while Python looks at it.
+_UNSHARED = _use_count_of_one() + 1

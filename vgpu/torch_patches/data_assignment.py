@@ -5,14 +5,13 @@ instance of another Python class and needs other dispatch keys, so here the two 
 what they stand for.
 """
 
-import gc
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
+from vgpu.tensor import views
 from vgpu.tensor.methods import HELD
 from vgpu.tensor.tensor import VirtualTensor
 from vgpu.torch_patches.undo import Changes
@@ -38,6 +37,7 @@ def data_across_devices(plain: Any) -> property:
             tensor.__class__ = source.__class__
             for name in HELD:
                 setattr(tensor, name, getattr(source, name))
+            tensor._given_data = True
             if type(tensor) is VirtualTensor:
                 # The same memory, but a later change of one tensor's shape leaves the other's.
                 tensor._inner = source._inner.detach()
@@ -87,7 +87,7 @@ def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
             "assigning .data of another device type to a tensor that is not a leaf is not "
             "supported on virtual GPUs; use .to(device) on it"
         )
-    if not tensor.requires_grad and (holders := _holders_of(tensor)):
+    if not tensor.requires_grad and (holders := views.holders_of(tensor)):
         raise RuntimeError(
             "assigning .data of another device type to the gradient of a tensor of size "
             f"{tuple(holders[0].size())} on {holders[0].device} is not supported on virtual GPUs: "
@@ -108,17 +108,6 @@ def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
         raise
     if grad is not None:
         tensor.grad = grad
-
-
-def _holders_of(grad: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors whose gradient is ``grad``; C++ does not say, so all tensors are asked."""
-    if grad._use_count() == 1:  # C++ does not hold it
-        return []
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    with warnings.catch_warnings():  # torch warns where a tensor is not a leaf
-        warnings.simplefilter("ignore")
-        plain: Any = torch._C.TensorBase.grad
-        return [one for one in tensors if plain.__get__(one) is grad]
 
 
 def _swap(tensor: torch.Tensor, source: torch.Tensor) -> None:
