@@ -24,7 +24,7 @@ from vgpu.collectives.calls import Call, Tensors, tensors_in
 from vgpu.memory import gpus
 from vgpu.memory.gpus import VirtualGPU, in_backward
 from vgpu.tensor.observer import virtual_among
-from vgpu.tensor.operator_info import Block, handler, shape_handler
+from vgpu.tensor.operator_info import ShapesMode, handler, shape_handler
 from vgpu.tensor.operators import Args, Kwargs, Operator
 from vgpu.tensor.tensor import VirtualTensor, run_unrecorded
 from vgpu.time import recording
@@ -161,7 +161,7 @@ def _run_fsdp(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 
 @shape_handler(*table.NAMES)
-def _run_shapes(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> Any:
+def _run_shapes(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode) -> Any:
     """Any collective: what comes out has the size that torch's own kernel for shapes says."""
     call = table.read_call(func, args, kwargs)
     gpu = next(filter(None, map(gpu_of, tensors_in(args))), None)
@@ -173,7 +173,7 @@ def _run_shapes(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> Any
     table.check(call)
     tally.add(call)
     if call.is_functional:
-        results = run_unrecorded(func, args, kwargs, block)
+        results = run_unrecorded(func, args, kwargs, mode)
         _record_functional(call, virtual_among(args), results, gpu)
         return results
     waiting = _record(call, gpu)
@@ -185,7 +185,7 @@ def _run_shapes(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> Any
 
 
 @shape_handler(*_WAITS)
-def _run_wait_of_shapes(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> Any:
+def _run_wait_of_shapes(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode) -> Any:
     if recording.under_way is not None:
         for tensor in virtual_among(args):
             recording.under_way.wait_for_last_write(tensor)
@@ -193,13 +193,13 @@ def _run_wait_of_shapes(func: Operator, args: Args, kwargs: Kwargs, block: Block
 
 
 @shape_handler(_WRAP)
-def _run_wrap_of_shapes(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> Any:
+def _run_wrap_of_shapes(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode) -> Any:
     return _run_wrap(func, args, kwargs)
 
 
 @shape_handler(*_FSDP)
-def _run_fsdp_of_shapes(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> Any:
-    with block:
+def _run_fsdp_of_shapes(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode) -> Any:
+    with mode:
         return _run_fsdp(func, args, kwargs)
 
 

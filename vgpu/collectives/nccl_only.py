@@ -1,4 +1,4 @@
-"""What only NCCL and GPUs that read each other's memory offer: done otherwise, or refused in words."""
+"""What only NCCL and GPUs that read each other's memory offer: done another way, or refused with an error."""
 
 import functools
 import inspect

@@ -13,7 +13,7 @@ all-reduce over several hosts. Left out: NCCL's faster protocols for small messa
 NVSwitch and in switches between hosts, and the time to add.
 
 Between hosts a ring enters and leaves each host once for every adapter, so that a group with more
-GPUs on a host has more adapters. All GPUs of a host are taken to send at once: each has its part.
+GPUs on a host has more adapters. All GPUs of a host are assumed to send at once: each has its part.
 Where hosts have unequally many, the one with the fewest holds up the ring, and its GPUs have the
 most to send to other hosts.
 """
@@ -38,11 +38,11 @@ class Collective:
     """Those of ``torch.ops`` that carry it out, each with what its arguments are checked for."""
     size_bytes: Callable[[Call], int]
     sent_share: Callable[[int], float] | None
-    """What each of n ranks sends around a ring, of ``size_bytes``; None where ranks differ in it."""
+    """The share of ``size_bytes`` that each of n ranks sends; None where ranks differ in it."""
     seconds: Callable[[float, int, "Route"], float]
-    """Of ``size_bytes`` among so many GPUs, over these links."""
+    """Time for ``size_bytes`` among a number of GPUs over these links."""
     source: str
-    """Of the formula of seconds."""
+    """Where the time formula comes from."""
     same_elements: bool = False
     """Whether every rank must bring as many elements of the same type; shapes may differ."""
 

@@ -29,7 +29,7 @@ def compute(
 ) -> Any:
     """The operator's results on the CPU; ``inner_args`` have CPU tensors in place of virtual ones."""
     func = info.func
-    if info.plain:
+    if info.unchanged:
         return func(*inner_args, **inner_kwargs)
     if info.draws and gpu is not None:
         return _draw(info, inner_args, inner_kwargs, gpu)

@@ -14,7 +14,7 @@ from vgpu.tensor.compute import counting_versions
 from vgpu.tensor.generators import default_generator
 from vgpu.tensor.lookup import Output, look_up, signature_of
 from vgpu.tensor.methods import HOST, Place, has_values
-from vgpu.tensor.operator_info import Block, handler, in_parts, info_of, shape_handler
+from vgpu.tensor.operator_info import ShapesMode, handler, in_parts, info_of, shape_handler
 from vgpu.tensor.operators import Args, Kwargs, Operator
 from vgpu.tensor.refusals import refuse_tangents
 from vgpu.tensor.tensor import (
@@ -114,7 +114,7 @@ host_keeps_values = False
 
 
 @shape_handler("aten::_to_copy")
-def to_copy_of_shape(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> Any:
+def to_copy_of_shape(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode) -> Any:
     (source,) = args
     target: Place | None = getattr(source, "_gpu", None)
     if kwargs.get("device") is not None:
@@ -135,7 +135,7 @@ def to_copy_of_shape(func: Operator, args: Args, kwargs: Kwargs, block: Block) -
 
 
 @shape_handler("aten::copy_")
-def copy_shape_(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> Any:
+def copy_shape_(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode) -> Any:
     target, source = args[:2]
     if not (isinstance(target, VirtualTensor) or isinstance(source, VirtualTensor)):
         return func(*args, **kwargs)
@@ -154,7 +154,9 @@ def copy_shape_(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> Any
 
 @shape_handler("aten::record_stream")
 @handler("aten::record_stream", records_itself=True)
-def record_stream(func: Operator, args: Args, kwargs: Kwargs, block: Block | None = None) -> Any:
+def record_stream(
+    func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode | None = None
+) -> Any:
     """Nothing to do: a block is never reused while an operation still needs it."""
     if observer.recording is not None:
         observer.recording.record_stream(*args)
@@ -162,7 +164,7 @@ def record_stream(func: Operator, args: Args, kwargs: Kwargs, block: Block | Non
 
 @shape_handler("aten::is_pinned")
 @handler("aten::is_pinned", records_itself=True)
-def is_pinned(func: Operator, args: Args, kwargs: Kwargs, block: Block | None = None) -> Any:
+def is_pinned(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode | None = None) -> Any:
     return False
 
 
@@ -183,7 +185,7 @@ def is_cpu_pinned(tensor: torch.Tensor, device: object = None) -> bool:
 
 
 @shape_handler("aten::_has_compatible_shallow_copy_type")
-def has_compatible_type(func: Operator, args: Args, kwargs: Kwargs, block: Block) -> bool:
+def has_compatible_type(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode) -> bool:
     return True
 
 

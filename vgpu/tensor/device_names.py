@@ -60,7 +60,7 @@ def _entering(
     @functools.wraps(plain)
     def __enter__(mode: TorchDispatchMode) -> Any:
         owner = next(cls for cls in type(mode).__mro__ if "__torch_dispatch__" in vars(cls))
-        # Ours know both names, and have no time to lose.
+        # Our own modes know both names, and are called for every operation.
         if owner not in seen and not owner.__module__.startswith("vgpu."):
             seen.add(owner)
             changes.wrap(owner, "__torch_dispatch__", _handed_names)

@@ -197,7 +197,7 @@ def _run_on_meta(info: OperatorInfo, args: Args, kwargs: Kwargs) -> Result:
     kwargs.pop("non_blocking", None)
     if info.makes_on_device:
         kwargs["device"] = torch.device("meta")
-    # What hands nothing back only changes values; torch has not all of it for meta tensors.
+    # An operator without results only changes values, and torch may have no meta kernel for it.
     result = func(*args, **kwargs) if func._schema.returns else None
     if func.name() in _AS_CUDA:
         result = _AS_CUDA[func.name()](args, kwargs, result)

@@ -14,9 +14,9 @@ from vgpu.tensor.operators import Args, Handler, Kwargs, Operator, overloads, te
 
 # Whether a call with these arguments is several operators on CUDA.
 Condition = Callable[[Args, Kwargs], bool]
-# The shapes_only() block that a call came through, which C++ switches off meanwhile.
-Block = AbstractContextManager[object]
-ShapeHandler = Callable[[Operator, Args, Kwargs, Block], Any]
+# The mode of the shapes_only() block that a call came through; C++ switches it off meanwhile.
+ShapesMode = AbstractContextManager[object]
+ShapeHandler = Callable[[Operator, Args, Kwargs, ShapesMode], Any]
 
 # By "name", for all overloads of an operator, or "name.overload" for one.
 _handlers: dict[str, Handler] = {}
@@ -126,11 +126,11 @@ class OperatorInfo:
         "makes_on_device",
         "name",
         "parts",
-        "plain",
         "records_itself",
         "reshapes",
         "schema_name",
         "shape_handler",
+        "unchanged",
         "waits",
         "with_generator",
         "writes",
@@ -164,14 +164,14 @@ class OperatorInfo:
         self.copies = self.name in ("_to_copy", "copy_")  # the only ones that may cross devices
 
         # With values: which of the ways of compute.py. A kernel that consists of several operators
-        # may conjugate lazily between them; a plain one is called on the values as it is.
+        # may conjugate lazily between them; others are called on the values unchanged.
         is_foreach = self.name.startswith("_foreach_")
         self.writes_lists = [p for p, _ in self.written_places if is_foreach]
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
         self.with_generator = _with_generator(func) if self.draws else None
         self.convolves = self.name in ("convolution", "convolution_backward") and not writes_out
         several = torch.Tag.pointwise not in func.tags
-        self.plain = not (self.draws or self.writes_lists or self.convolves or several)
+        self.unchanged = not (self.draws or self.writes_lists or self.convolves or several)
 
         # As shapes: a fraction in a list may decide a size (upsample), but foreach operators have a
         # factor for each tensor there.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vgpu.memory import gpus
-from vgpu.memory.blocks import Block as MemoryBlock
+from vgpu.memory.blocks import Block
 from vgpu.memory.gpus import VirtualGPU
 from vgpu.tensor import observer, same_device
 from vgpu.tensor.compute import compute, refuse_host_memory, require_room
@@ -39,7 +39,7 @@ from vgpu.tensor.methods import (
     strided_parts,
 )
 from vgpu.tensor.observer import Observer, Operation, virtual_among
-from vgpu.tensor.operator_info import KNOWN, Block, OperatorInfo, info_of
+from vgpu.tensor.operator_info import KNOWN, OperatorInfo, ShapesMode, info_of
 from vgpu.tensor.operators import (
     Args,
     Handler,
@@ -97,7 +97,7 @@ class ShapeTensor(ShapeMethods, VirtualTensor):
     ) -> Any:
         if len(types) > 1 and around_shapes(types):
             return NotImplemented
-        return run(func, args, kwargs or {}, _NO_BLOCK)
+        return run(func, args, kwargs or {}, _NO_MODE)
 
     def _copy_memory(self, memo: dict[int, Any]) -> torch.Tensor:
         block = self._block
@@ -121,7 +121,7 @@ def around_shapes(types: tuple[type, ...]) -> bool:
 
 
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
-_NO_BLOCK = nullcontext()
+_NO_MODE = nullcontext()
 
 
 # The way of an operation
@@ -131,33 +131,33 @@ def run(
     func: Operator,
     args: Args,
     kwargs: Kwargs,
-    block: Block | None = None,
+    mode: ShapesMode | None = None,
     for_handler: bool = False,
 ) -> Any:
     """Run one operation on virtual tensors: every one arrives here.
 
-    block: for shapes, the ``shapes_only()`` block that the call came through, if any; None for
+    mode: for shapes, that of the ``shapes_only()`` block that the call came through, if any; None for
     tensors with values. for_handler: see ``run_unrecorded``.
     """
     info = KNOWN.get(id(func)) or info_of(func)
     now: Observer | None = None
     if not for_handler:
         if info.divides is not None and info.divides(args, kwargs):
-            with block or _NO_BLOCK:
+            with mode or _NO_MODE:
                 return info.parts(func, args, kwargs)
-        if block is None:
+        if mode is None:
             if info.handler is not None:
                 return _run_handler(info, info.handler, args, kwargs)
         elif info.shape_handler is not None and (
             info.copies or virtual_among((*args, *kwargs.values()))
         ):
-            return info.shape_handler(func, args, kwargs, block)
+            return info.shape_handler(func, args, kwargs, mode)
         now = observer.recording
 
     # Read the arguments: the CPU tensors inside, or what decides the shapes of the results.
     inputs: list[VirtualTensor] = []
     mixed = False
-    if block is not None:
+    if mode is not None:
         signature = signature_of(info, args, kwargs, inputs)
     else:
         others: list[torch.Tensor] = []
@@ -177,7 +177,7 @@ def run(
     if mixed:
         refuse_tangents((args, *kwargs.values()))
         same_device.check(info, args, kwargs)
-    if block is not None and (gpu is None or info.makes_on_device):
+    if mode is not None and (gpu is None or info.makes_on_device):
         gpu = _place_of_shape(info, args, kwargs, inputs, gpu)
         if gpu is None:  # it computes with real values
             return func(*args, **kwargs)
@@ -188,9 +188,9 @@ def run(
 
     # A recording may be on.
     written: Sequence[torch.Tensor] = ()
-    if (info.writes or info.waits) and (block is not None or now is not None):
+    if (info.writes or info.waits) and (mode is not None or now is not None):
         written = info.written(args, kwargs)
-        if block is not None:
+        if mode is not None:
             _require_shapes(info, args, inputs, written)
     operation = None
     if now is not None and isinstance(gpu, VirtualGPU):
@@ -203,7 +203,7 @@ def run(
 
     # Compute the values, or look the shapes up; wrap what came, whose bytes are counted.
     looked_up: Result | None = None
-    if block is not None:
+    if mode is not None:
         looked_up = RESULTS.get(signature) or look_up(info, signature, args, kwargs)
         if looked_up.alone is not None and info.aliases is None:
             outputs: Any = make_shape(looked_up.alone, gpu, info.name)
@@ -226,9 +226,11 @@ def run(
     return outputs
 
 
-def run_unrecorded(func: Operator, args: Args, kwargs: Kwargs, block: Block | None = None) -> Any:
+def run_unrecorded(
+    func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode | None = None
+) -> Any:
     """Run one operation past its handler and the recording: for handlers."""
-    return run(func, args, kwargs, block, for_handler=True)
+    return run(func, args, kwargs, mode, for_handler=True)
 
 
 def _run_handler(info: OperatorInfo, handler: Handler, args: Args, kwargs: Kwargs) -> Any:
@@ -440,7 +442,7 @@ def refresh(changed: VirtualTensor, operation: str) -> None:
     set_cpp_data(changed, wrap(values, gpu, operation))
 
 
-def block_of(tensor: VirtualTensor) -> MemoryBlock:
+def block_of(tensor: VirtualTensor) -> Block:
     """The counted bytes that hold the tensor's values."""
     if tensor._block is not None:
         return tensor._block

@@ -118,9 +118,9 @@ class CostModel:
     Four shares say how much of a datasheet's peak is reached. None is measured here. If a lesson
     fits one to a published time, it says which; the others stay assumed:
 
-    - ``arithmetic_share``: of what hardware/efficiency.py leaves of it. The best matrix products reach 0.87
-      (A100) and 0.80 (H100) of the peak in bfloat16 (stas00/ml-engineering), convolutions of a real
-      network less; 0.5 is assumed.
+    - ``arithmetic_share``: of the rate that hardware/efficiency.py derives from the peak and the
+      sizes. The best matrix products reach 0.87 (A100) and 0.80 (H100) of the peak in bfloat16
+      (stas00/ml-engineering), convolutions of a real network less; 0.5 is assumed.
     - ``memory_share``: kernels that only read and write reach 0.7 to 0.9, depending on the GPU
       (BabelStream; Deakin et al., 2018); 0.8 is assumed.
     - ``link_share``: 0.8 is assumed for every link. p2pBandwidthLatencyTest gives some 0.8 over
