@@ -1,4 +1,4 @@
-"""What only NCCL and GPUs that read each other's memory offer: done another way, or refused with an error."""
+"""What only NCCL, and GPUs that read each other's memory, offer: done another way, or refused."""
 
 import functools
 import inspect

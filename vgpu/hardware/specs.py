@@ -32,7 +32,7 @@ class GPUSpec:
     link: Link = LINKS["PCIe 3"]  # to the other GPUs of such a machine
     host_link: Link = LINKS["PCIe 3"]
     tf32_flop_per_s: float | None = None  # float32 on tensor cores, from the A100 on
-    fp8_flop_per_s: float | None = None  # float8_e4m3fn and float8_e5m2, where tensor cores have them
+    fp8_flop_per_s: float | None = None  # float8 on tensor cores, where they have it
 
     @property
     def has_bfloat16(self) -> bool:
