@@ -267,7 +267,10 @@ def _compare_epoch(part: Trainer, whole: Trainer, done: int, ends: int, given: s
                 "loader.generator back to `order` before you iterate."
             )
         else:
-            hint = "The right items in another order."
+            hint = (
+                "Another shuffle, of the right items. Put loader.generator back to `order` before "
+                "you iterate."
+            )
         given = f"the items of the batches; {given}"
         raise Wrong(yours=part.items, expected=expected, given=given, hint=hint)
     hint = (
