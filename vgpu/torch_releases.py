@@ -11,8 +11,8 @@ taken, and nothing is said here. What differs, since when, and what goes with wh
 - Gradients that FSDP2 keeps to be summed over the ranks later, it makes as wide as parameters in
   ``FSDPParamGroup._set_unsharded_grad_dtypes`` since 2.15, and before in
   ``FSDPParam.to_accumulated_grad_if_needed``. With 2.14 goes ``widens_gradients``.
-- The log of ``torch.distributed`` goes to what ``sys.stderr`` is then since 2.14, and before to what
-  it was at import. With 2.13 goes ``redirect_stderr``, for that of ``contextlib``.
+- The logs of torch and ``torch.distributed`` go to what ``sys.stderr`` is then since 2.14, and
+  before to what it was at import. With 2.13 goes ``redirect_stderr``, for that of ``contextlib``.
 
 docs/new_torch.md says what to do with a new release.
 """
@@ -144,11 +144,12 @@ def name_default_backend(group: Any, kind: Any) -> None:
 
 @contextlib.contextmanager
 def redirect_stderr(target: TextIO) -> Iterator[None]:
-    """``contextlib.redirect_stderr``, also for the log of ``torch.distributed``."""
+    """``contextlib.redirect_stderr``, also for the logs of torch and ``torch.distributed``."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stderr(target))
-        for handler in logging.getLogger("torch.distributed").handlers:
-            if type(handler) is logging.StreamHandler:
-                before = handler.setStream(target)
-                stack.callback(handler.setStream, before)
+        for name in ("torch", "torch.distributed"):
+            for handler in logging.getLogger(name).handlers:
+                if type(handler) is logging.StreamHandler:
+                    before = handler.setStream(target)
+                    stack.callback(handler.setStream, before)
         yield
