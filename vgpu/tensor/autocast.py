@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vgpu.memory import gpus
-from vgpu.tensor.operators import Operator, named_arguments, operator_of_aten
+from vgpu.tensor.operators import Operator, operator_of_aten
 from vgpu.torch_patches.undo import Changes
 
 _KEY = "AutocastPrivateUse1"
@@ -32,7 +32,6 @@ def register(library: torch.library.Library) -> None:
         **dict.fromkeys(LOWER_PRECISION_FP, _in_lower_precision),
         **dict.fromkeys(FP32, _in_float32),
         **dict.fromkeys(FP32_SET_OPT_DTYPE, _giving_float32),
-        **dict.fromkeys(FP32_APPEND_DTYPE, _giving_float32_by_another),
         **dict.fromkeys(PROMOTE, _in_widest),
     }
     for name, policy in kernels.items():
@@ -79,20 +78,6 @@ def _giving_float32(func: Operator) -> Kernel:
             if copies:  # as their kernels for CUDA do; those of sums and norms read half precision
                 first = first.to(torch.float32)
             return func(first, *rest, *args[place + 1 :], **kwargs | {"dtype": torch.float32})
-
-    return kernel
-
-
-def _giving_float32_by_another(func: Operator) -> Kernel:
-    schema = func._schema.arguments
-    defaults = {one.name: one.default_value for one in schema if one.has_default_value()}
-    other = operator_of_aten(FP32_APPEND_DTYPE[func.name().removeprefix("aten::")])
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_KEYSET):
-            named = defaults | named_arguments(func, args, kwargs)
-            dtype = torch.float32 if _is_eligible(args[0]) else args[0].dtype
-            return other(*(named[argument.name] for argument in schema), dtype=dtype)
 
     return kernel
 
@@ -210,7 +195,8 @@ def _clearing(plain: Callable[[], None]) -> Callable[[], None]:
 
 # Which operators run in which type on CUDA: the ``AT_FORALL_...`` of ``ATen/autocast_mode.h``, with the
 # names of torch's own lists, overload by overload. ``tests/vgpu/tensor/test_autocast.py`` compares them
-# with the header of the torch that is installed.
+# with the header of the torch that is installed. Left out: norm.Scalar and norm.ScalarOpt_dim, which
+# torch.norm calls on a GPU no more.
 
 LOWER_PRECISION_FP = [
     "_convolution.deprecated",
@@ -326,12 +312,6 @@ FP32_SET_OPT_DTYPE = [
     "sum.dim_IntList",
 ]
 """Inputs as they are; the argument ``dtype``, where it is left out, is float32."""
-
-FP32_APPEND_DTYPE = {
-    "norm.Scalar": "norm.ScalarOpt_dtype",
-    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
-}
-"""Inputs as they are; the overload that takes a ``dtype``, with float32, runs instead."""
 
 PROMOTE = [
     "addcdiv",

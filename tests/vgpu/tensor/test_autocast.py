@@ -21,9 +21,6 @@ HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
 def listed_in_the_header(macro):
     """The operators of ``AT_FORALL_<macro>``, each as "name" or "name.overload"."""
     (text,) = re.findall(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)*.*)", HEADER.read_text())
-    if macro == "DIFFERENT_REDISPATCH_SIGNATURE":
-        assert text.count("fp32_append_dtype") == text.count("ADD_NS")
-        return set(re.findall(r'"([\w.]+)"', text))
     found = re.findall(r"_\((\w+)(?:, (\w+))?\)", text)
     return {name + (overload and f".{overload}") for name, overload in found}
 
@@ -34,7 +31,6 @@ def listed_in_the_header(macro):
         ("LOWER_PRECISION_FP", lists.LOWER_PRECISION_FP),
         ("FP32", lists.FP32),
         ("FP32_SET_OPT_DTYPE", lists.FP32_SET_OPT_DTYPE),
-        ("DIFFERENT_REDISPATCH_SIGNATURE", lists.FP32_APPEND_DTYPE),
         ("PROMOTE", lists.PROMOTE),
     ],
 )
@@ -71,8 +67,6 @@ def images():
         lambda x: F.interpolate(x, scale_factor=0.5, mode="bicubic", antialias=True),
         lambda x: torch.frobenius_norm(x, (2, 3)),
         lambda x: x.norm(3),
-        lambda x: torch.ops.aten.norm.Scalar(x),
-        lambda x: torch.ops.aten.norm.ScalarOpt_dim(x, 2, [1]),
     ],
 )
 @pytest.mark.filterwarnings("ignore:at..frobenius_norm is deprecated")

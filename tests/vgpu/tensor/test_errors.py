@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import comm
 
 import vgpu
 
@@ -214,15 +213,11 @@ INSTEAD = {
         "Subclass are not supported",
     ),
     "subclass there": (lambda: on(1, 2).as_subclass(Subclass), "use plain tensors there"),
-    "script": (lambda: torch.jit.script(nn.Linear(2, 2)).to(DEVICE), "without torch.jit"),
-    "broadcast": (lambda: comm.broadcast(on(0, 2), [0, 1]), "broadcast_coalesced"),
     "storage": (lambda: torch.ones(2).untyped_storage().vgpu(1), "a storage alone"),
 }
 
 
 @pytest.mark.parametrize("name", INSTEAD)
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_a_refusal_says_what_to_do_instead(name):
     call, words = INSTEAD[name]

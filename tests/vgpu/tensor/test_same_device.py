@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import vgpu
-from vgpu.tensor import composite, same_device
-from vgpu.tensor.operators import Operator
+from vgpu.tensor import same_device
+from vgpu.tensor.operators import Operator, is_composite
 
 TWO_DEVICES = "at least two devices"
 
@@ -184,7 +184,7 @@ def is_concerned(func: Operator) -> bool:
     tensors = [str(a.type) for a in arguments if "Tensor" in str(a.type)]
     return not (
         any(a.is_out for a in arguments)
-        or composite.is_composite(func)
+        or is_composite(func)
         or NOT_OURS.search(func._schema.name)
         or func._schema.name.startswith("aten::_foreach_")
         or (len(tensors) < 2 and "List[Tensor]" not in tensors)
