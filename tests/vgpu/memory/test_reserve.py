@@ -156,19 +156,6 @@ def test_gpus_that_are_enabled_again_have_what_is_held_and_no_more():
     assert x.numel() == 5 * MIB
 
 
-def test_an_old_log_is_dropped_when_gpus_are_enabled_again(monkeypatch):
-    noted = [of(5) for _ in range(9)]
-    del noted
-    vgpu.disable()
-    played = []
-    monkeypatch.setattr(records.Reserve, "_apply", lambda *note: played.append(note))
-    vgpu.enable(2, memory_bytes=512 * MIB)
-    assert not played
-    monkeypatch.undo()
-    assert torch.vgpu.mem_get_info() == (512 * MIB, 512 * MIB)
-    vgpu.enable(2, memory_bytes=256 * MIB)
-
-
 def some_program(ask, seed=0):
     """Blocks made, resized and freed at random, on two streams; asks each time."""
     chance, side, live = random.Random(seed), torch.vgpu.Stream("vgpu:0"), []
@@ -197,16 +184,6 @@ def test_the_reserve_equals_what_a_record_replays(longest_log, shapes, monkeypat
     assert torch.vgpu.memory_reserved() == asked[-1] == replayed.reserved_bytes
     assert torch.vgpu.max_memory_reserved() == max(asked) == replayed.peak_reserved_bytes
     assert len(set(asked)) > 5
-    del live
-
-
-def test_the_log_is_applied_before_it_grows_long(monkeypatch):
-    monkeypatch.setattr(records, "_LONGEST_LOG", 100)
-    noted = []
-    live = some_program(
-        lambda: noted.append(len(torch.empty(0, device="vgpu")._gpu.memory.reserve._log))
-    )
-    assert max(noted) <= 100 < sum(noted)
     del live
 
 

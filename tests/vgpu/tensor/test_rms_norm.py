@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import vgpu
-from vgpu.plan import transformer as models
 
 pytestmark = pytest.mark.virtual_gpus(2, gpu="A100")
 
@@ -78,45 +77,3 @@ def test_without_autograd_it_is_one_kernel_too():
         with without(), vgpu.record() as timeline:
             norm(x)
         assert [e.name for e in timeline.events] == ["_fused_rms_norm"]
-
-
-def test_compiled_code_fuses_it_with_its_neighbours():
-    norm = nn.RMSNorm(64).to("vgpu:1")
-    x = torch.randn(8, 64, device="vgpu:1")
-    with torch.no_grad(), vgpu.record(fuses=True) as timeline:
-        (norm(x + 1) * 2) @ x.T
-    assert len(timeline.events) == 2
-
-
-def test_types_that_differ_run_in_parts_as_on_cuda():
-    norm = nn.RMSNorm(64).to("vgpu:1")
-    x = torch.randn(8, 64, device="vgpu:1", dtype=torch.bfloat16)
-    torch.set_warn_always(True)  # C++ gives this warning once per process
-    try:
-        with pytest.warns(UserWarning, match="Mismatch dtype"), vgpu.record() as timeline:
-            norm(x)
-    finally:
-        torch.set_warn_always(False)
-    assert "_fused_rms_norm" not in [e.name for e in timeline.events]
-
-
-def test_a_weight_elsewhere_is_refused_in_cudas_words():
-    norm = nn.RMSNorm(64)
-    with pytest.raises(RuntimeError, match=r"weight is on cpu.*wrapper_VGPU___fused_rms_norm"):
-        norm(torch.randn(8, 64, device="vgpu:1"))
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_the_lessons_norm_in_parts_has_the_same_values(dtype):
-    whole, parts = nn.RMSNorm(16).to(dtype), models.RMSNorm(16).to(dtype)
-    nn.init.uniform_(whole.weight)
-    parts.load_state_dict(whole.state_dict())
-    x = torch.randn(5, 16).to(dtype)
-    outputs, gradients = [], []
-    for norm in (whole, parts):
-        given = x.clone().requires_grad_()
-        outputs.append(norm(given))
-        outputs[-1].sum().backward()
-        gradients.append([given.grad, norm.weight.grad])
-    assert torch.equal(*outputs)
-    torch.testing.assert_close(*gradients, rtol=0, atol=0)
