@@ -13,7 +13,6 @@ from torch._library import utils
 
 from vgpu.memory import gpus
 from vgpu.tensor import (  # noqa: F401
-    attention,
     autocast,
     copies,
     cuda_kernels,

@@ -100,7 +100,7 @@ RELIANCES = (
         "operators without a public name: fused attention and RMSNorm, softmax, functional "
         "collectives",
         "Call F.scaled_dot_product_attention, F.softmax or torch.distributed under a "
-        "TorchDispatchMode and see which operator comes now; tensor/attention.py, tensor/cuda_kernels.py, "
+        "TorchDispatchMode and see which operator comes now; tensor/cuda_kernels.py, "
         "torch_patches/attention.py, collectives/wrappers.py.",
         (
             "torch.ops._c10d_functional._wrap_tensor_autograd",
@@ -174,9 +174,9 @@ RELIANCES = (
         "Look how the Python function that users call reaches C++ now, and stand in for that name "
         "(torch_patches/functions.py, tensor/refusals.py).",
         (
-            "torch._C._nn._parse_to",
             "torch._VF._unpack_dual",
             "torch._functorch.eager_transforms",
+            "torch._prims_common.suggest_memory_format",
             "torch._utils._handle_complex",
             "torch.autograd.forward_ad._current_level",
             "torch.utils._device.DeviceContext",
