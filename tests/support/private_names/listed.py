@@ -174,6 +174,7 @@ RELIANCES = (
         "Look how the Python function that users call reaches C++ now, and stand in for that name "
         "(torch_patches/functions.py, tensor/refusals.py).",
         (
+            "torch._C._nn",
             "torch._VF._unpack_dual",
             "torch._functorch.eager_transforms",
             "torch._prims_common.suggest_memory_format",

@@ -63,24 +63,6 @@ def test_an_expandable_segment_leaves_no_gaps():
     assert (mib(plain), mib(expandable)) == ((130, 70, 4), (100, 70, 1))
 
 
-def test_memory_runs_out_between_blocks_in_use():
-    def ask(expandable):
-        made = allocated([5] * 8, capacity_mib=40, expandable=expandable)
-        for block in range(1, 7):
-            made.free(block)
-        made.allocate(8, 20 * MIB, 0)  # free are 15 and 15, side by side
-        return made
-
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        ask(expandable=False)
-    assert str(raised.value) == (
-        "CUDA's caching allocator has no room for 20 MiB on cpu, stream 0: of 40 MiB, 40 MiB are "
-        "reserved and 10 MiB allocated. What is reserved and not allocated lies between blocks in "
-        "use, or is too small; expandable_segments=True may find room"
-    )
-    assert mib(ask(expandable=True)) == (40, 30, 1)
-
-
 def counts_of_a_random_program(made, seed):
     """What the allocator has counted after each event, and how often it has run out of memory."""
     generator = random.Random(seed)

@@ -11,14 +11,6 @@ import vgpu
 pytestmark = pytest.mark.virtual_gpus(2)
 
 
-class Handling:
-    """Takes every function that asks classes."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return func
-
-
 class Passing(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))

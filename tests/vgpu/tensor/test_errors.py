@@ -135,19 +135,6 @@ def test_an_ordinal_that_does_not_exist(use):
         use()
 
 
-def test_a_shuffling_loader_under_a_default_device_fails_as_on_cuda():
-    torch.set_default_device("vgpu:0")
-    try:
-        loader = torch.utils.data.DataLoader(range(4), shuffle=True)
-        with pytest.raises(RuntimeError, match="Expected a 'vgpu' device type for generator"):
-            list(loader)
-        generator = torch.Generator(device="vgpu:0")
-        cured = torch.utils.data.DataLoader(range(4), shuffle=True, generator=generator)
-        assert sorted(int(batch) for batch in cured) == [0, 1, 2, 3]
-    finally:
-        torch.set_default_device(None)
-
-
 DEVICE = "vgpu:1"
 PARTS = [torch.ones(2), torch.ones(3)]
 QUANTIZED = "quantized tensors are not supported on virtual GPUs"

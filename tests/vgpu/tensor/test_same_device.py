@@ -71,20 +71,6 @@ def test_foreach_goes_tensor_by_tensor_over_devices():
         torch._foreach_add([on(0, 1)], [on(1, 1)])
 
 
-def test_foreach_over_devices_has_gradients():
-    leaves = [t.requires_grad_() for t in of_both()]
-    first, second = torch._foreach_mul(leaves, 3.0)
-    (first.sum() + second.to("vgpu:0").sum()).backward()
-    assert [leaf.grad.tolist() for leaf in leaves] == [[3, 3], [3, 3]]
-
-
-def test_foreach_over_devices_is_a_kernel_each_in_a_recording():
-    with vgpu.record() as timeline:
-        torch._foreach_mul_(of_both(), 2.0)
-    kernels = [(str(e.device), e.name) for e in timeline.events if e.name == "mul_"]
-    assert kernels == [("vgpu:0", "mul_"), ("vgpu:1", "mul_")]
-
-
 def test_foreach_takes_a_scalar_on_the_cpu_but_not_on_another_gpu():
     (product,) = torch._foreach_mul([on(0, 1, 2)], torch.tensor(3.0))
     assert product.tolist() == [3, 6]
