@@ -42,10 +42,15 @@ class HostThread:
 
     __slots__ = ("by", "index", "number")
 
-    def __init__(self, index: int, number: int) -> None:
+    def __init__(self, index: int, number: int, backward: bool) -> None:
         self.index = index  # among the threads of the recording
         self.number = number  # its row in a trace
-        self.by = Issuer(index, "", False)  # who issues its next operation
+        self.by = Issuer(index, "", backward)  # who issues its next operation
+
+    def enter(self, module: str) -> None:
+        """Its next operation is issued in a module."""
+        if self.by.module != module:
+            self.by = self.by._replace(module=module)
 
 
 class _Thread(threading.local):
@@ -236,7 +241,7 @@ class CallSites:
     ) -> "tuple[RecordedStream, HostThread]":
         """The stream of the next operation on ``gpu``, and the thread that issues it.
 
-        Sets the thread's issuer. note: False for the source of a copy, whose backward runs on the
+        Sets the thread's module. note: False for the source of a copy, whose backward runs on the
         target's stream.
         """
         if in_backward():
@@ -244,7 +249,7 @@ class CallSites:
         host = self._program.host()
         number = set_stream_number(gpu.index) or 0
         module = current_module()
-        host.by = Issuer(host.index, module, False)
+        host.enter(module)
         if note:
             self._note(name, module, gpu.index, number)
         return self._program.stream(gpu, number), host
@@ -258,7 +263,7 @@ class CallSites:
         if torch._C._current_autograd_node() is None:  # behind the last one, in a callback
             threads.join_callers_streams()
         engine = threads.engine(gpu.index)
-        engine.by = Issuer(engine.index, module, True)
+        engine.enter(module)
         number_set = set_stream_number(gpu.index)
         number = stream_number_of_node(gpu.index) if number_set is None else number_set
         if note:  # with create_graph, or in a checkpoint that computes its part again

@@ -174,7 +174,7 @@ class GrowingProgram:
         with self._lock:
             self.steps.append(BeginThread(number, parent.index if parent else None, sharing))
             self._threads += 1
-            return HostThread(self._threads - 1, number)
+            return HostThread(self._threads - 1, number, backward=not sharing)
 
     def join_threads(self, host: HostThread, others: Iterable[HostThread]) -> None:
         """A thread goes on when the others have got as far."""
@@ -217,8 +217,10 @@ class GrowingProgram:
 
     def defer(self, step: Deferred, stream: RecordedStream) -> Enqueued:
         """Append what is launched in one kernel with its neighbors, or never."""
-        done = self.enqueue(step.name, step, stream, step.by.backward)
-        return done._replace(deferred=DeferredResult(done.event, self))
+        event = self._begin_event(step)
+        stream.count += 1
+        result = DeferredResult(event, self)
+        return Enqueued(stream, stream.count, event, step.name, step.by.backward, None, result)
 
     def allocation(self, name: str, stream: RecordedStream, backward: bool) -> Enqueued:
         """Memory is allocated on the stream: what came before there may still use it."""
