@@ -67,7 +67,9 @@ def in_float32(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     results = func(**named)
     alone = isinstance(results, torch.Tensor)
     cast = [
-        result if result is None else result.to(getattr(given.get(source), "dtype", torch.float32))
+        result
+        if result is None
+        else result.to(getattr(given.get(source or ""), "dtype", torch.float32))
         for source, result in zip(sources, (results,) if alone else results, strict=True)
     ]
     return wrap_result(cast[0] if alone else tuple(cast), gpu, name)

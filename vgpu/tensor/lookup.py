@@ -198,7 +198,7 @@ def _run_on_meta(info: OperatorInfo, args: Args, kwargs: Kwargs) -> Result:
     if info.makes_on_device:
         kwargs["device"] = torch.device("meta")
     # An operator without results only changes values, and torch may have no meta kernel for it.
-    result = func(*args, **kwargs) if func._schema.returns else None
+    result: Any = func(*args, **kwargs) if func._schema.returns else None
     refuse_mixed_norm(func, args, kwargs)
     if func.name() == "aten::log_sigmoid_forward":
         result = result[0], result[0].new_empty(0)  # as on CUDA (cuda_kernels.py)

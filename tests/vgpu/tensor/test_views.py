@@ -258,3 +258,5 @@ def test_foreach_counts_versions_so_that_backward_notices(name):
         assert [value._version for value in values] == [1, 1]
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+        # After an error autograd's queue keeps what it has not run until the next backward.
+        torch.ones((), requires_grad=True).backward()
