@@ -104,18 +104,6 @@ def test_softmax_has_the_values_and_gradients_of_float32(name):
     assert torch.equal(x.grad, wide.grad.half())
 
 
-def test_other_types_are_converted_as_ever():
-    x = torch.randn(4, 8, device="vgpu:0")
-    assert x.half().softmax(0).dtype is torch.float16
-    assert x.half().softmax(0, dtype=torch.float64).dtype is torch.float64
-    assert torch.equal(x.softmax(0, dtype=torch.float64), x.double().softmax(0))
-    assert torch.equal(
-        torch.special.softmax(x.half(), 0, dtype=torch.float32), x.half().float().softmax(0)
-    )
-    with pytest.raises(RuntimeError, match="conversion is supported for Half type only"):
-        torch.ops.aten._softmax(x, 0, True)
-
-
 def test_the_operator_is_one_kernel_in_a_recording():
     x = torch.randn(64, 64, device="vgpu:0").half()
     with vgpu.record() as timeline:
