@@ -222,11 +222,15 @@ def _not_compiled(found: str) -> NotImplementedError:
     )
 
 
+_LAYER_NORM = torch.ops.aten.native_layer_norm.default
+_BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+
+
 def refuse_mixed_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
     """RuntimeError where a norm mixes types as no kernel of CUDA does; for any operator."""
-    if func is torch.ops.aten.native_layer_norm.default:
+    if func is _LAYER_NORM:
         _refuse_mixed_layer_norm(func, args, kwargs)
-    elif func is torch.ops.aten.native_batch_norm_backward.default:
+    elif func is _BATCH_NORM_BACKWARD:
         _refuse_mixed_batch_norm(func, args, kwargs)
 
 
