@@ -50,13 +50,6 @@ def test_values_and_gradients_are_those_in_float32_rounded_once(name, dtype):
         assert torch.equal(mine, exact.to(dtype))
 
 
-def test_local_response_norm_of_bfloat16():
-    """torch makes it of avg_pool3d."""
-    x = torch.randn(2, 4, 5, 5, device="vgpu:0", dtype=torch.bfloat16)
-    expected = F.local_response_norm(x.cpu().float(), 2)
-    assert torch.allclose(F.local_response_norm(x, 2).cpu().float(), expected, atol=0.02)
-
-
 # Softmax of float16 in float32 by one kernel, and logsigmoid, which keeps nothing but its input
 
 MIB = 2**20

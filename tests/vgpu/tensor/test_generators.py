@@ -58,15 +58,6 @@ def test_generators_of_a_device():
     assert torch.equal(drawn.cpu(), torch.randn(4, generator=torch.Generator().manual_seed(3)))
 
 
-def test_fork_rng_restores_the_device():
-    torch.manual_seed(1)
-    with torch.random.fork_rng(devices=[1], device_type="vgpu"):
-        torch.randn(3, device="vgpu:1")
-    first = torch.randn(3, device="vgpu:1")
-    torch.manual_seed(1)
-    assert torch.equal(torch.randn(3, device="vgpu:1"), first)
-
-
 def test_the_state_of_all_generators_is_kept_and_seeded_at_random():
     states = torch.vgpu.get_rng_state_all()
     first = torch.rand(3, device="vgpu:1")
