@@ -115,7 +115,6 @@ def test_what_a_checkpoint_brings_back_is_activations_of_its_modules(step):
     forward = [moment for moment in record.moments if moment.phase == "forward"]
     again = [moment for moment in record.moments if moment.phase == "backward"]
     assert forward[-1].activations_by_module == {"": 1024}
-    assert {moment.module for moment in again} == {"", "0", "1", "2", "3"}
     assert max(moment.activations_by_module.get("1", 0) for moment in again) == 256 * 128 * 4
 
 

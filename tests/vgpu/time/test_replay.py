@@ -10,22 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from toy_gpu import KB, SPEC
+from toy_gpu import COSTS, KB, SPEC
 
 import vgpu
 from vgpu import launch
-from vgpu.time.resources import Rendezvous
-from vgpu.time.simulator import Simulator
 
-COSTS = vgpu.CostModel(
-    SPEC,
-    arithmetic_share=1.0,
-    memory_share=1.0,
-    link_share=1.0,
-    python_launch_s=1e-6,
-    engine_launch_s=1e-6,
-    kernel_s=0.0,
-)
 US = 1e-6
 
 pytestmark = pytest.mark.virtual_gpus(2, gpu=SPEC)
@@ -158,8 +147,11 @@ def unequal(rank, world_size, costs):
     with vgpu.record(costs) as timeline:
         for _ in range(2 * rank + 1):
             y = x.neg()
-        dist.all_reduce(y)
+        work = dist.all_reduce(y, async_op=True)
+        future = work.get_future()
+        assert work.wait() and work.is_completed() and work.exception() is None
         y.neg().sum().item()
+    assert future.value()[0].tolist() == y.tolist()
     return timeline, y.tolist()
 
 
@@ -185,37 +177,6 @@ def test_real_ranks_wait_for_the_slowest():
     assert vgpu.replay(timeline) == timeline
     slower = vgpu.replay(timeline, link=vgpu.Link("half", 0.5e9, 0.0, "made for these tests"))
     assert slower.makespan_s - timeline.makespan_s == near(1)
-
-
-def meeting_at_a_barrier(rank, world_size, costs):
-    x = torch.ones(KB, device=torch.device("vgpu", rank))
-    with vgpu.record(costs) as timeline:
-        for _ in range(2 * rank):
-            x.neg()
-        dist.barrier()
-        x.neg()
-    return timeline
-
-
-def test_hosts_wait_for_one_another_at_a_barrier():
-    timeline = vgpu.joined(launch.run(meeting_at_a_barrier, 2, COSTS, gpu=SPEC))
-    last = [timeline.of(device)[-1] for device in timeline.devices]
-    # Rank 1's second operation ends at 5 µs; one byte goes around twice, half of it each time.
-    assert [event.launch_s for event in last] == [near(6.001)] * 2
-
-
-def handing_out_work(rank, world_size):
-    x = torch.ones(3, device=torch.device("vgpu", rank))
-    with vgpu.record():
-        work = dist.all_reduce(x, async_op=True)
-        future = work.get_future()
-        assert work.wait()
-        assert work.is_completed() and work.exception() is None
-    return x.tolist(), future.value()[0].tolist()
-
-
-def test_async_work_in_a_recording_behaves_as_gloo_s():
-    assert launch.run(handing_out_work, 2, gpu="V100") == [([2.0] * 3, [2.0] * 3)] * 2
 
 
 # Ranks of a cluster, one after the other
@@ -251,6 +212,19 @@ def test_a_message_waits_for_its_receiver():
     assert timeline.of("vgpu:1")[-1].start_s == near(6)
 
 
+def test_hosts_wait_for_one_another_at_a_barrier():
+    def meets(rank, x):
+        for _ in range(2 * rank):
+            x.neg()
+        dist.barrier(device_ids=[rank])
+        x.neg()
+
+    timeline = joined(meets, meets)
+    last = [timeline.of(device)[-1] for device in timeline.devices]
+    # Rank 1's second operation ends at 5 µs; one byte goes around twice, half of it each time.
+    assert [event.launch_s for event in last] == [near(6.001)] * 2
+
+
 def test_both_directions_of_a_link_work_at_once():
     def both(rank, x):
         y = x.neg()
@@ -283,29 +257,6 @@ def test_a_host_launches_more_while_a_stream_waits():
     timeline = joined(first, second)
     ends = [e.end_s for e in timeline.of("vgpu:0") if e.kind == "collective"]
     assert ends == [near(4), near(5)]  # launched third, and then sent back
-
-
-def test_a_queue_looks_once_at_what_is_first():
-    """A queue that grows while its first one waits costs no more than one that does not."""
-
-    def waits(rank, x):
-        dist.recv(x, 1)
-        for _ in range(200):
-            torch.vgpu.current_stream().wait_stream(torch.vgpu.default_stream())
-        x.neg()
-
-    def sends(rank, x):
-        x.neg()
-        dist.send(x, 0)
-
-    program, other = (of_rank(r, p).programs[0] for r, p in enumerate((waits, sends)))
-    simulator = Simulator(program.costs, 0, Rendezvous([0, 1]))
-    asked = []
-    simulator.wake_at = lambda event, stream: asked.append(event)
-    for _ in simulator.run_beside_others(program.steps):
-        pass
-    assert len(asked) == 1
-    assert other.rank == 1
 
 
 def test_copies_of_joined_ranks_name_their_gpu():
