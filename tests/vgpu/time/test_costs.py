@@ -197,6 +197,8 @@ def test_a_setting_that_changes_in_a_recording_counts_from_then_on(settings):
             a @ b
             settings.allow_tf32 = True
             a @ b
+        settings.allow_tf32 = False
+        assert vgpu.replay(timeline) == timeline
     to_start_and_write_s = 2e-6 + 4 * rows * columns / (1555e9 * 0.8)
     slow, fast = (event.duration_s - to_start_and_write_s for event in timeline.events)
     assert slow == pytest.approx(8 * fast)  # 156 over 19.5

@@ -96,27 +96,14 @@ def test_a_replay_with_changes_equals_a_recording_with_them(changes):
     assert again.events == wanted.events
 
 
-def test_a_replay_keeps_the_tf32_setting_of_the_recording():
-    products = torch.backends.cuda.matmul
-    with vgpu.enable(1, gpu="A100"):
-        x = torch.randn(64, 64, device="vgpu:0")
-        products.allow_tf32 = True
-        try:
-            with vgpu.record(memory_share=1.0, arithmetic_share=1e-3) as timeline:
-                x @ x
-        finally:
-            products.allow_tf32 = False
-        assert vgpu.replay(timeline) == timeline
-
-
 def test_fsdp_can_be_replayed_on_another_network():
-    def step(built_with, **changes):
+    def step(built_with):
         with vgpu.cluster(2, 4, gpu="A100", network=built_with), vgpu.shapes_only():
             model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to("vgpu")
             for layer in model:
                 fully_shard(layer)
             fully_shard(model)
-            with vgpu.record(**changes) as timeline:
+            with vgpu.record() as timeline:
                 model(torch.empty(64, 256, device="vgpu")).sum().backward()
         return timeline
 
@@ -125,9 +112,6 @@ def test_fsdp_can_be_replayed_on_another_network():
     again = vgpu.replay(fast, network="Ethernet 25")
     assert again.makespan_s == slow.makespan_s > 2 * fast.makespan_s
     assert [e.end_s for e in again.events] == [e.end_s for e in slow.events]
-    other = {"network": "Ethernet 25", "gpu": "H100", "link": "PCIe 4"}
-    named = step("InfiniBand NDR", **other)
-    assert [e.end_s for e in named.events] == [e.end_s for e in vgpu.replay(slow, **other).events]
 
 
 def test_replay_refuses_a_timeline_without_steps_and_an_unknown_gpu():
@@ -265,7 +249,7 @@ def test_copies_of_joined_ranks_name_their_gpu():
     assert [str(event.source) for event in copies] == ["vgpu:0", "vgpu:1"]
 
 
-def test_ranks_that_wait_for_one_another_are_a_deadlock():
+def test_a_deadlock_says_who_waits_for_whom():
     def waits(rank, x):
         dist.recv(x, 1 - rank)
         dist.send(x, 1 - rank)
@@ -274,14 +258,8 @@ def test_ranks_that_wait_for_one_another_are_a_deadlock():
         joined(waits, waits)
     assert "rank 0 waits in recv from rank 1 of 1,000 bytes" in str(caught.value)
     assert "rank 1 waits in recv from rank 0 of 1,000 bytes" in str(caught.value)
-
-
-def test_a_rank_that_misses_a_collective_is_a_deadlock():
-    def comes(rank, x):
-        dist.all_reduce(x)
-
     with pytest.raises(vgpu.Deadlock) as caught:
-        joined(comes, lambda rank, x: x.neg())
+        joined(lambda rank, x: dist.all_reduce(x), lambda rank, x: x.neg())
     assert "rank 0 waits in all_reduce of 1,000 bytes among ranks [0, 1]" in str(caught.value)
     assert "rank 1 has ended" in str(caught.value)
 

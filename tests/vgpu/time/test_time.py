@@ -221,16 +221,6 @@ def test_events_are_named_by_module_and_pass():
     assert timeline.events[0].name == "addmm" and timeline.events[0].flop == 2 * 3 * 4 * 4
 
 
-def test_the_values_are_those_without_a_recording():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).to("vgpu:0")
-    x = torch.randn(5, 8).to("vgpu:0")
-    expected = model(x).cpu()
-    with vgpu.record():
-        found = model(x).cpu()
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
 def test_equal_runs_give_equal_timelines():
     def run():
         torch.manual_seed(0)
