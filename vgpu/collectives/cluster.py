@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from vgpu import backend
 from vgpu.collectives import process_groups
-from vgpu.hardware.links import Link, Network, get_network
-from vgpu.hardware.specs import GPUSpec
+from vgpu.hardware import GPUSpec, Link, Network, get_network
 from vgpu.memory import gpus
 from vgpu.time import recording
 

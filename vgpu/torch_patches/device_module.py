@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vgpu.hardware.specs import GPUSpec
+from vgpu.hardware import GPUSpec
 from vgpu.memory import gpus
 from vgpu.memory.blocks import DeviceMemory
 from vgpu.memory.gpus import current_index as current_device

@@ -179,6 +179,7 @@ RELIANCES = (
             "torch._functorch.eager_transforms",
             "torch._utils._handle_complex",
             "torch.autograd.forward_ad._current_level",
+            "torch.utils._device.DeviceContext",
             "torch.utils._device._device_constructors",
         ),
     ),
