@@ -65,9 +65,9 @@ class CollectiveObserver(EagerDispatchMode):
     """Calls ``see`` before each collective inside a ``with`` block, also of a backward pass there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if dtensors := sys.modules.get("torch.distributed.tensor"):
-            if any(issubclass(kind, dtensors.DTensor) for kind in types):
-                return NotImplemented  # it comes back with the tensors of this rank
+        dtensors = sys.modules.get("torch.distributed.tensor")
+        if dtensors and any(issubclass(kind, dtensors.DTensor) for kind in types):
+            return NotImplemented  # it comes back with the tensors of this rank
         if func._schema.name in table.NAMES:
             self.see(table.read_call(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -150,14 +150,14 @@ class Timeline:
                 args = {"name": f"{row} {stream}"}
                 rows.append({**of_device, "tid": stream, "name": "thread_name", "args": args})
         for event in self.events:
-            args = {
+            arguments: dict[str, Any] = {
                 "operation": event.name,
                 "launched at (µs)": event.launch_s * 1e6,
                 "FLOP": event.flop,
                 "bytes": event.size_bytes,
             }
             if event.source is not None:
-                args |= {"from": str(event.source), "to": str(event.target)}
+                arguments |= {"from": str(event.source), "to": str(event.target)}
             rows.append(
                 {
                     "ph": "X",
@@ -167,7 +167,7 @@ class Timeline:
                     "tid": event.stream,
                     "ts": event.start_s * 1e6,
                     "dur": event.duration_s * 1e6,
-                    "args": args,
+                    "args": arguments,
                 }
             )
         return rows
