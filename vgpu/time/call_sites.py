@@ -10,9 +10,10 @@ backward it is that of the module whose forward made the node of autograd's grap
 """
 
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,7 +41,7 @@ if TYPE_CHECKING:  # the recorder has the threads
 class HostThread:
     """One thread of the host."""
 
-    __slots__ = ("backward", "index", "module", "number")
+    __slots__ = ("backward", "compiled", "index", "module", "number")
 
     def __init__(self, index: int, number: int) -> None:
         self.index = index  # among the threads of the recording
@@ -48,6 +49,7 @@ class HostThread:
         # Who issues its next operation (call_sites.py).
         self.module = ""
         self.backward = False
+        self.compiled = False  # whether torch.compile would have compiled it
 
 
 class _Thread(threading.local):
@@ -170,6 +172,7 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.names: list[str] = []
         self.of_module: dict[int, str] = {}
+        self.compiled_calls = 0
 
 
 _stack = _Stack()
@@ -181,6 +184,23 @@ def current_module() -> str:
     return names[-1] if names else ""
 
 
+_COMPILED = "_orig_mod"  # the module inside of the one that torch.compile makes
+
+
+@contextmanager
+def compiled_call() -> Iterator[None]:
+    """What this thread computes in the block is compiled code, and so is its backward."""
+    _stack.compiled_calls += 1
+    try:
+        yield
+    finally:
+        _stack.compiled_calls -= 1
+
+
+def in_compiled_call() -> bool:
+    return _stack.compiled_calls > 0
+
+
 @contextmanager
 def modules_tracked() -> Iterator[None]:
     """Follow every module's forward while the block runs."""
@@ -190,7 +210,11 @@ def modules_tracked() -> Iterator[None]:
         torch_module.register_module_forward_hook(_leave, always_call=True),
     ]
     try:
-        yield
+        with warnings.catch_warnings():
+            # The module that torch.compile makes warns of hooks that see it as well: _enter knows.
+            message = r"Using `torch\.compile\(module\)` when there are global hooks"
+            warnings.filterwarnings("ignore", message)
+            yield
     finally:
         for handle in handles:
             handle.remove()
@@ -201,7 +225,9 @@ def _enter(module: nn.Module, inputs: Any) -> None:
     if not _stack.names:
         # Read again at each outermost call: a module may have changed, or its id be another's.
         _stack.of_module = {id(part): name for name, part in module.named_modules()}
-    name = _stack.of_module.get(id(module))
+    name = _stack.of_module.get(id(module), "")
+    if _COMPILED in name:
+        name = ".".join(part for part in name.split(".") if part != _COMPILED)
     _stack.names.append(name if name else type(module).__name__)
 
 
@@ -220,6 +246,15 @@ class _LastNode(threading.local):
     is_fork = True  # whether the recording's own thread has started it
 
 
+class _Node(NamedTuple):
+    operation: str
+    module: str
+    compiled: bool
+
+
+_NO_NODE = _Node("", "", False)
+
+
 class _Nodes:
     """The nodes of autograd's graphs in one recording: which module and which stream made them.
 
@@ -227,14 +262,13 @@ class _Nodes:
     """
 
     def __init__(self) -> None:
-        # Operation and module, by number.
-        self._of_main: dict[int, tuple[str, str]] = {}
-        self._of_forks: dict[int, tuple[str, str]] = {}
+        self._of_main: dict[int, _Node] = {}  # by number
+        self._of_forks: dict[int, _Node] = {}
         self._of_thread = _LastNode()
         self._of_thread.is_fork = False
         self._of_thread.last = _next_node_number() - 1  # those before are none of these
 
-    def note(self, operation: str, module: str, gpu: int, stream: int) -> None:
+    def note(self, operation: str, module: str, compiled: bool, gpu: int, stream: int) -> None:
         """Remember the node that was made last, if it is new: torch makes it before the kernel.
 
         Without gradients as well: the node of a ``Function`` is made before its forward.
@@ -243,24 +277,26 @@ class _Nodes:
         if number <= thread.last:
             return
         thread.last = number
-        (self._of_forks if thread.is_fork else self._of_main)[number] = (operation, module)
+        (self._of_forks if thread.is_fork else self._of_main)[number] = _Node(
+            operation, module, compiled
+        )
         if stream:
             gpus.streams_of_nodes[number] = (gpu, stream)
 
-    def module_of_running(self) -> str:
-        """The module of the node that runs; empty behind the last one."""
+    def running(self) -> _Node:
+        """The node that runs; ``_NO_NODE`` behind the last one."""
         node = torch._C._current_autograd_node()
         if node is None:
-            return ""
+            return _NO_NODE
         noted = self._of_main.get(node._sequence_nr())
         if not self._of_forks:
-            return noted[1] if noted else ""
+            return noted or _NO_NODE
         # Another thread may have used the same number: the name must fit as well.
         name = node.name().lower()
         for candidate in (noted, self._of_forks.get(node._sequence_nr())):
-            if candidate and name.startswith(candidate[0].replace("_", "")):
-                return candidate[1]
-        return ""
+            if candidate and name.startswith(candidate.operation.replace("_", "")):
+                return candidate
+        return _NO_NODE
 
 
 # One call site
@@ -286,8 +322,9 @@ class CallSites:
         host = self._recorder.host()
         number = set_stream_number(gpu.index) or 0
         host.module, host.backward = current_module(), False
+        host.compiled = in_compiled_call()
         if note:
-            self._nodes.note(name, host.module, gpu.index, number)
+            self._nodes.note(name, host.module, host.compiled, gpu.index, number)
         return self._recorder.stream(gpu, number), host
 
     def _of_backward(
@@ -295,15 +332,17 @@ class CallSites:
     ) -> tuple[RecordedStream, HostThread]:
         threads = self._recorder.threads
         threads.begin_pass_if_new()
-        module = self._nodes.module_of_running()
+        _, module, compiled = self._nodes.running()
         if torch._C._current_autograd_node() is None:  # behind the last one, in a callback
             threads.join_callers_streams()
         engine = threads.engine(gpu.index)
         engine.module, engine.backward = module, True
+        engine.compiled = compiled or in_compiled_call()
         number_set = set_stream_number(gpu.index)
         number = stream_number_of_node(gpu.index) if number_set is None else number_set
         if note:  # with create_graph, or in a checkpoint that computes its part again
-            self._nodes.note(name, current_module() or module, gpu.index, number)
+            noted = current_module() or module
+            self._nodes.note(name, noted, engine.compiled, gpu.index, number)
         stream = self._recorder.stream(gpu, number)
         if number_set is None:
             threads.note_stream(gpu, stream)
@@ -311,4 +350,5 @@ class CallSites:
 
     def note(self, name: str, gpu: VirtualGPU) -> None:
         """An operation launches nothing, but its node has a module and a stream as well."""
-        self._nodes.note(name, current_module(), gpu.index, current_stream_number(gpu.index))
+        stream = current_stream_number(gpu.index)
+        self._nodes.note(name, current_module(), in_compiled_call(), gpu.index, stream)

@@ -19,7 +19,10 @@ from vgpu.time.steps import UNKNOWN_OPERANDS, Factors, Operands, Read
 
 
 class Launching:
-    """One kernel for each operation, at once; if the costs say ``fuses``, elementwise ones in chains."""
+    """One kernel for each operation, at once; of compiled code, elementwise ones in chains.
+
+    All code is compiled if the costs say ``fuses``, else that of ``compiled_call`` (call_sites.py).
+    """
 
     def __init__(self, recorder: Recorder, accesses: Accesses) -> None:
         self._recorder = recorder
@@ -34,7 +37,7 @@ class Launching:
         written: Sequence[VirtualTensor],
     ) -> None:
         """Before an operation on ``stream`` uses these tensors."""
-        if not self._fuses:
+        if not self._recorder.has_deferred:
             return
         if self._recorder.several_streams:  # nothing fuses across streams
             writes = self._writes(_on_gpus((*read, *written)))
@@ -45,7 +48,7 @@ class Launching:
 
     def operands(self, name: str, read: Sequence[VirtualTensor], host: HostThread) -> Operands:
         """What an operation reads, which is in memory from now on; ``name`` tells a product."""
-        if not self._fuses:
+        if not self._recorder.has_deferred:
             return UNKNOWN_OPERANDS
         on_gpus = _on_gpus(read)
         writes = self._writes(on_gpus)
@@ -68,7 +71,7 @@ class Launching:
         work: Workload,
     ) -> Enqueued:
         """Launch one operation. fuses: whether it may be part of a chain."""
-        if not (fuses and self._fuses):
+        if not (fuses and (self._fuses or host.compiled)):
             operands = self.operands(name, read, host)
             return self._recorder.kernel(name, stream, host, work, operands)
         reads: list[Read] = []

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from vgpu.memory import gpus
 from vgpu.time import recording
-from vgpu.time.call_sites import modules_tracked
+from vgpu.time.call_sites import compiled_call, in_compiled_call, modules_tracked
 from vgpu.time.costs import CostModel
 from vgpu.time.recording import Recording
 from vgpu.time.simulate import rarely_collected, run
@@ -56,6 +56,15 @@ def spend(duration_s: float) -> None:
     """In a recording, let the host compute for so long: making a batch, say. Else nothing."""
     if recording.under_way is not None:
         recording.under_way.recorder.spend(duration_s)
+
+
+@contextmanager
+def compiled() -> Iterator[None]:
+    """In a recording, elementwise operations of the block are fused, and those of its backward."""
+    with compiled_call():
+        yield
+    if recording.under_way is not None and not in_compiled_call():
+        recording.under_way.recorder.break_graph(None)
 
 
 def sharing_the_interpreter(parallel_apply: Callable[..., Any]) -> Callable[..., Any]:

@@ -65,7 +65,8 @@ class Recorder:
         self._gpu, self._gpus = gpus.current_index(), gpus.device_count()
         self._simulator = Simulator(costs, rank)
         self._simulated = 0
-        # Where elementwise operations are fused: the pass, how many steps it has had, and what it made.
+        # Where elementwise operations are fused: the pass, how many steps it has had, and what it
+        # made. It begins with the first operation of compiled code: what comes before stays as it is.
         self._fusion = Fusion() if costs.fuses else None
         self._fused_from = 0
         self._fused: list[ProgramStep] = []
@@ -365,6 +366,11 @@ class Recorder:
 
     # Where elementwise operations are fused
 
+    @property
+    def has_deferred(self) -> bool:
+        """Whether some of the operations so far may have been deferred."""
+        return self._fusion is not None
+
     def defer(
         self,
         name: str,
@@ -374,6 +380,8 @@ class Recorder:
         written_bytes: int,
     ) -> Enqueued:
         """An elementwise operation: one kernel makes its result and its neighbors', or none does."""
+        with self._lock:
+            self._fusion = self._fusion or Fusion()
         step = Deferred(
             name, host.index, stream.index, host.module, host.backward, reads, written_bytes
         )
