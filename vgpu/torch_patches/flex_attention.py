@@ -29,7 +29,8 @@ def install(changes: Changes) -> None:
 def _replace(module: ModuleType, changes: Changes) -> None:
     changes.wrap(module, "_validate_device", _on_virtual_too)
     changes.wrap(module, "_warn_once", _but_in_compiled_calls)
-    changes.wrap(module, "flex_attention_hop", _by_formula)
+    # Where Dynamo does not look: it knows the operator by itself.
+    changes.wrap(type(module.flex_attention_hop), "__call__", _by_formula)
 
 
 def _on_virtual_too(plain: Callable[..., None]) -> Callable[..., None]:
@@ -55,18 +56,23 @@ def _but_in_compiled_calls(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def _by_formula(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator behind ``flex_attention``: output, logsumexp and maxima, the latter by log(2)."""
+    """A call of the operator behind ``flex_attention``: output, logsumexp and maxima."""
     from torch._higher_order_ops.flex_attention import _permute_strides, math_attention
 
     @functools.wraps(plain)
-    def flex_attention_hop(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    def __call__(
+        self: object,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if not is_virtual_device(query.device):
-            return plain(query, key, value, *args, **kwargs)
+            return plain(self, query, key, value, *args, **kwargs)
         query, key, value = (casting.cast_down(part) for part in (query, key, value))
         with torch.autocast(gpus.DEVICE_TYPE, enabled=False):
             output, logsumexp, maxima = math_attention(query, key, value, *args, **kwargs)
         return _permute_strides(output, query.stride()), logsumexp, maxima
 
-    return flex_attention_hop
+    return __call__

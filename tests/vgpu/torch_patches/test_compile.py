@@ -17,6 +17,8 @@ from vgpu.torch_patches import compile as compile_patch
 pytestmark = [
     pytest.mark.virtual_gpus(2, gpu="H100"),
     pytest.mark.filterwarnings("ignore:torch.compile on virtual GPUs:UserWarning"),
+    # Inductor imports a deprecated part of torch.
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
 ]
 
 
@@ -114,8 +116,6 @@ def counting(graphs):
     return backend
 
 
-# Dynamo imports a deprecated part of torch.
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_cpu_functions_are_compiled_as_ever():
     graphs = []
     scale = torch.tensor(3.0)
