@@ -3,7 +3,7 @@
 TorchInductor has no code for virtual GPUs, and TorchDynamo does not trace through their tensors. So a
 call that computes on virtual GPUs runs the function that was compiled, with the results that it has
 without ``torch.compile``; a recording of virtual time counts it, and its backward, as compiled
-(vgpu/time/fusion.py). ``torch.compiler.is_compiling()`` is False in it. A call that has only CPU tensors
+(vgpu/time/compiler_passes.py). ``torch.compiler.is_compiling()`` is False in it. A call that has only CPU tensors
 is compiled as ever.
 
 Whether a call computes on virtual GPUs is seen in its arguments, in the module or object that it is
@@ -22,7 +22,7 @@ import torch
 from vgpu.memory import gpus
 from vgpu.tensor.refusals import is_virtual_device
 from vgpu.tensor.tensor import VirtualTensor
-from vgpu.time.record import compiled as counted_as_compiled
+from vgpu.time.recording import compiled as counted_as_compiled
 from vgpu.torch_patches.imported import when_imported
 from vgpu.torch_patches.undo import Changes
 

@@ -15,7 +15,7 @@ import torch
 from vgpu.memory import gpus
 from vgpu.tensor import autocast as casting
 from vgpu.tensor.refusals import is_virtual_device
-from vgpu.time.call_sites import in_compiled_call
+from vgpu.time.host_threads import in_compiled_call
 from vgpu.torch_patches.imported import when_imported
 from vgpu.torch_patches.undo import Changes
 
