@@ -50,7 +50,9 @@ def flash_attn_func(
     is_square = causal and queries == keys and window_size == (-1, -1)
     mask = None if is_square else _mask(queries, keys, causal, window_size, q.device)
     out = F.scaled_dot_product_attention(
-        *(part.transpose(1, 2) for part in (q, k, v)),
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
         attn_mask=mask,
         dropout_p=dropout_p,
         is_causal=is_square,
@@ -62,14 +64,16 @@ def flash_attn_func(
 
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """``flash_attn_func`` of one tensor (batch, sequence, 3, heads, width)."""
-    return flash_attn_func(*qkv.unbind(2), *args, **kwargs)
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *args, **kwargs)
 
 
 def flash_attn_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """``flash_attn_func`` of queries, and one tensor (batch, sequence, 2, heads, width)."""
-    return flash_attn_func(q, *kv.unbind(2), *args, **kwargs)
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, *args, **kwargs)
 
 
 def flash_attn_varlen_func(
@@ -93,9 +97,12 @@ def flash_attn_varlen_func(
         [end - begin for begin, end in itertools.pairwise(bounds)]
         for bounds in (bounds_q, bounds_k)
     )
-    parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
+    queries, keys, values = q.split(lengths_q), k.split(lengths_k), v.split(lengths_k)
     return torch.cat(
-        [flash_attn_func(*(p[None] for p in each), *args, **kwargs)[0] for each in parts]
+        [
+            flash_attn_func(one_q[None], one_k[None], one_v[None], *args, **kwargs)[0]
+            for one_q, one_k, one_v in zip(queries, keys, values, strict=True)
+        ]
     )
 
 
