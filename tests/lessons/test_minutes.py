@@ -1,19 +1,16 @@
 """A working day: each lesson's core is short, needs nothing of the rest, and says its minutes."""
 
-import json
 import re
-from collections import Counter
 
 import pytest
 from levels import sample
+from needed_cells import needed
 from runs import outcome, run_of
 
 from helpers.course import sections
 from teaching import lessons
 
 NUMBERED = [path for path in lessons.NOTEBOOKS if lessons.number(path)]
-# The first ones have much that is left out, and take little time.
-ALONE = sorted(NUMBERED, key=lambda path: lessons.number(path) not in ("01", "05"))
 README = (lessons.ROOT / "README.md").read_text(encoding="utf-8")
 
 each_lesson = pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
@@ -79,14 +76,22 @@ def test_the_readme_and_the_openings_show_the_minutes():
 
 @each_lesson
 def test_a_lesson_has_at_most_five_guesses(path):
-    asked = Counter(
-        re.findall(r'\bguess\("(\d+[a-z])"', json.dumps(cells(path)).replace('\\"', '"'))
-    )
-    assert len(asked) <= 5, f"{len(asked)} guesses: keep those about an idea"
+    asked = [re.findall(r"\bguess\(", cell.source) for cell in lessons.cells(path) if cell.is_code]
+    assert sum(map(len, asked)) <= 5, "keep those that are about an idea"
+
+
+@each_lesson
+def test_a_core_uses_nothing_of_the_rest(path):
+    kept = {cell["id"] for cell in sections.core(cells(path))}
+    code = [cell for cell in lessons.cells(path) if cell.is_code]
+    for place, cell in enumerate(code):
+        if cell.id in kept:
+            lacking = {each.id for each in needed(code[: place + 1])} - kept
+            assert not lacking, f"{cell.id} needs {lacking}"
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("path", sample(ALONE, 2), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sample(NUMBERED[1:], 2), ids=lambda path: path.stem)
 def test_a_core_runs_without_the_rest(path):
     kept = {cell["id"] for cell in sections.core(cells(path))}
     code = [cell for cell in lessons.cells(path) if cell.is_code and cell.id in kept]
