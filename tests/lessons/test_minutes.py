@@ -3,9 +3,7 @@
 import re
 
 import pytest
-from levels import sample
 from needed_cells import needed
-from runs import outcome, run_of
 
 from helpers.course import sections
 from teaching import lessons
@@ -88,12 +86,3 @@ def test_a_core_uses_nothing_of_the_rest(path):
         if cell.id in kept:
             lacking = {each.id for each in needed(code[: place + 1])} - kept
             assert not lacking, f"{cell.id} needs {lacking}"
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("path", sample(NUMBERED[1:], 2), ids=lambda path: path.stem)
-def test_a_core_runs_without_the_rest(path):
-    kept = {cell["id"] for cell in sections.core(cells(path))}
-    code = [cell for cell in lessons.cells(path) if cell.is_code and cell.id in kept]
-    failed, error = outcome(run_of(code))
-    assert not failed, f"{failed}: {error}"
