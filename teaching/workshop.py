@@ -77,7 +77,8 @@ def timetable(half: str, numbers: Sequence[str], minutes: int) -> list[tuple[int
             for tag in sections.tags(cell)
             if tag.startswith("exercise-")
         ]
-        rows.append((f"{title}, with exercise {' and '.join(exercises)}", given))
+        plural = "s" if len(exercises) > 1 else ""
+        rows.append((f"{title}, with exercise{plural} {' and '.join(exercises)}", given))
     rows.append(LAST)
     starts = [sum(given for _, given in rows[:place]) for place in range(len(rows))]
     return [(start, given, what) for start, (what, given) in zip(starts, rows, strict=True)]
