@@ -35,6 +35,9 @@ class Job:
 class Joined:
     """The rank has its process group; the function begins."""
 
+    pid: int
+    """Of the rank itself: its parent may know the guard above it alone."""
+
 
 @dataclass
 class Result:
