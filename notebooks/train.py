@@ -89,17 +89,17 @@ def main() -> None:
 def mesh_sizes(options: Namespace) -> dict[str, int]:
     """Of the mesh's dimensions; refuses what does not divide."""
     replicas, tp = options.dp_replicate, options.tp
-    shards = options.dp_shard or max(1, RANKS // (replicas * tp))
+    shards = options.dp_shard or max(1, RANKS // max(1, replicas * tp))
     if replicas * shards * tp != RANKS:
         refuse(f"{RANKS} ranks are not dp_replicate {replicas} × dp_shard {shards} × tp {tp}")
     for name, size, parts in (
         ("--batch", options.batch, replicas * shards),
-        ("--width", options.width, 2 * options.heads),
         ("--heads", options.heads, tp),
+        ("--width", options.width, 2 * options.heads),
         ("--sequence", options.sequence, tp),
         ("the vocabulary,", len(VOCABULARY), tp),
     ):
-        if size % parts:
+        if size < parts or size % parts:
             refuse(f"{name} {size} does not divide into {parts} equal parts")
     return {"dp_replicate": replicas, "dp_shard": shards, "tp": tp}
 
