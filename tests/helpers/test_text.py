@@ -1,5 +1,7 @@
 """Letters from Python's own help: encoded, split, cut into batches for ranks, and learned."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
