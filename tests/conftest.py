@@ -62,7 +62,7 @@ def _virtual_gpus(request, _nothing_is_left_behind):
 # These start ranks, agents and kernels, each with files of its own.
 _MANY_FILES = (
     "vgpu/launch",
-    "lessons/test_train_script",
+    "helpers/test_train_script",
     "claims",
     "teaching",
     "vgpu/plan",
