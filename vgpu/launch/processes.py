@@ -120,7 +120,7 @@ class RankProcesses:
         One whose process has ended is where it last said that it was.
         """
         for rank in self.ranks:
-            if rank.ended_ns is None:
+            if rank.ended_ns is None and not (rank.state and rank.state.aborts):
                 rank.state = RankState(STOPPED) if rank.is_stopped else None
                 rank.send("state")
         until_s = time.monotonic() + time_s

@@ -70,6 +70,7 @@ class _Rank:
         self._control = control
         self._sending = threading.Lock()
         self._main_thread = threading.get_ident()
+        self._aborts = False
 
     def send(self, message: object) -> None:
         with self._sending:
@@ -93,7 +94,9 @@ class _Rank:
                 self.released.set()
 
     def _send_state(self) -> None:
-        self.send(rank_state(self._main_thread, self.stage))
+        state = rank_state(self._main_thread, self.stage)
+        state.aborts = self._aborts
+        self.send(state)
 
     def tell_before_cpp_aborts(self) -> None:
         """Tell the parent where the rank is before an exception that C++ catches nowhere ends it.
@@ -108,6 +111,7 @@ class _Rank:
 
         def tell() -> None:
             if os.getpid() == process:  # not in a fork of the rank
+                self._aborts = True
                 self._send_state()
             before()  # writes the exception, and ends the process
 

@@ -305,6 +305,7 @@ RELIANCES = (
         "for fake_pg, then collectives/cluster.py, dispatch.py and process_groups.py.",
         (
             "torch._C._distributed_c10d.PythonCallbackWork",
+            "torch._C._profiler._RecordFunctionFast",
             "torch._C.fork",
             "torch.distributed.distributed_c10d._resolve_process_group",
             "torch.testing._internal.distributed.fake_pg.FakeProcessGroup._create_internal",
