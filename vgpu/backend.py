@@ -19,7 +19,7 @@ import torch.nn.parallel.data_parallel
 from torch.utils import backend_registration
 
 from vgpu import torch_releases
-from vgpu.collectives import dispatch, nccl_only, process_groups, wrappers
+from vgpu.collectives import dispatch, process_groups, wrappers
 from vgpu.hardware import GPUSpec, Link, get_link, get_spec
 from vgpu.memory import gpus
 from vgpu.tensor import device_names, kernels, norms, refusals, shapes
@@ -27,19 +27,16 @@ from vgpu.time.simulate import simulate
 from vgpu.time.steps import Program
 from vgpu.time.timeline import Timeline
 from vgpu.torch_patches import (
-    accelerator,
     attention,
     data_assignment,
     data_parallel,
     device_module,
     functions,
-    processes,
     serialization,
 )
 from vgpu.torch_patches.undo import Changes
 
 _PATCHES = (
-    accelerator,
     attention,
     data_assignment,
     data_parallel,
@@ -47,10 +44,8 @@ _PATCHES = (
     dispatch,
     functions,
     kernels,
-    nccl_only,
     norms,
     process_groups,
-    processes,
     refusals,
     serialization,
     shapes,
@@ -128,7 +123,6 @@ def prepare() -> None:
     """
     if torch._C._get_privateuse1_backend_name() == _FREE_NAME:
         kernels.register_once()
-    nccl_only.prepare()
 
 
 def disable() -> None:

@@ -337,18 +337,6 @@ class _GlooWork(PythonCallbackWork):
     def is_completed(self) -> bool:
         return self._gloos.is_completed()
 
-    def is_success(self) -> bool:
-        return self._gloos.is_success()
-
-    def exception(self) -> Any:
-        return self._gloos.exception()
-
-    def result(self) -> Any:
-        return self._gloos.result()
-
-    def source_rank(self) -> int:
-        return self._gloos.source_rank()
-
     def get_future(self) -> Any:
         return self._gloos.get_future()
 

@@ -4,11 +4,12 @@ It is to ``vgpu`` what ``nccl`` is to ``cuda``: the default for the device type.
 carries the bytes (dispatch.py). For CPU tensors the group needs a CPU backend as well, so a ``vccl``
 group also takes those, where NCCL would refuse them.
 
-Left out: what only NCCL offers (nccl_only.py).
+What only NCCL offers is done another way here, or refused; symmetric memory: wrappers.py.
 """
 
 import collections
 import functools
+import inspect
 import os
 import socket
 import weakref
@@ -24,6 +25,7 @@ from vgpu import torch_releases
 from vgpu.memory import gpus
 from vgpu.memory.blocks import Block
 from vgpu.memory.gpus import VirtualGPU
+from vgpu.tensor.refusals import is_virtual_device
 from vgpu.tensor.tensor import VirtualTensor, wrap
 from vgpu.torch_patches.undo import Changes
 
@@ -51,6 +53,13 @@ def install(changes: Changes) -> None:
     gloo = backends.backend_capability["gloo"]
     changes.item(backends.backend_capability, "gloo", [*gloo, gpus.DEVICE_TYPE])
     changes.wrap(distributed_c10d, "_new_process_group_helper", _with_the_cpu)
+    changes.wrap(distributed_c10d, "_get_split_source", _never_gloo)
+    coalescing = _coalescing(distributed_c10d._coalescing_manager)
+    for module in (distributed_c10d, dist):
+        changes.set(module, "_coalescing_manager", coalescing)
+    split_group = _splitting(distributed_c10d.split_group)
+    for module in (distributed_c10d, dist, dist.device_mesh):
+        changes.set(module, "split_group", split_group)
     changes.wrap(dist.Work, "get_future", _with_virtual_future)
     changes.wrap(dist.Work, "result", _with_virtual_result)
 
@@ -76,6 +85,8 @@ def _with_the_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def new_process_group(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(plain).bind(*args, **kwargs).arguments
+        _refuse_nccl(str(given.get("backend")), given.get("backend_options"))
         group, *others = plain(*args, **kwargs)
         types: set[str] = set()
         if isinstance(group, dist.ProcessGroup):
@@ -94,6 +105,79 @@ def _with_the_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
         return (group, *others)
 
     return new_process_group
+
+
+def _refuse_nccl(backend: str, options: object) -> None:
+    """Where there is no CUDA, NCCL's own words would not say what to do."""
+    if "nccl" in backend and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"the backend {backend} needs CUDA GPUs, and there are only virtual ones: leave the "
+            f"backend out, name {BACKEND!r}, or run the script with "
+            f"python -m vgpu --cuda-is-vgpu, which reads nccl as {BACKEND} where it "
+            "stands in the program's own files"
+        )
+    if BACKEND in backend and options is not None:
+        kind = type(options)
+        raise NotImplementedError(
+            f"pg_options is a {kind.__module__}.{kind.__qualname__}, and the backend {BACKEND} "
+            "of virtual GPUs has no options: leave pg_options out there"
+        )
+
+
+def _never_gloo(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The backend that ``new_group`` splits; it calls on gloo, since 2.15, what only NCCL has."""
+
+    @functools.wraps(plain)
+    def source(*args: Any, **kwargs: Any) -> Any:
+        found = plain(*args, **kwargs)
+        return None if isinstance(found, dist.ProcessGroupGloo) else found
+
+    return source
+
+
+def _coalescing(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``_coalescing_manager``; given a device, it has the group start and end, as only NCCL does.
+
+    Without one it sends collectives of a kind together, and others each by itself.
+    """
+
+    @functools.wraps(plain)
+    def manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
+        return plain(group, None if is_virtual_device(device) else device, async_ops)
+
+    return manager
+
+
+def _splitting(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``split_group``, which a DeviceMesh calls where the group was made with ``device_id``.
+
+    C++ would split the gloo of each device by itself, and have both meet under one name.
+    """
+
+    @functools.wraps(plain)
+    def split_group(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(plain).bind(*args, **kwargs).arguments
+        parent = given.get("parent_pg") or dist.group.WORLD
+        splits = given.get("split_ranks")
+        if not splits or BACKEND not in dist.get_backend_config(parent):
+            return plain(*args, **kwargs)
+        everyone = dist.get_process_group_ranks(parent)
+        groups = [
+            dist.new_group(
+                sorted(everyone[rank] for rank in ranks),
+                timeout=given.get("timeout"),
+                backend=given.get("backend") or dist.get_backend(parent),
+                pg_options=given.get("pg_options"),
+                group_desc=given.get("group_desc"),
+                # Nobody outside of the parent takes part.
+                use_local_synchronization=len(everyone) < dist.get_world_size(),
+            )
+            for ranks in splits
+        ]
+        outside = dist.GroupMember.NON_GROUP_MEMBER
+        return next((group for group in groups if group is not outside), outside)
+
+    return split_group
 
 
 # Communicators: NCCL refuses two ranks on the same GPU

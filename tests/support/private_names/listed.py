@@ -135,7 +135,7 @@ RELIANCES = (
     Reliance(
         "torch.accelerator, and who asks which device type there is",
         "Find what torch/accelerator/__init__.py calls now, and replace that in "
-        "torch_patches/accelerator.py.",
+        "torch_patches/functions.py.",
         (
             "torch._C._accelerator_emptyCache",
             "torch._C._accelerator_exchangeDevice",
@@ -274,7 +274,7 @@ RELIANCES = (
     ),
     Reliance(
         "refusing what only NCCL offers, and doing without its premultiplied sum",
-        "If FSDP2 reduces another way now, change collectives/nccl_only.py to that; gloo then says "
+        "If FSDP2 reduces another way now, change collectives/wrappers.py to that; gloo then says "
         "what it cannot do.",
         (
             "torch.distributed._symmetric_memory.empty",

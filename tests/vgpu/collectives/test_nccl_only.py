@@ -20,7 +20,6 @@ def main(rank, world):
         "empty": lambda: symmetric.empty(4, device="vgpu"),
         "empty there": lambda: symmetric.empty(4, device=x.device),
         "rendezvous": lambda: symmetric.rendezvous(x, name),
-        "operator": lambda: torch.ops.symm_mem.one_shot_all_reduce(x, "sum", name),
         "options": lambda: dist.new_group(pg_options=Options()),
         "nccl": lambda: dist.new_group(backend="nccl"),
         "both": lambda: dist.new_group(backend="cpu:gloo,cuda:nccl"),
@@ -41,7 +40,6 @@ def test_what_only_nccl_offers_is_refused_in_a_sentence():
         "empty": "empty() on vgpu: symmetric memory",
         "empty there": "empty() on vgpu:0: symmetric memory",
         "rendezvous": "rendezvous() on vgpu:0: symmetric memory",
-        "operator": "symm_mem::one_shot_all_reduce: symmetric memory",
     }.items():
         assert said[kind].startswith(f"NotImplementedError: {begin} needs GPUs that read"), kind
         assert "use the collectives of torch.distributed" in said[kind]
