@@ -87,8 +87,7 @@ def scatter(
 def gather(tensors: Sequence[torch.Tensor], dim: int = 0, destination: Any = None) -> torch.Tensor:
     """The tensors side by side along ``dim`` on ``destination``; -1 is the CPU.
 
-    Each tensor is copied straight into its place, so no second copy takes memory there. The result
-    is channels-last where all tensors are (torch/csrc/cuda/comm.cpp).
+    Each tensor is copied straight into its place, so no second copy takes memory there.
     """
     tensors = [_handle_complex(tensor) for tensor in tensors]
     sizes = [tensor.size(dim) for tensor in tensors]
@@ -103,21 +102,10 @@ def gather(tensors: Sequence[torch.Tensor], dim: int = 0, destination: Any = Non
     shape[dim] = sum(sizes)
     index = _get_device_index(destination, allow_cpu=True, optional=True)
     target = torch.device("cpu") if index == -1 else _device(index)
-    channels_last = all(map(_is_channels_last, tensors))
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    out = torch.empty(shape, dtype=tensors[0].dtype, device=target, memory_format=memory_format)
+    out = torch.empty(shape, dtype=tensors[0].dtype, device=target)
     for part, tensor in zip(out.split(sizes, dim), tensors, strict=True):
         part.copy_(tensor)
     return out
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    """Not where the strides allow for both: then torch suggests contiguous, as ``empty_like``."""
-    return (
-        tensor.dim() == 4
-        and tensor.is_contiguous(memory_format=torch.channels_last)
-        and not tensor.is_contiguous()
-    )
 
 
 def broadcast_coalesced(

@@ -4,7 +4,6 @@ import pytest
 import torch
 from cells import cell
 
-import vgpu
 from vgpu import launch
 
 MESSAGES = """
@@ -115,11 +114,3 @@ def test_a_module_that_moves_after_it_was_compiled_is_refused(compiled):
     model.to("vgpu:0")
     with pytest.raises(NotImplementedError, match=r"torch\.compile .* argument is on vgpu:0"):
         model(torch.ones(2, 4, device="vgpu:0"))
-
-
-def test_disabling_puts_split_group_back():
-    before = torch.distributed.split_group
-    with vgpu.enable(1):
-        assert torch.distributed.device_mesh.split_group is not before
-    assert torch.distributed.split_group is before
-    assert torch.distributed.device_mesh.split_group is before
