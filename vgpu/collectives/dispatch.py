@@ -74,7 +74,7 @@ def _run(func: Operator, args: Args, kwargs: Kwargs) -> Any:
         )
     table.check(call)
     gpu = next(tensor._gpu for tensor in tensors_in(args) if type(tensor) is VirtualTensor)
-    process_groups.claim_gpu(call.group, gpu, call.peer)
+    process_groups.claim_gpu(call.group, gpu)
     tally.add(call)
     with _RecordFunctionFast(f"{process_groups.BACKEND}:{call.name}"):
         if call.operator == "c10d::allgather_" and len({part.shape for part in call.outputs}) > 1:

@@ -101,7 +101,9 @@ def _with_the_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
                 group._register_backend(_CPU, custom, backend)
             # gloo by its own name lets ranks share a GPU.
             if f"{gpus.DEVICE_TYPE}:{BACKEND}" in dist.get_backend_config(group):
-                _one_gpu_each(group, others[0])
+                name = str(group.group_name)
+                _groups_made[name] += 1
+                _unclaimed[group] = others[0], f"{name}/{_groups_made[name]}"
         return (group, *others)
 
     return new_process_group
@@ -180,61 +182,22 @@ def _splitting(plain: Callable[..., Any]) -> Callable[..., Any]:
     return split_group
 
 
-# Communicators: NCCL refuses two ranks on the same GPU
+# NCCL refuses two ranks on the same GPU
 
-
-class _Communicators:
-    """Which GPU each rank of a group uses, as this rank claims its own.
-
-    NCCL compares hosts and GPUs when it makes a communicator, at the first collective of a group on
-    each of a rank's GPUs, and at the first message between two ranks. Here a rank claims its GPU in
-    the group's store then, and waits for nobody, so that only the second of two is refused.
-    """
-
-    def __init__(self, store: dist.Store, number: int) -> None:
-        self._store = store
-        self._number = number
-        self._made: set[tuple[int, int] | int] = set()
-        self._gpus_used = 0
-
-    def claim(self, rank: int, peer: int | None, gpu: VirtualGPU) -> None:
-        key = gpu.index if peer is None else (min(rank, peer), max(rank, peer))
-        if key in self._made:
-            return
-        # The second GPU of each rank is in the group's second communicator, whatever its number.
-        name = f"the {self._gpus_used}." if peer is None else str(key)
-        claimed = f"vccl/{self._number}/{name}/{_physical_gpu(gpu.index)}"
-        first = int(self._store.compare_set(claimed, "", str(rank)))
-        if first != rank:
-            raise dist.DistBackendError(
-                f"Duplicate GPU detected : rank {rank} and rank {first} both on CUDA device "
-                f"{gpu.index}, which NCCL refuses: give each rank its own, with "
-                "torch.cuda.set_device(local_rank) before the first tensor, or by the index of its "
-                "device"
-            )
-        self._made.add(key)
-        self._gpus_used += peer is None
-
-
-_communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Communicators]" = (
+_unclaimed: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.Store, str]]" = (
     weakref.WeakKeyDictionary()
 )
+"""Groups in which this rank has used no GPU yet: where the ranks claim theirs, and under which name."""
 _groups_made: collections.Counter[str] = collections.Counter()  # their names come again
 
 
-def _one_gpu_each(group: dist.ProcessGroup, store: dist.Store) -> None:
-    """From now on, no two ranks of this group may use the same GPU."""
-    if group not in _communicators:
-        name = str(group.group_name)
-        _groups_made[name] += 1
-        _communicators[group] = _Communicators(store, _groups_made[name])
+def claim_gpu(group: dist.ProcessGroup, gpu: VirtualGPU) -> None:
+    """Take part in a group on this GPU.
 
-
-def claim_gpu(group: dist.ProcessGroup, gpu: VirtualGPU, peer: int | None = None) -> None:
-    """Take part in a group on this GPU; peer: for a message, the rank at its other end.
-
-    DistBackendError where another rank of the group is on the same GPU of the same host, and where
-    the group was made for another GPU than this one.
+    DistBackendError where another rank of the group began on the same GPU of the same host, and
+    where the group was made for another GPU than this one. NCCL compares the GPUs when it makes a
+    communicator, for each of a rank's GPUs; here a rank claims the first that it uses in the group's
+    store, and waits for nobody, so that only the second of two is refused.
     """
     bound = group.bound_device_id
     if bound is not None and bound.index != gpu.index:
@@ -243,8 +206,19 @@ def claim_gpu(group: dist.ProcessGroup, gpu: VirtualGPU, peer: int | None = None
             f"tensor is on CUDA device {gpu.index}, and the group of rank {group.rank()} has "
             f"device_id {bound.index}. Call torch.cuda.set_device(local_rank) before the first tensor."
         )
-    if group in _communicators:
-        _communicators[group].claim(group.rank(), peer, gpu)
+    if group not in _unclaimed:
+        return
+    store, name = _unclaimed[group]
+    rank = group.rank()
+    first = int(store.compare_set(f"vccl/{name}/{_physical_gpu(gpu.index)}", "", str(rank)))
+    if first != rank:
+        raise dist.DistBackendError(
+            f"Duplicate GPU detected : rank {rank} and rank {first} both on CUDA device "
+            f"{gpu.index}, which NCCL refuses: give each rank its own, with "
+            "torch.cuda.set_device(local_rank) before the first tensor, or by the index of its "
+            "device"
+        )
+    del _unclaimed[group]
 
 
 def _physical_gpu(index: int) -> str:
