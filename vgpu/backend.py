@@ -22,15 +22,17 @@ from vgpu import torch_releases
 from vgpu.collectives import dispatch, process_groups, wrappers
 from vgpu.hardware import GPUSpec, Link, get_link, get_spec
 from vgpu.memory import gpus
-from vgpu.tensor import device_names, kernels, norms, refusals, shapes
+from vgpu.tensor import cuda_kernels, kernels, methods, refusals, shapes
 from vgpu.time.simulate import simulate
 from vgpu.time.steps import Program
 from vgpu.time.timeline import Timeline
 from vgpu.torch_patches import (
     attention,
+    compile,
     data_assignment,
     data_parallel,
     device_module,
+    flex_attention,
     functions,
     serialization,
 )
@@ -38,13 +40,15 @@ from vgpu.torch_patches.undo import Changes
 
 _PATCHES = (
     attention,
+    compile,
+    cuda_kernels,
     data_assignment,
     data_parallel,
-    device_names,
     dispatch,
+    flex_attention,
     functions,
     kernels,
-    norms,
+    methods,
     process_groups,
     refusals,
     serialization,

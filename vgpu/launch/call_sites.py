@@ -102,8 +102,6 @@ class RankState:
     received: Counter[Message] = field(default_factory=Counter)
     message: Message | None = None
     """What it waits for in a send or recv that blocks."""
-    aborts: bool = False
-    """Whether C++ is about to end its process."""
     groups_made: int = 0
     new_group: list[int] = field(default_factory=list)
     """The ranks of the group that it is about to make in new_group, which waits for all of them."""

@@ -28,7 +28,7 @@ def is_deadlock(states: Sequence[RankState | None], within_s: float = float("inf
     states were taken. A rank whose collective times out within ``within_s`` seconds is no part of a
     deadlock: it will raise an error of its own.
     """
-    if any(s and (s.aborts or _times_out_in_s(s) < within_s) for s in states):
+    if any(s and _times_out_in_s(s) < within_s for s in states):
         return False
     waiting = {rank for rank, s in enumerate(states) if s and s.waits}
     gone = {rank for rank, s in enumerate(states) if s and s.stage in ("has returned", STOPPED)}

@@ -70,7 +70,6 @@ class _Rank:
         self._control = control
         self._sending = threading.Lock()
         self._main_thread = threading.get_ident()
-        self._aborts = False
 
     def send(self, message: object) -> None:
         with self._sending:
@@ -89,14 +88,12 @@ class _Rank:
         while True:
             message = self.receive()
             if message == "state":
-                self._send_state()
+                self.send_state()
             elif message == "release":
                 self.released.set()
 
-    def _send_state(self) -> None:
-        state = rank_state(self._main_thread, self.stage)
-        state.aborts = self._aborts
-        self.send(state)
+    def send_state(self) -> None:
+        self.send(rank_state(self._main_thread, self.stage))
 
     def tell_before_cpp_aborts(self) -> None:
         """Tell the parent where the rank is before an exception that C++ catches nowhere ends it.
@@ -111,8 +108,7 @@ class _Rank:
 
         def tell() -> None:
             if os.getpid() == process:  # not in a fork of the rank
-                self._aborts = True
-                self._send_state()
+                self.send_state()
             before()  # writes the exception, and ends the process
 
         self._tell = handler_type(tell)  # C++ keeps its address alone
@@ -218,6 +214,8 @@ def _outcome(rank: _Rank, job: Job) -> Result | Failure:
     except SystemExit as error:
         return _failure("exited", error)
     except BaseException as error:
+        # What it had brought to a collective may explain why another rank died in it.
+        rank.send_state()
         return _failure(kind, error)
     return Result()
 

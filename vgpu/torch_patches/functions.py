@@ -22,8 +22,7 @@ from vgpu.memory import gpus
 from vgpu.memory.blocks import Block
 from vgpu.tensor import autocast as casting
 from vgpu.tensor import generators
-from vgpu.tensor.device_names import naming_devices
-from vgpu.tensor.methods import cpp_device
+from vgpu.tensor.methods import cpp_device, naming_devices
 from vgpu.tensor.tensor import VirtualTensor
 from vgpu.time import streams
 from vgpu.torch_patches import device_module
