@@ -301,12 +301,16 @@ RELIANCES = (
         ),
     ),
     Reliance(
+        "events of collectives in the profiler",
+        "Use torch.profiler.record_function in collectives/dispatch.py.",
+        ("torch._C._profiler._RecordFunctionFast",),
+    ),
+    Reliance(
         "a cluster that does not exist: groups of ranks that are not there",
         "The fake process group is torch's own test tool and moves with its tests: search torch "
         "for fake_pg, then collectives/cluster.py, dispatch.py and process_groups.py.",
         (
             "torch._C._distributed_c10d.PythonCallbackWork",
-            "torch._C._profiler._RecordFunctionFast",
             "torch._C.fork",
             "torch.distributed.distributed_c10d._resolve_process_group",
             "torch.testing._internal.distributed.fake_pg.FakeProcessGroup._create_internal",

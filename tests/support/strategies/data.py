@@ -48,15 +48,6 @@ def ddp_accumulating(rank, world_size, device_type):
     return parameters_of(model)
 
 
-def ddp_with_join(rank, world_size, device_type):
-    device = device_of(device_type, rank)
-    model = DDP(network(rank).to(device))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with model.join():
-        trained(model, optimizer, device, rank, world_size, steps=1 + rank)
-    return parameters_of(model)
-
-
 def zero_redundancy(rank, world_size, device_type):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -70,6 +61,5 @@ WAYS = [
     ddp,
     ddp_with_bucket_views,
     ddp_accumulating,
-    ddp_with_join,
     zero_redundancy,
 ]
