@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -157,12 +158,11 @@ class HostThreads:
                 self._program.wait_stream(current, stream)
 
 
+@dataclass
 class _BackwardPass:
-    def __init__(self, number: int, thread: int) -> None:
-        """number: autograd's. thread: the one that called it."""
-        self.number = number
-        self.thread = thread
-        self.has_ended = False
+    number: int  # autograd's
+    thread: int  # the one that called it
+    has_ended: bool = False
 
     def end(self) -> None:
         self.has_ended = True
