@@ -29,13 +29,19 @@ _FORWARD_MODE = (
     "forward-mode automatic differentiation is not supported on virtual GPUs: "
     "use backward(), or tensors on the CPU"
 )
+_VARLEN = (
+    "attention of sequences of several lengths (torch.nn.attention.varlen) is not supported on virtual "
+    "GPUs: call torch.nn.functional.scaled_dot_product_attention for each, or flex_attention with a "
+    "mask of documents"
+)
 _STORAGE = (
     "a storage alone cannot be made on or moved to a virtual GPU: make a tensor there, such as "
     "torch.empty(n, dtype=torch.uint8, device='vgpu:0')"
 )
 
-# By operator: those that make a tensor of a kind that virtual GPUs do not have.
+# By operator: those that make a tensor of a kind that virtual GPUs do not have, or only CUDA computes.
 _REFUSED = {
+    "aten::_flash_attention_forward": _VARLEN,
     "aten::_nested_tensor_from_mask": _NESTED_ENCODER,
     "aten::_nested_tensor_from_tensor_list": _NESTED,
     "aten::_nested_view_from_buffer": _NESTED,

@@ -3,8 +3,8 @@
 TorchInductor has no code for virtual GPUs, and TorchDynamo does not trace through their tensors. So a
 call that computes on virtual GPUs runs the function that was compiled, with the results that it has
 without ``torch.compile``; a recording of virtual time counts it, and its backward, as compiled
-(vgpu/time/compiler_passes.py). ``torch.compiler.is_compiling()`` is False in it. A call that has only CPU tensors
-is compiled as ever.
+(vgpu/time/compiler_passes.py). ``torch.compiler.is_compiling()`` is False in it. A call that has only
+CPU tensors is compiled as ever.
 
 Whether a call computes on virtual GPUs is seen in its arguments, in the module or object that it is
 a method of, and in the variables that the function uses: in their tensors, devices, modules,
