@@ -24,8 +24,7 @@ from helpers.train import checkpoints
 from helpers.train.checkpoints import Checkpoint, CheckpointError
 from helpers.train.tasks import TASKS, Settings
 from vgpu.launch import launcher
-from vgpu.plan.layout import Layout
-from vgpu.plan.parallelize import apply_fsdp, apply_tp, loss_context
+from vgpu.plan.layout import Layout, apply_fsdp, apply_tp, loss_context
 from vgpu.plan.transformer import Transformer
 
 SCORED_AT_ONCE = 512

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 import vgpu
 from vgpu.plan import estimate, schedules
-from vgpu.plan.layout import Layout, SlowestRank, check_tp, slowest_rank, split_layers
-from vgpu.plan.parallelize import RECOMPUTE
+from vgpu.plan.layout import RECOMPUTE, Layout, check_hosts, check_tp, split_layers
 from vgpu.plan.transformer import TransformerSizes, check_count
 from vgpu.time.timeline import covered_s
 from vgpu.units import format_bytes
@@ -63,11 +64,10 @@ class Plan:
                 f"{ranks} ranks ({self.layout}) do not fill hosts of {each} GPUs; make it a "
                 f"multiple of {each}"
             )
+        check_hosts(self.layout, each)
         check_tp(self.sizes, self.layout.tp, self.sequence)
         self._check_pipeline()
         self._check_bytes()
-        for stage in range(self.layout.pp):
-            self.slowest(stage)
 
     def _check_pipeline(self) -> None:
         if self.layout.pp == 1:
@@ -127,10 +127,6 @@ class Plan:
     def hosts(self) -> int:
         return max(1, self.layout.ranks // self.gpus_per_host)
 
-    def slowest(self, stage: int = 0) -> SlowestRank:
-        """The rank of a stage that is recorded: the first of those whose groups are the slowest."""
-        return slowest_rank(self.layout, self.gpus_per_host, stage)
-
     def taking(self, costs: dict[str, Any]) -> tuple["Plan", dict[str, Any]]:
         """The plan on the GPU and the network among ``costs``, if they name any; the other costs."""
         own = {name: costs[name] for name in ("gpu", "network") if name in costs}
@@ -144,17 +140,14 @@ class Plan:
 
 
 @contextmanager
-def on_cluster(plan: Plan, rank: int | None = None) -> Iterator[vgpu.Cluster]:
-    """In the block this process is a rank of the plan's cluster, and tensors are shapes.
-
-    rank: by default the first of those whose groups are the slowest.
-    """
+def on_cluster(plan: Plan, rank: int = 0) -> Iterator[vgpu.Cluster]:
+    """In the block this process is a rank of the plan's cluster, and tensors are shapes."""
     cluster = vgpu.cluster(
         plan.hosts,
         min(plan.gpus_per_host, plan.layout.ranks),
         gpu=plan.spec,
         network=plan.network,
-        rank=plan.slowest().rank if rank is None else rank,
+        rank=rank,
         memory_bytes=_NO_LIMIT_BYTES,
     )
     with cluster as entered, vgpu.shapes_only():
@@ -163,26 +156,17 @@ def on_cluster(plan: Plan, rank: int | None = None) -> Iterator[vgpu.Cluster]:
 
 @dataclasses.dataclass(frozen=True)
 class RecordedStep:
-    """What a recorded step of one rank takes: virtual time and counted bytes.
-
-    Of a pipeline: the time of all its stages, each a device of the timeline, and the bytes of a
-    rank of the fullest one.
-    """
+    """What a recorded step of one rank takes: virtual time and counted bytes."""
 
     plan: Plan
     timeline: vgpu.Timeline
-    allocated_bytes: int
-    """The most that tensors take at once."""
-    state_bytes: dict[str, int]
-    """Parameters and optimizer state, which stay on this rank from step to step."""
-    peak_by_cause: dict[str, int] = dataclasses.field(default_factory=dict)
+    bytes_by_cause: dict[str, int]
     """What is allocated at the peak, as ``vgpu.profiling.peaks`` counts it."""
-    stage: int = 0
-    """The place in the pipeline of the rank whose bytes these are."""
-    in_flight: int = 0
-    """Of a pipeline: micro-batches that it keeps at the peak, once for each chunk that keeps it."""
-    idle_s: float = 0.0
-    """How long it waits for other stages."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The most that tensors take at once."""
+        return sum(self.bytes_by_cause.values())
 
     @property
     def seconds(self) -> float:
@@ -200,40 +184,16 @@ class RecordedStep:
         return flop / self.plan.spec.tensor_flop_per_s
 
     @property
-    def bytes_by_cause(self) -> dict[str, int]:
-        """What is allocated at the peak: what stays on this rank, and what comes and goes."""
-        if self.peak_by_cause:
-            return self.peak_by_cause
-        passing = self.allocated_bytes - sum(self.state_bytes.values())
-        return {**self.state_bytes, "gradients, gathered parameters, activations": passing}
-
-    @property
     def time_by_cause(self) -> dict[str, float]:
         """Seconds of the step: computing, each collective that nothing hides, and the rest."""
-        # A pipeline has a device for each stage, any other step those of the recorded rank's host.
-        own = self.plan.slowest().rank % self.plan.gpus_per_host
-        device = self.timeline.devices[self.stage if self.plan.layout.pp > 1 else own]
-        events = self.timeline.of(device)
-        kernels = [event for event in events if event.kind == "kernel"]
-        sent = [event for event in events if event.kind == "collective"]
-        causes = {"computing": covered_s(kernels)}
-        seen, known_s = list(kernels), causes["computing"]
-        for name in sorted({event.name for event in sent}):
-            seen += [event for event in sent if event.name == name]
-            now_s = covered_s(seen)
-            causes[f"waiting for {name}"] = now_s - known_s
-            known_s = now_s
-        if self.plan.layout.pp > 1:
-            causes["waiting for other stages"] = self.idle_s
-        causes["waiting for the host"] = self.seconds - known_s - self.idle_s
-        return causes
+        return time_by_cause(self.timeline, self.timeline.devices[0])
 
 
 @dataclasses.dataclass(frozen=True)
 class Step(RecordedStep):
     """What a step of one rank takes, its allocator included."""
 
-    reserved_bytes: int = dataclasses.field(kw_only=True)
+    reserved_bytes: int
     """The most that PyTorch's allocator takes from the GPU for what is allocated."""
 
     def replayed(self, **changes: Any) -> "Step":
@@ -248,3 +208,23 @@ class Step(RecordedStep):
     @property
     def fits(self) -> bool:
         return self.reserved_bytes <= self.plan.spec.memory_bytes
+
+
+def time_by_cause(
+    timeline: vgpu.Timeline, device: torch.device, idle_s: float | None = None
+) -> dict[str, float]:
+    """Where a device's seconds go; idle_s: what it waits for other stages, in a pipeline."""
+    events = timeline.of(device)
+    seen = [event for event in events if event.kind == "kernel"]
+    sent = [event for event in events if event.kind == "collective"]
+    known_s = covered_s(seen)
+    causes = {"computing": known_s}
+    for name in sorted({event.name for event in sent}):
+        seen += [event for event in sent if event.name == name]
+        now_s = covered_s(seen)
+        causes[f"waiting for {name}"] = now_s - known_s
+        known_s = now_s
+    if idle_s is not None:
+        causes["waiting for other stages"] = idle_s
+    causes["waiting for the host"] = timeline.makespan_s - known_s - (idle_s or 0.0)
+    return causes

@@ -7,11 +7,10 @@ import torch
 from torch.nn import functional as F
 
 import vgpu
-from vgpu.plan.parallelize import ParallelModel, loss_context, state_bytes, without_garbage
+from vgpu.plan.layout import ParallelModel, adam_with_state, loss_context, progress, without_garbage
 from vgpu.plan.pipelines import predict_pipeline
 from vgpu.plan.plan import Plan, RecordedStep, Step, on_cluster
 from vgpu.plan.transformer import Transformer
-from vgpu.plan.workers import progress
 from vgpu.profiling.peaks import OTHER, PeakByCause
 
 LAYERS = (4, 5)
@@ -20,9 +19,8 @@ fewer than four layers the most bytes are allocated at another point of the step
 
 
 def predict(plan: Plan, **costs: Any) -> Step:
-    """The second step of a rank whose GPU computes nothing and counts everything.
+    """The second step of rank 0, whose GPU computes nothing and counts everything.
 
-    It is rank 0, unless groups of others span more hosts and are slower: then one of those.
     bfloat16 parameters and gradients with float32 master copies and reduction, AdamW fused. Of a
     pipeline, one rank of each kind of stage is recorded, and the schedule simulated. costs: as for
     ``vgpu.record`` (``arithmetic_share``, ``fuses``, ``async_tp`` and others); ``gpu`` and
@@ -58,21 +56,14 @@ class Rank:
         then, and what the allocator reserves is not quite: that depends on all that went before.
         """
         self._layout = plan.layout
-        mesh = plan.layout.mesh("vgpu")
         whole = Transformer(dataclasses.replace(plan.sizes, sequence=plan.sequence))
-        self._parallel = ParallelModel(whole, plan.layout, mesh)
+        self._parallel = ParallelModel(whole, plan.layout, plan.layout.mesh("vgpu"))
         self.model = self._parallel.module
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         if takes_a_step:
-            self.train(plan)  # and makes the optimizer's state
-            return
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        self._update()
-
-    def _update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+            self.train(plan)
+        else:
+            self.optimizer = adam_with_state(self.model)
 
     def train(self, plan: Plan) -> None:
         """One step."""
@@ -83,20 +74,16 @@ class Rank:
         with loss_context(self._layout):
             # Nothing but the loss holds the logits during the backward pass.
             F.cross_entropy(self.model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
-        self._update()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
-    def timed(self, plan: Plan, **costs: Any) -> tuple[vgpu.Timeline, dict[str, int]]:
+    def recorded(self, plan: Plan, **costs: Any) -> RecordedStep:
         """One step, and what it has allocated at its peak, without what other ``Rank``s have."""
         with PeakByCause(self.model, self.optimizer) as peak, vgpu.record(**costs) as timeline:
             self.train(plan)
         assert not timeline.races, timeline.races
-        return timeline, {cause: size for cause, size in peak.by_cause.items() if cause != OTHER}
-
-    def recorded(self, plan: Plan, **costs: Any) -> RecordedStep:
-        """One step, and what there is to know of it without an allocator."""
-        timeline, by_cause = self.timed(plan, **costs)
-        allocated_bytes = sum(by_cause.values())
-        return RecordedStep(plan, timeline, allocated_bytes, state_bytes(self.optimizer), by_cause)
+        own = {cause: size for cause, size in peak.by_cause.items() if cause != OTHER}
+        return RecordedStep(plan, timeline, own)
 
 
 # From few layers to all
@@ -117,8 +104,7 @@ class ExtrapolatedStep:
     """A plan's step from those with ``LAYERS`` of its layers, in seconds where the whole takes many.
 
     All layers of a transformer are alike, so time and allocated bytes are those of the whole to a
-    few thousandths (``tests/vgpu/plan/test_extrapolate.py``). What the allocator reserves beyond that
-    is missing: it grows in leaps.
+    few thousandths. What the allocator reserves beyond that is missing: it grows in leaps.
     """
 
     plan: Plan
@@ -127,7 +113,7 @@ class ExtrapolatedStep:
     def seconds(self, **costs: Any) -> float:
         """Of a step of the whole model; costs: other ones than recorded, as for ``vgpu.replay``."""
         few = [s.timeline if not costs else vgpu.replay(s.timeline, **costs) for s in self.steps]
-        return self._extrapolated(*(timeline.makespan_s for timeline in few))
+        return extrapolated(self.plan.sizes.layers, *(timeline.makespan_s for timeline in few))
 
     def tokens_per_s(self, **costs: Any) -> float:
         """Of one GPU."""
@@ -136,17 +122,15 @@ class ExtrapolatedStep:
     @property
     def bytes_by_cause(self) -> dict[str, float]:
         """As ``Step.bytes_by_cause``; together, what is allocated at the peak."""
-        few, more = (step.bytes_by_cause for step in self.steps)
-        return {cause: self._extrapolated(few[cause], more[cause]) for cause in few}
+        return self._by_cause(*(step.bytes_by_cause for step in self.steps))
 
     @property
     def time_by_cause(self) -> dict[str, float]:
-        few, more = (step.time_by_cause for step in self.steps)
-        names = [*more, *(name for name in few if name not in more)]
-        return {n: self._extrapolated(few.get(n, 0.0), more.get(n, 0.0)) for n in names}
+        return self._by_cause(*(step.time_by_cause for step in self.steps))
 
-    def _extrapolated(self, few: float, more: float) -> float:
-        return extrapolated(self.plan.sizes.layers, few, more)
+    def _by_cause(self, few: dict[str, Any], more: dict[str, Any]) -> dict[str, float]:
+        layers = self.plan.sizes.layers
+        return {n: extrapolated(layers, few.get(n, 0.0), more.get(n, 0.0)) for n in more | few}
 
 
 def extrapolate(plan: Plan, **costs: Any) -> ExtrapolatedStep:

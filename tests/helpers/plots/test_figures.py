@@ -9,7 +9,7 @@ from torch import nn
 from helpers import plots
 from helpers.plots import style
 from vgpu import Timeline
-from vgpu.plan import meshes
+from vgpu.plan.layout import groups
 
 matplotlib.use("Agg")
 
@@ -88,7 +88,7 @@ def test_held_by_cause_adds_the_bytes_up(alts):
 
 def test_mesh_names_the_groups_of_each_dimension(alts):
     sizes = {"inside": 4, "across": 2}
-    plots.mesh({name: meshes.groups(sizes, name) for name in sizes}, gpus_per_host=4)
+    plots.mesh({name: groups(sizes, name) for name in sizes}, gpus_per_host=4)
     assert "inside, 2 groups of 4, the first one ranks 0, 1, 2, 3" in alts[0]
     assert "across, 4 groups of 2, the first one ranks 0, 4" in alts[0]
 

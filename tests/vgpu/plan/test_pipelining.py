@@ -1,7 +1,5 @@
 """torch.distributed.pipelining: its orders are ours, and its gradients those of one process."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -9,7 +7,6 @@ from torch.distributed import pipelining
 
 from vgpu import launch
 from vgpu.plan import schedules
-from vgpu.plan.schedules import from_text, peaks_in_flight, simulate
 
 RANKS, MICRO_BATCHES, WIDTH = 2, 4, 8
 
@@ -84,16 +81,3 @@ def test_gradients_are_those_of_one_process_and_the_order_is_ours(name, ours):
     for index, stage in enumerate(single):
         torch.testing.assert_close(found[index], [p.grad for p in stage.parameters()])
     assert [seen for _, seen in results] == [list(map(str, row)) for row in ours.rows]
-
-
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 32)])
-def test_the_zero_bubble_v_of_torch_can_be_simulated(p, m):
-    torchs = SimpleNamespace(pp_group_size=p, num_stages=2 * p, _n_microbatches=m)
-    order_of = pipelining.ScheduleZBVZeroBubble._calculate_single_rank_operations
-    rows = [" ".join(str(action) for action in order_of(torchs, r) if action) for r in range(p)]
-    v = from_text(rows, "ZB-V")
-    assert [v.device_of(stage) for stage in range(2 * p)] == [*range(p), *reversed(range(p))]
-    # The first micro-batch reaches the last device after p - 1 half forwards; from then on no
-    # device waits (Qi et al., 2023, section 6).
-    assert simulate(v).makespan == 3 * m + (p - 1) / 2
-    assert max(peaks_in_flight(v)) == 2 * p  # each of half a device's layers, as in 1F1B
