@@ -24,13 +24,12 @@ import torch
 import torch.distributed as dist
 
 import vgpu
-from vgpu.launch import call_sites, failures, hangs
+from vgpu.launch import call_sites, failures
 from vgpu.launch.failures import LaunchError
 from vgpu.launch.forkserver import SOCKETS_FOLDER
-from vgpu.launch.messages import Job, dumps_call, result_path
 from vgpu.launch.output import RankOutput
 from vgpu.launch.processes import RankProcess, RankProcesses
-from vgpu.launch.rank import inside_rank
+from vgpu.launch.rank import Job, dumps_call, inside_rank, result_path
 
 RANKS_PER_CORE = 16
 """With more processes on a core they mostly wait for one another and fill the memory."""
@@ -89,7 +88,7 @@ def run(
             _follow(processes, START_LIMIT_S, lambda rank: rank.joined)
             _follow(processes, timeout_s, lambda rank: rank.outcome is not None)
         except KeyboardInterrupt:
-            where = hangs.explain(processes.ask_states(time_s=1), failures.name_file)
+            where = failures.explain(processes.ask_states(time_s=1))
             print(f"Stopped. Where the ranks were:\n{where}")
             raise KeyboardInterrupt from None
         except LaunchError as error:
@@ -116,9 +115,9 @@ def _follow(
             continue
         states = processes.ask_states(time_s=2)
         _raise_failure(processes)  # of one that failed before it could answer
-        before, progress = progress, hangs.progress(states)
+        before, progress = progress, failures.progress(states)
         patience_s = min(deadline_s - now_s, SHORT_LIMIT_S)
-        certain = progress == before and hangs.is_deadlock(states, patience_s)
+        certain = progress == before and failures.is_deadlock(states, patience_s)
         if certain or now_s >= deadline_s:
             time_s = min(round(now_s - began_s, 1), deadline_s - began_s)
             raise failures.hang_error(processes.ranks, states, time_s, certain)

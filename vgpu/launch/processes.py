@@ -7,6 +7,7 @@ import tempfile
 import time
 import uuid
 import warnings
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -16,10 +17,8 @@ from typing import Any
 from vgpu.launch import guard
 from vgpu.launch.call_sites import RankState
 from vgpu.launch.forkserver import context, main_module_hidden
-from vgpu.launch.hangs import ranks_text
-from vgpu.launch.messages import Failure, Job, Joined, Result, function_path
 from vgpu.launch.output import RankOutput
-from vgpu.launch.rank import main
+from vgpu.launch.rank import Failure, Job, Joined, Result, function_path, main
 
 END_LIMIT_S = 10.0
 """How long a rank, and all that it has started, may take to end."""
@@ -195,3 +194,11 @@ class RankProcesses:
             rank.control.close()
             rank.output.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """ "rank 1", or "ranks 0, 2 and 3"."""
+    numbers = [str(rank) for rank in sorted(ranks)]
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
