@@ -28,7 +28,7 @@ COMMANDS = sample(["slurm", "two-real-hosts"], 1)
 PATIENCE = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=4"
 
 
-@pytest.mark.skipif(not ALL, reason="one host lost: test_two_hosts.py; for good: TESTS=all")
+@pytest.mark.skipif(not ALL, reason="one host lost: lesson 07; for good: TESTS=all")
 @pytest.mark.parametrize("make_hosts", [two_agents, two_namespaces])
 def test_the_host_that_is_left_goes_on_by_itself(tmp_path, make_hosts):
     run = tmp_path / "run"

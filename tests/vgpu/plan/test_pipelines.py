@@ -15,7 +15,7 @@ from vgpu.plan import Layout, Plan, pipelines, predict, search
 from vgpu.plan import __main__ as command
 from vgpu.plan import layout as layouts
 from vgpu.plan.layout import ParallelModel, TransformerStage, split_layers
-from vgpu.plan.pipelines import action_contexts, ready_s, record_rank, shortened
+from vgpu.plan.pipelines import action_contexts, record_rank, shortened
 from vgpu.plan.plan import on_cluster
 from vgpu.plan.schedules import Action, peaks_in_flight
 from vgpu.plan.transformer import LLAMA, TransformerSizes
@@ -35,30 +35,6 @@ NO_LAUNCHES = {"python_launch_s": 0.0, "engine_launch_s": 0.0}
 
 
 # What is simulated
-
-
-def test_the_makespan_is_what_a_calculation_by_hand_gives():
-    schedule = TWO.schedule
-    first, second = (record_rank(TWO, schedule, device) for device in (0, 1))
-    computed_s = {
-        action: ready_s(timeline)
-        for rank in (first, second)
-        for action, timeline in rank.actions.items()
-    }
-    f, b = ([computed_s[Action(kind, 0, stage)] for stage in (0, 1)] for kind in "FB")
-    f_again, b_last = ([computed_s[Action(kind, 1, stage)] for stage in (0, 1)] for kind in "FB")
-    hidden_bytes = 2 * 128 * SIZES.width
-    network = vgpu.NETWORKS[TWO.network]
-    sent_s = network.latency_s + hidden_bytes / (0.8 * network.bytes_per_s_per_gpu(2))
-    # Stage 1 is the slower one: it takes both micro-batches without a pause, and stage 0 waits for it.
-    assert f_again[0] < f[1] + b[1] and b[0] < f_again[1] + b_last[1]
-    last = first.actions[Action("B", 1, 0)]
-    after_s = last.makespan_s - b_last[0] + first.update.makespan_s
-    expected_s = f[0] + sent_s + f[1] + b[1] + f_again[1] + b_last[1] + sent_s + b_last[0] + after_s
-    step = predict(TWO)
-    assert step.seconds == pytest.approx(expected_s, rel=1e-9)
-    assert sum(step.time_by_cause.values()) == pytest.approx(step.seconds)
-    assert step.tokens_per_s == pytest.approx(2 * 2 * 128 / 4 / step.seconds)
 
 
 def test_all_stages_together_compute_what_one_would():

@@ -61,12 +61,6 @@ def test_interleaving_divides_the_bubble_by_the_chunks(p, m, v):
     assert peaks_in_flight(simulated.schedule)[0] == min(v * p + p - 1, v * m)
 
 
-def test_one_chunk_interleaved_is_1f1b_with_a_longer_warm_up():
-    one = schedules.interleaved(4, 8, 1)
-    assert simulate(one).makespan == simulate(schedules.one_forward_one_backward(4, 8)).makespan
-    assert peaks_in_flight(one) == [7, 5, 3, 1]
-
-
 @each_size
 def test_zero_bubble_has_a_third_of_the_idle_time(p, m):
     simulated = simulate(schedules.zero_bubble(p, m))
