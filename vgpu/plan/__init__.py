@@ -2,7 +2,7 @@
 
 from vgpu.plan.layout import RECOMPUTE, Layout
 from vgpu.plan.layout_search import search
-from vgpu.plan.plan import Plan, Step
-from vgpu.plan.rank import extrapolate, predict
+from vgpu.plan.pipelines import predict
+from vgpu.plan.plan import Plan, Step, extrapolate
 
 __all__ = ["RECOMPUTE", "Layout", "Plan", "Step", "extrapolate", "predict", "search"]

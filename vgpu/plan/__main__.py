@@ -17,9 +17,8 @@ from tqdm import tqdm
 import vgpu
 from vgpu.plan.layout import RECOMPUTE, Layout, split_layers
 from vgpu.plan.layout_search import search
-from vgpu.plan.pipelines import PipelineStep
+from vgpu.plan.pipelines import PipelineStep, predict
 from vgpu.plan.plan import Plan, Step
-from vgpu.plan.rank import predict
 from vgpu.plan.transformer import LLAMA
 from vgpu.tables import Table
 from vgpu.units import format_bytes, format_seconds

@@ -31,8 +31,8 @@ from vgpu.launch import launcher
 from vgpu.launch.forkserver import context, main_module_hidden
 from vgpu.plan import estimate
 from vgpu.plan.layout import RECOMPUTE, Layout
-from vgpu.plan.plan import Plan, Step, on_cluster
-from vgpu.plan.rank import LAYERS, Rank, extrapolated, predict, with_layers
+from vgpu.plan.pipelines import predict
+from vgpu.plan.plan import LAYERS, Plan, Rank, Step, extrapolated, on_cluster, with_layers
 from vgpu.plan.transformer import check_count
 from vgpu.tables import Table
 from vgpu.units import format_bytes

@@ -1,6 +1,7 @@
-"""Plans with stages: a rank of each kind of stage is recorded, and the schedule simulated over all.
+"""What a step of a plan takes: a rank is recorded, and of a pipeline its schedule simulated over all.
 
-PyTorch's own FSDP2 and tensor parallelism divide the stages. Between the micro-batches FSDP2 adds up
+Of a pipeline, one rank of each kind of stage is recorded. PyTorch's own FSDP2 and tensor parallelism
+divide the stages. Between the micro-batches FSDP2 adds up
 gradients whole, in float32, and in a stage's last backward it sums them over the ranks. PyTorch's
 pipelines do that after the last backward; here it hides behind it as far as it can.
 
@@ -31,15 +32,38 @@ from vgpu.plan.layout import (
     split_layers,
     without_garbage,
 )
-from vgpu.plan.plan import Plan, Step, on_cluster, time_by_cause
+from vgpu.plan.plan import Plan, Rank, Step, on_cluster, time_by_cause
 from vgpu.plan.schedules import BACKWARD, FORWARD, Action, Box, Schedule, SimulatedSchedule
 from vgpu.profiling.peaks import PeakByCause
 from vgpu.time.simulate import replay_beside
 from vgpu.time.timeline import TraceEvent, in_order, union_s
 
 
-def predict_pipeline(plan: Plan, **costs: Any) -> "PipelineStep":
-    """As ``predict``, for a plan with stages."""
+def predict(plan: Plan, **costs: Any) -> Step:
+    """The second step of rank 0, whose GPU computes nothing and counts everything.
+
+    bfloat16 parameters and gradients with float32 master copies and reduction, AdamW fused. Of a
+    pipeline, one rank of each kind of stage is recorded, and the schedule simulated. costs: as for
+    ``vgpu.record`` (``arithmetic_share``, ``fuses``, ``async_tp`` and others); ``gpu`` and
+    ``network`` take the place of the plan's.
+    """
+    plan, costs = plan.taking(costs)
+    if plan.layout.pp > 1:
+        return _predict_pipeline(plan, **costs)
+    with (
+        on_cluster(plan) as cluster,
+        vgpu.record_memory() as memory,
+        progress("predicting: a step, one recorded, the allocator", "part", 3) as bar,
+    ):
+        rank = Rank(plan)
+        bar.update()
+        step = rank.recorded(plan, **costs)
+        bar.update()
+        reserved = memory.reserved(cluster.device, expandable_segments=True)
+        return Step(**vars(step), reserved_bytes=reserved.peak_reserved_bytes)
+
+
+def _predict_pipeline(plan: Plan, **costs: Any) -> "PipelineStep":
     short = shortened(plan)
     ranks: dict[int, RecordedRank] = {}
     actions: dict[tuple[_Kind, ActionContext], vgpu.Timeline] = {}
