@@ -68,7 +68,7 @@ _SEARCH = {
     "hosts": "of the cluster, in place of a layout",
     "sequences": "most sequences a step, on all GPUs together",
 }
-_COSTS = ("arithmetic_share", "speed_spread", "fuses", "async_tp")
+_COSTS = ("arithmetic_share", "fuses", "async_tp")
 _SEARCHED = ("batch", "recompute", "reshard_after_forward", "trace")
 """What has no place beside ``--search``."""
 
@@ -127,13 +127,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="X",
         help="of a datasheet's FLOP/s that matrix products reach (default: "
         f"{vgpu.CostModel.arithmetic_share})",
-    )
-    step.add_argument(
-        "--speed-spread",
-        type=float,
-        metavar="X",
-        help="standard deviation of the GPUs' speeds in arithmetic; the slowest sets the pace "
-        "(default: 0; 0.016 was measured)",
     )
     step.add_argument(
         "--trace", type=Path, metavar="FILE.json", help="write the step for ui.perfetto.dev"
