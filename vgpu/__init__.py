@@ -10,7 +10,7 @@ from vgpu.tensor.methods import NoValueError
 from vgpu.tensor.shapes import shapes_only
 from vgpu.tensor.tensor import is_shape
 from vgpu.time.costs import CostModel, fit_share
-from vgpu.time.record import record, spend
+from vgpu.time.recording import record, spend
 from vgpu.time.simulate import Deadlock, joined, replay
 from vgpu.time.timeline import FreedInUse, Race, Timeline, TraceEvent, covered_s
 

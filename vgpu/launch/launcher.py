@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import vgpu
-from vgpu.launch import call_sites, failures
+from vgpu.launch import call_sites, failures, hangs
 from vgpu.launch.failures import LaunchError
 from vgpu.launch.forkserver import SOCKETS_FOLDER
 from vgpu.launch.output import RankOutput
@@ -85,10 +85,10 @@ def run(
     rank_output = RankOutput(nprocs, by_rank=output == "by rank")
     with RankProcesses(jobs, call, rank_output) as processes:
         try:
-            _follow(processes, START_LIMIT_S, lambda rank: rank.joined)
+            _follow(processes, START_LIMIT_S, lambda rank: rank.joined is not None)
             _follow(processes, timeout_s, lambda rank: rank.outcome is not None)
         except KeyboardInterrupt:
-            where = failures.explain(processes.ask_states(time_s=1))
+            where = hangs.explain(processes.ask_states(time_s=1), failures.name_file)
             print(f"Stopped. Where the ranks were:\n{where}")
             raise KeyboardInterrupt from None
         except LaunchError as error:
@@ -115,9 +115,9 @@ def _follow(
             continue
         states = processes.ask_states(time_s=2)
         _raise_failure(processes)  # of one that failed before it could answer
-        before, progress = progress, failures.progress(states)
+        before, progress = progress, hangs.progress(states)
         patience_s = min(deadline_s - now_s, SHORT_LIMIT_S)
-        certain = progress == before and failures.is_deadlock(states, patience_s)
+        certain = progress == before and hangs.is_deadlock(states, patience_s)
         if certain or now_s >= deadline_s:
             time_s = min(round(now_s - began_s, 1), deadline_s - began_s)
             raise failures.hang_error(processes.ranks, states, time_s, certain)
@@ -136,6 +136,8 @@ def _raise_failure(processes: RankProcesses) -> None:
         if all(map(failures.has_lost_peer, filter(failures.has_failed, processes.ranks))):
             # They have lost a rank whose own end has yet to be noticed.
             until_s = min(time.monotonic() + 0.2, began_s + 5)
+    if any(rank.died for rank in processes.ranks):
+        processes.ask_states(time_s=1)
     raise failures.failure_error(processes.ranks, processes.scratch)
 
 

@@ -7,16 +7,18 @@ import tempfile
 import time
 import uuid
 import warnings
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from vgpu.launch import guard
 from vgpu.launch.call_sites import RankState
 from vgpu.launch.forkserver import context, main_module_hidden
+from vgpu.launch.hangs import STOPPED, ranks_text
 from vgpu.launch.output import RankOutput
 from vgpu.launch.rank import Failure, Job, Joined, Result, function_path, main
 
@@ -34,7 +36,7 @@ class RankProcess:
     process: Any
     control: Connection
     output: Connection
-    joined: bool = False
+    joined: Joined | None = None
     outcome: Result | Failure | None = None
     state: RankState | None = None
     ended_ns: int | None = None
@@ -45,6 +47,16 @@ class RankProcess:
     @property
     def died(self) -> bool:
         return self.ended_ns is not None and self.outcome is None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped its process."""
+        if self.joined is None:
+            return False
+        try:
+            return psutil.Process(self.joined.pid).status() == psutil.STATUS_STOPPED
+        except psutil.NoSuchProcess:  # it has ended meanwhile
+            return False
 
     def send(self, message: object) -> None:
         # A dead rank receives nothing; its sentinel reports the death.
@@ -102,10 +114,14 @@ class RankProcesses:
         self._output_waits = self._output.show(now_ns)
 
     def ask_states(self, time_s: float) -> list[RankState | None]:
-        """Where each rank is; None for one that does not answer in that time."""
+        """Where each rank is; None for one that does not answer in that time.
+
+        One whose process has ended is where it last said that it was.
+        """
         for rank in self.ranks:
-            rank.state = None
-            rank.send("state")
+            if rank.ended_ns is None:
+                rank.state = RankState(STOPPED) if rank.is_stopped else None
+                rank.send("state")
         until_s = time.monotonic() + time_s
         while time.monotonic() < until_s:
             if all(rank.state or rank.ended_ns is not None for rank in self.ranks):
@@ -175,7 +191,7 @@ class RankProcesses:
             if isinstance(message, RankState):
                 rank.state = message
             elif isinstance(message, Joined):
-                rank.joined = True
+                rank.joined = message
             else:
                 rank.outcome = message
 
@@ -194,11 +210,3 @@ class RankProcesses:
             rank.control.close()
             rank.output.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """ "rank 1", or "ranks 0, 2 and 3"."""
-    numbers = [str(rank) for rank in sorted(ranks)]
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
