@@ -22,7 +22,7 @@ from vgpu import torch_releases
 from vgpu.collectives import dispatch, nccl_only, process_groups, wrappers
 from vgpu.hardware import GPUSpec, Link, get_link, get_spec
 from vgpu.memory import gpus
-from vgpu.tensor import device_names, kernels, norms, refusals, shapes
+from vgpu.tensor import cuda_kernels, kernels, methods, refusals, shapes
 from vgpu.time.simulate import simulate
 from vgpu.time.steps import Program
 from vgpu.time.timeline import Timeline
@@ -41,14 +41,14 @@ from vgpu.torch_patches.undo import Changes
 _PATCHES = (
     accelerator,
     attention,
+    cuda_kernels,
     data_assignment,
     data_parallel,
-    device_names,
     dispatch,
     functions,
     kernels,
+    methods,
     nccl_only,
-    norms,
     process_groups,
     processes,
     refusals,

@@ -12,6 +12,7 @@ backward it is that of the module whose forward made the node of autograd's grap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -154,12 +155,11 @@ class HostThreads:
                 self._program.wait_stream(current, stream)
 
 
+@dataclass
 class _BackwardPass:
-    def __init__(self, number: int, thread: int) -> None:
-        """number: autograd's. thread: the one that called it."""
-        self.number = number
-        self.thread = thread
-        self.has_ended = False
+    number: int  # autograd's
+    thread: int  # the one that called it
+    has_ended: bool = False
 
     def end(self) -> None:
         self.has_ended = True

@@ -29,7 +29,7 @@ from vgpu.time.costs import CostModel, Workload, touched_bytes, work_of
 from vgpu.time.host_threads import CallSites, HostThread, modules_tracked
 from vgpu.time.program import Enqueued, GrowingProgram, RecordedStream
 from vgpu.time.races import Accesses, is_whole, poisoned, replaced
-from vgpu.time.simulate import rarely_collected, run
+from vgpu.time.simulate import rarely_collected, simulate
 from vgpu.time.steps import (
     UNKNOWN_OPERANDS,
     Copy,
@@ -42,7 +42,7 @@ from vgpu.time.steps import (
     Operands,
     Read,
 )
-from vgpu.time.timeline import HOST, Timeline, in_order
+from vgpu.time.timeline import HOST, Timeline
 
 assumed: dict[str, Any] = {}
 """Fields of CostModel that a virtual cluster gives to every recording."""
@@ -68,19 +68,17 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
     if under_way is not None:
         raise RuntimeError("a recording is under way already: end its block before the next one")
     recording = Recording(costs, timeline, rank)
-    try:
-        with _switched_to(recording), modules_tracked(), rarely_collected():
-            yield timeline
-    finally:
-        gpus.streams_of_nodes.clear()
-        with rarely_collected():
+    with rarely_collected():
+        try:
+            with _switched_to(recording), modules_tracked():
+                yield timeline
+        finally:
+            gpus.streams_of_nodes.clear()
             program = recording.program.end()
-            # With async_tp, what a product waits for is known only now: simulate all steps again.
-            simulator = run(program) if costs.async_tp else recording.program.simulated()
-        program.races = [(r.device.index, replace(r, device=HOST)) for r in timeline.races]
-        timeline.programs = (program,)
-        timeline.host_s, timeline.makespan_s = simulator.end()
-        timeline.events = in_order(simulator.trace)
+            program.races = [(r.device.index, replace(r, device=HOST)) for r in timeline.races]
+            timed = simulate([program])
+            timeline.programs, timeline.events = timed.programs, timed.events
+            timeline.host_s, timeline.makespan_s = timed.host_s, timed.makespan_s
 
 
 def spend(duration_s: float) -> None:
