@@ -96,23 +96,18 @@ def capacity(gpu: torch.device, size_bytes: int) -> Iterator[None]:
     if size_bytes <= 0 or (gpu.type != "cuda" and virtual is None):
         raise ValueError(f"a GPU can hold a number of bytes, got {size_bytes} for {gpu}")
     torch.get_device_module(gpu).empty_cache()
-    change: Callable[[Any], None]
-    inside: float
-    after: float
     if virtual is not None:
-        change, inside, after = (
-            virtual.memory.set_capacity,
-            size_bytes,
-            virtual.memory.capacity_bytes,
-        )
+        capacity_bytes = virtual.memory.capacity_bytes
+        virtual.memory.set_capacity(size_bytes)
+        restore = partial(virtual.memory.set_capacity, capacity_bytes)
     else:
-        change = partial(torch.cuda.set_per_process_memory_fraction, device=gpu)
-        inside, after = size_bytes / torch.cuda.get_device_properties(gpu).total_memory, 1.0
-    change(inside)
+        limit = partial(torch.cuda.set_per_process_memory_fraction, device=gpu)
+        limit(size_bytes / torch.cuda.get_device_properties(gpu).total_memory)
+        restore = partial(limit, 1.0)
     try:
         yield
     finally:
-        change(after)
+        restore()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 import torch
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree
 
 from vgpu.memory import gpus
 from vgpu.tensor.operator_info import handler
@@ -68,7 +67,6 @@ def install(changes: Changes) -> None:
     changes.wrap(torch.nested, "nested_tensor", nested_tensor)
     changes.wrap(torch.UntypedStorage, "__new__", new_untyped_storage)
     changes.wrap(forward_ad, "make_dual", make_dual)
-    changes.wrap(torch, "compile", refusing_virtual)
     changes.set(torch.UntypedStorage, gpus.DEVICE_TYPE, storage_to_gpu)
 
 
@@ -180,46 +178,6 @@ def refuse_tangents(values: Iterable[object]) -> None:
                 _, tangent = torch._VF._unpack_dual(value, level=level)
             if tangent is not None:
                 raise NotImplementedError(_FORWARD_MODE)
-
-
-def refusing_virtual(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compile``, which would warn at length and then run virtual tensors uncompiled."""
-
-    @functools.wraps(plain)
-    def compile(model: object = None, *args: Any, **kwargs: Any) -> Any:
-        owner = getattr(model, "__self__", model)  # Module.compile hands over a bound method
-        if isinstance(owner, torch.nn.Module):
-            for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
-                if is_virtual_device(tensor.device):
-                    raise _not_compiled(f"{name} is on {tensor.device}: run the model as it is")
-        compiled = plain(model, *args, **kwargs)
-        if isinstance(compiled, torch.nn.Module):  # which may be moved afterwards
-            compiled.forward = _on_real_tensors(compiled.forward)
-            return compiled
-        return compiled if model is None else _on_real_tensors(compiled)
-
-    return compile
-
-
-def _on_real_tensors(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled function that refuses virtual tensors when it is called."""
-
-    @functools.wraps(compiled)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        for value in pytree.tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor) and is_virtual_device(value.device):
-                raise _not_compiled(
-                    f"an argument is on {value.device}: call what was compiled as it is"
-                )
-        return compiled(*args, **kwargs)
-
-    return checked
-
-
-def _not_compiled(found: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"torch.compile is not supported on virtual GPUs, and {found}, or compile it on the CPU"
-    )
 
 
 def refuse_mixed_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:

@@ -342,6 +342,22 @@ RELIANCES = (
         ),
     ),
     Reliance(
+        "torch.compile and flex_attention on virtual GPUs",
+        "Look in torch/_dynamo/eval_frame.py how OptimizedModule makes its forward, and in "
+        "torch/nn/attention/flex_attention.py how flex_attention checks devices and calls its "
+        "operator; then in torch_patches/compile.py and torch_patches/flex_attention.py.",
+        (
+            "torch._dynamo.eval_frame.OptimizedModule._initialize",
+            "torch._dynamo.trace_rules.SKIP_DIRS",
+            "torch._dynamo.trace_rules.add",
+            "torch._higher_order_ops.flex_attention._permute_strides",
+            "torch._higher_order_ops.flex_attention.math_attention",
+            "torch.nn.attention.flex_attention._validate_device",
+            "torch.nn.attention.flex_attention._warn_once",
+            "torch.nn.attention.flex_attention.flex_attention_hop",
+        ),
+    ),
+    Reliance(
         "starting ranks quickly: what the forkserver imports ahead",
         "Take it out of PRELOAD in launch/forkserver.py; ranks then start more slowly.",
         ("torch._dynamo",),

@@ -285,20 +285,3 @@ def test_forward_mode_says_that_it_is_not_supported(call):
         call()
     with torch.autograd.forward_ad.dual_level():
         assert torch.ones(2).to("vgpu:0").sum().item() == 2
-
-
-# Older versions import what they call deprecated.
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_compiling_what_is_virtual_is_refused_clearly():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1).to("vgpu:1"))
-    for compile_it in (lambda: torch.compile(model), lambda: model.compile()):
-        with pytest.raises(NotImplementedError, match=r"1\.weight is on vgpu:1: run the model as"):
-            compile_it()
-    assert callable(torch.compile(torch.nn.Linear(3, 2)))
-
-    @torch.compile(backend="eager")
-    def double(x):
-        return 2 * x
-
-    with pytest.raises(NotImplementedError, match="argument is on vgpu:1: call what was"):
-        double(on(1, 2))
