@@ -266,19 +266,6 @@ def threads_per_rank(ranks: int) -> int:
     return max(1, cores() // ranks)
 
 
-def device_type(ranks: int | None = None) -> str:
-    """What each of this machine's ranks has one of: "vgpu" where virtual GPUs are enabled, "cuda"
-    where there are as many as ranks and NCCL to join them, else "cpu".
-
-    Without a number the ranks are those that torchrun or ``launch.run`` has started on this machine.
-    """
-    if ranks is None:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if vgpu.is_enabled() and torch.get_device_module("vgpu").device_count() >= ranks:
-        return "vgpu"
-    return "cuda" if real_gpus_for(ranks) else "cpu"
-
-
 def real_gpus_for(ranks: int) -> bool:
     """Whether each of so many ranks can have a real GPU of its own, with NCCL between them."""
     return dist.is_nccl_available() and torch.cuda.device_count() >= ranks

@@ -1,0 +1,147 @@
+"""The script of lesson 07 under torchrun on two hosts: one is lost, comes back, training resumes.
+
+Two hosts are two network namespaces joined by a cable (a veth pair) where this machine lets us
+make them; elsewhere, and besides with ``TESTS=all``, two agents on this machine play them. At the
+end the parameters must be those of one process that nobody disturbed.
+"""
+
+import inspect
+import linecache
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hosts import status_of, stop, two_agents, two_namespaces, two_namespaces_if_possible
+from levels import ALL
+
+import vgpu
+from helpers.data import Digits
+from teaching import lessons
+from vgpu.launch.launcher import free_port
+
+LESSON = next(path for path in lessons.NOTEBOOKS if lessons.number(path) == "07")
+LOST_IN_EPOCH = 2
+HOSTS = [two_agents, two_namespaces] if ALL else [two_namespaces_if_possible]
+
+
+@pytest.fixture(scope="module")
+def lesson():
+    """The names that the lesson's cells make: the script, and its functions."""
+    names = {"__name__": "__main__"}
+    cells = lessons.cells(LESSON)
+    for cell in [c for c in cells if c.is_code and {"setup", "script"} & set(c.tags)]:
+        # The lesson reads the source of its own functions.
+        name = f"<{cell.id}>"
+        linecache.cache[name] = (len(cell.source), None, cell.source.splitlines(True), name)
+        exec(compile(cell.source, name, "exec"), names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def expected(lesson, tmp_path_factory):
+    """The parameters after one process has done the whole training run by itself."""
+    folder = with_digits(tmp_path_factory.mktemp("single"))
+    threads = torch.get_num_threads()
+    dist.init_process_group("gloo", init_method=(folder / "store").as_uri(), rank=0, world_size=1)
+    with vgpu.enable(1), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "0")
+        torch.set_num_threads(1)
+        lesson["train"](0, 1, folder)
+    torch.set_num_threads(threads)
+    dist.destroy_process_group()
+    return torch.load(folder / "checkpoint.pt", map_location="cpu")["model"]
+
+
+def with_digits(folder):
+    for part in ("train", "test"):
+        digits = Digits(train=part == "train")
+        # 15 steps an epoch, which are as good as 29 here.
+        images, labels = digits.data[:720, None].double() / 255, digits.targets[:720]
+        torch.save((images, labels), folder / f"{part}.pt")
+    return folder
+
+
+@pytest.mark.parametrize("make_hosts", HOSTS)
+def test_a_host_is_lost_and_the_training_resumes(lesson, expected, tmp_path, make_hosts):
+    script = tmp_path / "train_ddp.py"
+    script.write_text(lesson["script"], encoding="utf-8")
+    folder = with_digits(tmp_path)
+    with make_hosts() as hosts:
+        lose_host_1 = {"POWER_CUT_IN_EPOCH": str(LOST_IN_EPOCH)}
+        statuses = train_on(hosts, script, folder, lose_host_1)
+        said = (folder / "said.txt").read_text(encoding="utf-8")
+        # Host 1 is killed; host 0 notices, and neither waits for ever.
+        assert statuses[1] == -signal.SIGKILL and statuses[0] not in (0, -signal.SIGKILL), said
+        assert history_in(folder) == [2] * LOST_IN_EPOCH
+
+        # The host is back, and the same command is given once more on both.
+        statuses = train_on(hosts, script, folder)
+        said = (folder / "said.txt").read_text(encoding="utf-8")
+        assert statuses == [0, 0], said
+        if hosts[0].prefix:
+            assert_gradients_crossed(hosts[0], expected)
+    epochs = inspect.signature(lesson["train"]).parameters["epochs"].default
+    assert history_in(folder) == [2] * epochs
+    trained = [int(epoch) for epoch in re.findall(r"^epoch (\d+)", said, re.M)]
+    assert trained == list(range(epochs)), "an epoch was trained twice or never"
+    after = torch.load(folder / "checkpoint.pt", map_location="cpu")
+    torch.testing.assert_close(after["model"], expected)
+
+
+def train_on(hosts, script, folder, environment_of_host_1=None):
+    """Start an agent on each host and wait for both: their exit statuses."""
+    address, port = hosts[0].address, free_port()
+    agents = []
+    try:
+        for number, environment in enumerate(({}, environment_of_host_1 or {})):
+            arguments = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={number}"]
+            arguments += [f"--master-addr={address}", f"--master-port={port}"]
+            arguments += [f"--log-dir={folder / 'logs'}", "-m", "vgpu", script, folder]
+            agents.append(hosts[number].start(arguments, folder / "said.txt", **environment))
+        return [status_of(agent) for agent in agents]
+    finally:
+        for agent in agents:
+            stop(agent)
+
+
+def history_in(folder):
+    """For each epoch in the checkpoint, the number of ranks that trained it."""
+    saved = torch.load(folder / "checkpoint.pt", map_location="cpu")
+    return [ranks for ranks, _ in saved["history"]]
+
+
+def assert_gradients_crossed(host, parameters):
+    """What host 0 received over the cable is at least a gradient for two in three of all steps."""
+    counter = f"/sys/class/net/{host.interface}/statistics/rx_bytes"
+    read = [*host.prefix, "cat", counter]
+    received_bytes = int(subprocess.run(read, capture_output=True, text=True, check=True).stdout)
+    gradient_bytes = sum(tensor.nbytes for tensor in parameters.values())
+    assert received_bytes > 40 * gradient_bytes
+
+
+def test_the_script_is_the_lesson_s_own_functions(lesson):
+    for name in ("train", "train_epoch", "save", "resume", "batches", "power_cut"):
+        assert f"def {name}(" in lesson["script"]
+    compile(lesson["script"], "train_ddp.py", "exec")
+
+
+def test_the_folder_is_left_with_one_whole_checkpoint(lesson, tmp_path):
+    """A save that is cut off midway leaves the checkpoint of before."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lesson["save"](tmp_path, model, optimizer, ["before"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", lambda state, path: Path(path).write_bytes(b"half"))
+        patch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lesson["save"](tmp_path, model, optimizer, ["after"])
+    assert lesson["resume"](tmp_path, model, optimizer, "cpu") == ["before"]
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
