@@ -1,7 +1,7 @@
 """64 GPUs as a mesh: the sizes and the order of its dimensions to groups, bytes on links, and time.
 
 The model is Llama 70B with sequences of 8192 tokens, trained on H100s with eight to a host; the
-arithmetic is that of ``vgpu.plan.meshes``.
+arithmetic is that of ``vgpu.plan.estimate``.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,9 @@ from IPython.display import display
 import vgpu
 from helpers import plots
 from helpers.widgets.live import explorer, steps
-from vgpu.plan import meshes
-from vgpu.plan.meshes import DIMENSIONS, MeshStep
+from vgpu.plan import estimate
+from vgpu.plan.estimate import DIMENSIONS, MeshStep
+from vgpu.plan.layout import groups
 from vgpu.plan.transformer import LLAMA
 from vgpu.tables import Table
 from vgpu.units import format_bytes, format_seconds
@@ -56,7 +57,7 @@ def answer(
         gpus_per_host=gpus_per_host,
         **shares,  # type: ignore[arg-type]
     )
-    return meshes.step(sizes, MODEL, sequences, cost)
+    return estimate.mesh_step(sizes, MODEL, sequences, cost)
 
 
 def tokens_per_s(step: MeshStep, sequences: int) -> float:
@@ -106,7 +107,7 @@ def show_mesh(
     except ValueError as problem:
         print(f"No such mesh: {problem}.")
         return
-    several = {name: meshes.groups(sizes, name) for name, size in sizes.items() if size > 1}
+    several = {name: groups(sizes, name) for name, size in sizes.items() if size > 1}
     if several:
         plots.mesh(several, GPUS_PER_HOST)
     display(answer_table(step, sequences))

@@ -14,8 +14,8 @@ import psutil
 
 from vgpu.launch import hangs
 from vgpu.launch.call_sites import RankState, user_call_site
-from vgpu.launch.messages import Failure, Result, crash_path
 from vgpu.launch.processes import RankProcess
+from vgpu.launch.rank import Failure, Result, crash_path
 from vgpu.units import format_bytes, format_seconds
 
 RETURN_WHAT = "Return tensors, numbers, figures, state_dicts or model.module."

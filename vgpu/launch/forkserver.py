@@ -44,12 +44,7 @@ def context() -> Any:
         return multiprocessing.get_context("spawn")
     forking = multiprocessing.get_context("forkserver")
     forking.set_forkserver_preload(list(PRELOAD))
-    try:
-        _ensure_running()
-    except ChildProcessError:
-        # This process was forked from the one that started the forkserver: it needs its own.
-        _forget_parents_forkserver()
-        _ensure_running()
+    _ensure_running()
     return forking
 
 
@@ -79,14 +74,6 @@ def _ensure_running() -> None:
             multiprocessing.forkserver.ensure_running()
         finally:
             del os.environ[SOCKETS_FOLDER]
-
-
-def _forget_parents_forkserver() -> None:
-    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
-    os.close(server._forkserver_alive_fd)
-    server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
-    current: Any = multiprocessing.current_process()
-    current._config.pop("tempdir", None)  # the parent's forkserver removes that one
 
 
 def _spawn(path: str, arguments: list[str], passed: list[int]) -> int:

@@ -27,10 +27,9 @@ import vgpu
 from vgpu.launch import call_sites, failures, hangs
 from vgpu.launch.failures import LaunchError
 from vgpu.launch.forkserver import SOCKETS_FOLDER
-from vgpu.launch.messages import Job, dumps_call, result_path
 from vgpu.launch.output import RankOutput
 from vgpu.launch.processes import RankProcess, RankProcesses
-from vgpu.launch.rank import inside_rank
+from vgpu.launch.rank import Job, dumps_call, inside_rank, result_path
 
 RANKS_PER_CORE = 16
 """With more processes on a core they mostly wait for one another and fill the memory."""
@@ -265,19 +264,6 @@ def cores() -> int:
 def threads_per_rank(ranks: int) -> int:
     """Each rank's share of the cores, at least 1, for ``torch.set_num_threads``."""
     return max(1, cores() // ranks)
-
-
-def device_type(ranks: int | None = None) -> str:
-    """What each of this machine's ranks has one of: "vgpu" where virtual GPUs are enabled, "cuda"
-    where there are as many as ranks and NCCL to join them, else "cpu".
-
-    Without a number the ranks are those that torchrun or ``launch.run`` has started on this machine.
-    """
-    if ranks is None:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if vgpu.is_enabled() and torch.get_device_module("vgpu").device_count() >= ranks:
-        return "vgpu"
-    return "cuda" if real_gpus_for(ranks) else "cpu"
 
 
 def real_gpus_for(ranks: int) -> bool:

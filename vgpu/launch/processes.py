@@ -19,9 +19,8 @@ from vgpu.launch import guard
 from vgpu.launch.call_sites import RankState
 from vgpu.launch.forkserver import context, main_module_hidden
 from vgpu.launch.hangs import STOPPED, ranks_text
-from vgpu.launch.messages import Failure, Job, Joined, Result, function_path
 from vgpu.launch.output import RankOutput
-from vgpu.launch.rank import main
+from vgpu.launch.rank import Failure, Job, Joined, Result, function_path, main
 
 END_LIMIT_S = 10.0
 """How long a rank, and all that it has started, may take to end."""

@@ -1,9 +1,8 @@
 """A training run on a cluster that does not exist, planned: ``python -m vgpu.plan``."""
 
-from vgpu.plan.layout import Layout
+from vgpu.plan.layout import RECOMPUTE, Layout
 from vgpu.plan.layout_search import search
-from vgpu.plan.parallelize import RECOMPUTE
-from vgpu.plan.plan import Plan, Step
-from vgpu.plan.rank import extrapolate, predict
+from vgpu.plan.pipelines import predict
+from vgpu.plan.plan import Plan, Step, extrapolate
 
 __all__ = ["RECOMPUTE", "Layout", "Plan", "Step", "extrapolate", "predict", "search"]

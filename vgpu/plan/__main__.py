@@ -8,18 +8,17 @@ import argparse
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 import vgpu
-from vgpu.plan.layout import Layout, split_layers
+from vgpu.plan.layout import RECOMPUTE, Layout, split_layers
 from vgpu.plan.layout_search import search
-from vgpu.plan.parallelize import RECOMPUTE
+from vgpu.plan.pipelines import PipelineStep, predict
 from vgpu.plan.plan import Plan, Step
-from vgpu.plan.rank import predict
 from vgpu.plan.transformer import LLAMA
 from vgpu.tables import Table
 from vgpu.units import format_bytes, format_seconds
@@ -47,40 +46,31 @@ _SIZES = {
     "layers": "transformer blocks",
     "width": "of the hidden states",
     "heads": "of attention",
-    "key-value-heads": "of attention",
-    "feed-forward": "width inside a block's feed-forward part",
+    "key_value_heads": "of attention",
+    "feed_forward": "width inside a block's feed-forward part",
     "vocabulary": "tokens that there are",
 }
 _LAYOUT = {
-    "dp-replicate": "replicas: data parallelism with whole copies of the model",
-    "dp-shard": "ranks among which FSDP2 shards the parameters of a replica",
+    "dp_replicate": "replicas: data parallelism with whole copies of the model",
+    "dp_shard": "ranks among which FSDP2 shards the parameters of a replica",
     "tp": "neighboring ranks that share each layer: tensor parallelism",
     "pp": "pipeline stages; embedding and output count as a layer each when it is cut",
 }
 _COUNTS = {
-    "batch": "sequences a step on each rank that has samples of its own",
-    "sequence": "tokens of a sequence",
-    "gpus-per-host": "GPUs of a host",
-    "chunks": "stages of each rank in a pipeline: 1 for 1F1B, more for interleaved 1F1B",
-    "micro-batches": "into which a pipeline divides the batch",
-}
-_UNLESS_GIVEN = {
-    "sequence": "the model's, 8192 for those of Llama",
-    "micro-batches": "as many as stages",
-}
-_COSTS = {
-    "arithmetic_share": "arithmetic_share",
-    "speed_spread": "speed_spread",
-    "compile": "fuses",
-    "async_tp": "async_tp",
+    "batch": f"sequences a step on each rank that has samples of its own (default: {Plan.batch})",
+    "sequence": "tokens of a sequence (default: the model's, 8192 for those of Llama)",
+    "gpus_per_host": f"GPUs of a host (default: {Plan.gpus_per_host})",
+    "chunks": "stages of each rank in a pipeline: 1 for 1F1B, more for interleaved 1F1B "
+    f"(default: {Plan.chunks})",
+    "micro_batches": "into which a pipeline divides the batch (default: as many as stages)",
 }
 _SEARCH = {
     "hosts": "of the cluster, in place of a layout",
     "sequences": "most sequences a step, on all GPUs together",
-    "whole": "how many of the fastest are predicted whole, the allocator included",
-    "processes": "that try plans at once (default: as many as cores and memory allow)",
 }
-_SEARCHED = ("batch", "recompute", "reshard_after_forward")
+_COSTS = ("arithmetic_share", "fuses", "async_tp")
+_SEARCHED = ("batch", "recompute", "reshard_after_forward", "trace")
+"""What has no place beside ``--search``."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -89,45 +79,33 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
     )
     result.add_argument("--model", choices=LLAMA, help="sizes of Llama 3.1 (default: 8B)")
-    sizes = result.add_argument_group("sizes that differ from the model's")
-    _add_counts(sizes, _SIZES)
-    layout = result.add_argument_group(
-        "layout (each 1 by default; GPUs are the product of the four)"
-    )
-    _add_counts(layout, _LAYOUT)
-    step = result.add_argument_group("step and cluster")
-    _add_counts(
-        step,
-        {
-            name: f"{text} (default: {_UNLESS_GIVEN.get(name) or _default(name.replace('-', '_'))})"
-            for name, text in _COUNTS.items()
-        },
-    )
+    _add_counts(result, "sizes that differ from the model's", _SIZES)
+    _add_counts(result, "layout (each 1 by default; GPUs are the product of the four)", _LAYOUT)
+    step = _add_counts(result, "step and cluster", _COUNTS)
     step.add_argument(
         "--recompute",
         choices=RECOMPUTE,
         help="activation checkpointing, what backward computes again: nothing, all but attention and "
-        f"every second matrix product, or all (default: {_default('recompute')})",
+        f"every second matrix product, or all (default: {Plan.recompute})",
     )
     step.add_argument(
         "--reshard-after-forward",
         action=argparse.BooleanOptionalAction,
-        default=None,
         help="whether parameters are freed after forward, and gathered again for backward "
-        f"(default: {_default('reshard_after_forward')})",
+        f"(default: {Plan.reshard_after_forward})",
     )
     step.add_argument(
         "--compile",
         action="store_true",
-        default=None,
+        dest="fuses",
         help="elementwise operations fuse, as torch.compile has it",
     )
     step.add_argument(
         "--async-tp",
         action="store_true",
-        default=None,
         help="with --compile: products run in pieces beside those of the collectives among ranks of "
         "a host that share them (asynchronous tensor parallelism)",
     )
@@ -135,101 +113,97 @@ def parser() -> argparse.ArgumentParser:
         "--gpu",
         choices=vgpu.PRESETS,
         metavar="NAME",
-        help=f"of every host: {', '.join(vgpu.PRESETS)} (default: {_default('gpu')})",
+        help=f"of every host: {', '.join(vgpu.PRESETS)} (default: {Plan.gpu})",
     )
     step.add_argument(
         "--network",
         choices=vgpu.NETWORKS,
         metavar="NAME",
-        help=f"between hosts: {', '.join(vgpu.NETWORKS)} (default: {_default('network')})",
+        help=f"between hosts: {', '.join(vgpu.NETWORKS)} (default: {Plan.network})",
     )
     step.add_argument(
         "--arithmetic-share",
         type=float,
         metavar="X",
         help="of a datasheet's FLOP/s that matrix products reach (default: "
-        f"{vgpu.CostModel(vgpu.get_spec('H100')).arithmetic_share})",
-    )
-    step.add_argument(
-        "--speed-spread",
-        type=float,
-        metavar="X",
-        help="standard deviation of the GPUs' speeds in arithmetic; the slowest sets the pace "
-        "(default: 0; 0.016 was measured)",
+        f"{vgpu.CostModel.arithmetic_share})",
     )
     step.add_argument(
         "--trace", type=Path, metavar="FILE.json", help="write the step for ui.perfetto.dev"
     )
-    several = result.add_argument_group("search among all layouts, batches and ways to recompute")
+    several = _add_counts(
+        result, "search among all layouts, batches and ways to recompute", _SEARCH
+    )
     several.add_argument(
         "--search",
         action="store_true",
         help="print the fastest that fit; pipelines are not tried",
     )
-    _add_counts(several, _SEARCH)
     return result
 
 
-def _add_counts(group: Any, texts: dict[str, str]) -> None:
+def _add_counts(parser: argparse.ArgumentParser, title: str, texts: dict[str, str]) -> Any:
+    group = parser.add_argument_group(title)
     for name, text in texts.items():
-        group.add_argument(f"--{name}", type=int, metavar="N", help=text)
-
-
-def _default(name: str) -> Any:
-    return next(field.default for field in dataclasses.fields(Plan) if field.name == name)
+        group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
+    return group
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parser().parse_args(arguments)
+    given = vars(parser().parse_args(arguments))
     try:
-        if options.search:
-            print(_searched(options))
-            return
-        plan, costs = plan_of(options)
-        step = predict(plan, **costs)
-        print(report(step))
-        if options.trace:
-            step.timeline.to_chrome_trace(options.trace)
-            print(f"\nThe step is in {options.trace}; https://ui.perfetto.dev opens it.")
-        if not step.fits:
-            print(f"\n{remedies(step, costs)}")
+        if given.pop("search", False):
+            print(_searched(given))
+        else:
+            _refuse(_SEARCH, given, "only of use with --search")
+            _predict_and_print(given)
     except (ValueError, OSError) as error:
         print(f"python -m vgpu.plan: error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-def plan_of(options: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
+def _predict_and_print(given: dict[str, Any]) -> None:
+    trace = given.pop("trace", None)
+    plan, costs = plan_of(given)
+    step = predict(plan, **costs)
+    print(report(step))
+    if trace:
+        step.timeline.to_chrome_trace(trace)
+        print(f"\nThe step is in {trace}; https://ui.perfetto.dev opens it.")
+    if not step.fits:
+        print(f"\n{remedies(step, costs)}")
+
+
+def plan_of(given: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
     """The plan that the options name, and costs as ``predict`` takes them."""
-    values = {name: value for name, value in vars(options).items() if value is not None}
-    unused = ("trace", *_SEARCHED) if values.pop("search") else _SEARCH
-    if names := [f"--{name.replace('_', '-')}" for name in unused if name in values]:
-        raise ValueError(f"{', '.join(names)}: only of use with{'out' * options.search} --search")
-    for name in ("trace", *_SEARCH):
-        values.pop(name, None)
-    sizes = dataclasses.replace(LLAMA[values.pop("model", "8B")], **_popped(values, _SIZES))
-    layout = Layout(**_popped(values, _LAYOUT))
-    costs = {cost: values.pop(name) for name, cost in _COSTS.items() if name in values}
+    own = {name: value for name, value in given.items() if name in _SIZES}
+    sizes = dataclasses.replace(LLAMA[given.get("model", "8B")], **own)
+    layout = Layout(**{name: value for name, value in given.items() if name in _LAYOUT})
+    costs = {name: value for name, value in given.items() if name in _COSTS}
     if costs.get("async_tp") and not costs.get("fuses"):
         raise ValueError("--async-tp is a pass of torch.compile: give --compile with it")
-    return Plan(sizes, layout, **values), costs
+    elsewhere = {"model", *_SIZES, *_LAYOUT, *_COSTS}
+    others = {name: value for name, value in given.items() if name not in elsewhere}
+    return Plan(sizes, layout, **others), costs
 
 
-def _popped(values: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
-    names = [name.replace("-", "_") for name in texts]
-    return {name: values.pop(name) for name in names if name in values}
-
-
-def _searched(options: argparse.Namespace) -> str:
-    own = {name: getattr(options, name) for name in _SEARCH if getattr(options, name) is not None}
-    plan, costs = plan_of(options)
-    if (hosts := own.pop("hosts", None)) is not None:
+def _searched(given: dict[str, Any]) -> str:
+    _refuse(_SEARCHED, given, "only of use without --search")
+    hosts, sequences = given.pop("hosts", None), given.pop("sequences", None)
+    plan, costs = plan_of(given)
+    if hosts is not None:
         if hosts < 1:
             raise ValueError(f"--hosts must be at least 1, got {hosts}")
         if plan.layout.ranks > 1:
             raise ValueError(f"--hosts {hosts} beside a layout ({plan.layout}): give one of them")
         layout = Layout(dp_shard=hosts * plan.gpus_per_host)
         plan = dataclasses.replace(plan, layout=layout)
-    return f"{search(plan, **own, **costs)}\n\nVirtual time, a model's prediction."
+    return f"{search(plan, sequences, **costs)}\n\nVirtual time, a model's prediction."
+
+
+def _refuse(names: Iterable[str], given: dict[str, Any], why: str) -> None:
+    if found := [f"--{name.replace('_', '-')}" for name in names if name in given]:
+        raise ValueError(f"{', '.join(found)}: {why}")
 
 
 def report(step: Step) -> str:
@@ -239,8 +213,11 @@ def report(step: Step) -> str:
         f"{plan.layout} on {plan.layout.ranks} {plan.spec.name.removeprefix('Virtual ')}, "
         f"{plan.hosts} {'host' if plan.hosts == 1 else 'hosts'}"
     )
-    if plan.layout.pp > 1:
+    whose = "rank 0"
+    if isinstance(step, PipelineStep):
         head += f"\n{_pipeline(plan)}"
+        rank = step.timeline.ranks[step.stage]
+        whose = f"rank {rank}, the fullest, with {step.in_flight} micro-batches in flight"
     bytes_rows = [(cause, format_bytes(size)) for cause, size in step.bytes_by_cause.items()]
     bytes_rows += [
         ("allocated at the peak", format_bytes(step.allocated_bytes)),
@@ -255,7 +232,7 @@ def report(step: Step) -> str:
     return "\n\n".join(
         [
             head,
-            str(Table((f"bytes of {_whose(step)}", ""), bytes_rows)),
+            str(Table((f"bytes of {whose}", ""), bytes_rows)),
             verdict,
             str(Table((f"a step of {format_seconds(step.seconds)}", "", ""), time_rows)),
             f"{step.tokens_per_s:,.0f} tokens/s a GPU, {plan.tokens:,} tokens a step; model FLOPs "
@@ -275,80 +252,71 @@ def _pipeline(plan: Plan) -> str:
     )
 
 
-def _whose(step: Step) -> str:
-    if step.plan.layout.pp == 1:
-        return f"rank {step.plan.slowest().rank}"
-    rank = step.timeline.ranks[step.stage]
-    return f"rank {rank}, the fullest, with {step.in_flight} micro-batches in flight"
-
-
 def remedies(step: Step, costs: dict[str, Any]) -> str:
     """Changes that make it fit, fastest first, each tried on the cluster; text to print.
 
-    If no single one does, each is tried together with full recomputation, then also with parameters
-    that are gathered again.
+    If no single one does, each is tried together with full recomputation and with parameters that are
+    gathered again.
     """
-    for added, plan in _keeping_less(step.plan):
-        tried = [
-            (f"{added} {text}".strip(), predict(other, **costs))
-            for text, other in tqdm(list(_changes(plan)), desc="looking for what fits", leave=False)
-        ]
-        rows = [
-            (text, format_bytes(other.reserved_bytes), f"{other.tokens_per_s:,.0f}")
-            for text, other in sorted(tried, key=lambda one: -one[1].tokens_per_s)
-            if other.fits
-        ]
+    plan, single = step.plan, _changes(step.plan)
+    least = {"recompute": RECOMPUTE[-1], "reshard_after_forward": True}
+    least = {name: value for name, value in least.items() if getattr(plan, name) != value}
+    others = [change for change in single if not change.keys() & least.keys()]
+    for changes in (single, [least | change for change in ({}, *others)] if least else []):
+        rows = []
+        for change in tqdm(changes, desc="looking for what fits", leave=False):
+            try:
+                tried = predict(_changed(plan, change), **costs)
+            except ValueError:  # batch, heads or hosts do not divide so
+                continue
+            if tried.fits:
+                rows.append((tried.tokens_per_s, _options(change), tried.reserved_bytes))
         if rows:
-            return str(Table(("what would fit", "reserved", "tokens/s a GPU"), rows))
+            table = [
+                (text, format_bytes(size), f"{speed:,.0f}")
+                for speed, text, size in sorted(rows, reverse=True)
+            ]
+            return str(Table(("what would fit", "reserved", "tokens/s a GPU"), table))
     return (
         "None of what was tried makes it fit: smaller batches, more sharing, recomputation, "
         "parameters gathered again. Use more GPUs."
     )
 
 
-def _keeping_less(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """The plan, then with what it lacks of all that keeps less: one option, then both."""
-    yield "", plan
-    added = []
-    if plan.recompute != RECOMPUTE[-1]:
-        plan = dataclasses.replace(plan, recompute=RECOMPUTE[-1])
-        added.append(f"--recompute {plan.recompute}")
-        yield " ".join(added), plan
-    if not plan.reshard_after_forward:
-        added.append("--reshard-after-forward")
-        yield " ".join(added), dataclasses.replace(plan, reshard_after_forward=True)
-
-
-def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    for how in RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1 :]:
-        yield f"--recompute {how}", dataclasses.replace(plan, recompute=how)
-    if plan.layout.dp_shard > 1 and not plan.reshard_after_forward:
-        yield "--reshard-after-forward", dataclasses.replace(plan, reshard_after_forward=True)
-    yield from _spread(plan)
-
-
-def _spread(plan: Plan) -> Iterator[tuple[str, Plan]]:
+def _changes(plan: Plan) -> list[dict[str, Any]]:
+    """Options that keep less, one at a time."""
     layout = plan.layout
-    count = plan.schedule.micro_batches if layout.pp > 1 else 1
-    if plan.batch // 2 and plan.batch // 2 % count == 0:
-        half = plan.batch // 2
-        yield f"--batch {half}", dataclasses.replace(plan, batch=half)
-    if layout.pp > 1 and plan.batch % (2 * count) == 0:
-        yield f"--micro-batches {2 * count}", dataclasses.replace(plan, micro_batches=2 * count)
+    changes: list[dict[str, Any]] = [
+        {"recompute": how} for how in RECOMPUTE[RECOMPUTE.index(plan.recompute) + 1 :]
+    ]
+    if layout.dp_shard > 1 and not plan.reshard_after_forward:
+        changes.append({"reshard_after_forward": True})
+    if plan.batch > 1:
+        changes.append({"batch": plan.batch // 2})
+    if layout.pp > 1:
+        changes.append({"micro_batches": 2 * plan.schedule.micro_batches})
     if layout.dp_replicate > 1:
-        dp_shard = layout.dp
-        divided = dataclasses.replace(layout, dp_replicate=1, dp_shard=dp_shard)
-        yield f"--dp-replicate 1 --dp-shard {dp_shard}", dataclasses.replace(plan, layout=divided)
+        changes.append({"dp_replicate": 1, "dp_shard": layout.dp})
     for by in (2, 4, 8):
-        if layout.dp_shard % by or layout.tp * by > plan.gpus_per_host:
-            continue
-        shared = dataclasses.replace(layout, dp_shard=layout.dp_shard // by, tp=layout.tp * by)
-        try:
+        if layout.dp_shard % by == 0 and layout.tp * by <= plan.gpus_per_host:
             # Ranks that had samples of their own now share a layer and all of their samples.
-            other = dataclasses.replace(plan, layout=shared, batch=plan.batch * by)
-        except ValueError:
-            continue  # the model's heads do not divide so
-        yield f"--dp-shard {shared.dp_shard} --tp {shared.tp} --batch {other.batch}", other
+            shared = {"dp_shard": layout.dp_shard // by, "tp": layout.tp * by}
+            changes.append({**shared, "batch": plan.batch * by})
+    return changes
+
+
+def _changed(plan: Plan, change: dict[str, Any]) -> Plan:
+    degrees = {name: value for name, value in change.items() if name in _LAYOUT}
+    others = {name: value for name, value in change.items() if name not in _LAYOUT}
+    return dataclasses.replace(plan, layout=dataclasses.replace(plan.layout, **degrees), **others)
+
+
+def _options(change: dict[str, Any]) -> str:
+    """Such as "--recompute full --reshard-after-forward"."""
+    return " ".join(
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        for name, value in change.items()
+    )
 
 
 if __name__ == "__main__":

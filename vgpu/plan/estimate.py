@@ -1,6 +1,33 @@
-"""Back-of-envelope estimates of a training run: FLOPs and bytes from sizes alone."""
+"""Back-of-envelope estimates of a training run: FLOPs, bytes, and what a mesh of GPUs sends.
 
-from vgpu.plan.transformer import TransformerSizes
+Arithmetic from sizes, for a transformer in the form of Llama. On a mesh it is cut four ways:
+
+- ``tensor``: four all-reduces of a micro-batch's hidden states in each layer, with nothing computed
+  beside them (Shoeybi et al., 2019, Megatron-LM);
+- ``context``: keys and values go round a ring, beside attention; in backward their gradients go with
+  them (Liu et al., 2023, Ring attention);
+- ``pipeline``: hidden states to the next stage and their gradients back, for each micro-batch of
+  one sequence; with 1F1B only those that fill and drain the pipeline are exposed;
+- ``data``: parameters, in bfloat16, are gathered once a step, beside the first forward, and
+  gradients, in float32, reduced once, beside the last backward. Ranks of ``context`` hold the same
+  parameters, so they belong to these groups too.
+
+Of each dimension it is the slowest group that counts, since the others wait for it: one that spans
+hosts where others lie inside one. Seconds are a ``CostModel``'s. Left out: embedding and loss, norms,
+the bytes of activations, recomputation, launches, dimensions that use a link at the same time, and
+stages that differ.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from vgpu import CostModel
+from vgpu.collectives import table
+from vgpu.plan.layout import groups, placement
+from vgpu.plan.transformer import TransformerSizes, check_count
+
+# FLOPs and bytes
 
 
 def flop_per_token(sizes: TransformerSizes, sequence: int) -> int:
@@ -54,3 +81,164 @@ def least_bytes(
 def state_bytes(sizes: TransformerSizes, dp_shard: int = 1) -> int:
     """Float32 parameters, gradients and Adam's two states, divided among ``dp_shard`` ranks."""
     return 16 * sizes.parameters // dp_shard
+
+
+# A step on a mesh
+
+DIMENSIONS = ("tensor", "context", "pipeline", "data")
+
+_WORKING_BYTES = 2  # of an activation, of a parameter that is computed with: bfloat16
+_GRADIENT_BYTES = 4
+_ADAM_BYTES = 12  # parameter, momentum and variance in float32, sharded
+
+_Sent = list[tuple[int, float, float, float]]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one dimension sends in one step."""
+
+    dimension: str
+    ranks: tuple[int, ...]  # of the slowest group; where all are alike, rank 0's
+    link: str
+    sent_bytes: float  # by each GPU
+    sending_s: float
+    exposed_s: float  # of that, what nothing is computed beside
+
+
+@dataclass(frozen=True)
+class MeshStep:
+    """One training step on a mesh, as each of its GPUs sees it."""
+
+    traffic: tuple[Traffic, ...]  # the dimension whose ranks are neighbors first
+    compute_s: float
+    bubble_s: float
+    held_bytes: float  # parameters, gradients and optimizer state; no activations
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_s + self.bubble_s + sum(each.exposed_s for each in self.traffic)
+
+    def of(self, dimension: str) -> Traffic:
+        return next(each for each in self.traffic if each.dimension == dimension)
+
+
+def mesh_step(
+    sizes: Mapping[str, int], model: TransformerSizes, sequences: int, cost: CostModel
+) -> MeshStep:
+    """One training step of ``sequences`` sequences, each of ``model.sequence`` tokens, on a mesh.
+
+    sizes: of each of ``DIMENSIONS``, the one whose ranks are neighbors first. cost: what the GPUs
+    and their links can do, and how many of them a host has. ValueError for sizes that do not divide.
+    """
+    _check_mesh(sizes, model, sequences)
+    tensor, context, pipeline, data = (sizes[name] for name in DIMENSIONS)
+    micro_batches = sequences // data
+    tokens = model.sequence // context  # of a micro-batch
+    layers = model.layers // pipeline
+    parameters = model.parameters / tensor / pipeline
+    hidden_bytes = tokens * model.width * _WORKING_BYTES
+
+    flop_per_s = cost.spec.tensor_flop_per_s * cost.arithmetic_share
+    # Half of the scores lie behind the mask. Two products: with keys, and with values.
+    attention_flop = 2 * model.sequence**2 * model.width / tensor
+    products_flop = 2 * model.sequence * model.block_products / tensor
+    forward_s = layers * (attention_flop + products_flop) / context / flop_per_s
+    backward_s = 2 * forward_s
+
+    def collective(name: str, size_bytes: float, ranks: list[int]) -> tuple[float, float]:
+        sent_bytes = table.sent_bytes(name, size_bytes, len(ranks))
+        return sent_bytes, cost.group_time_s(name, size_bytes, ranks)
+
+    def message(size_bytes: float, pairs: Iterable[tuple[int, int]]) -> tuple[float, float]:
+        """From neighbor to neighbor at once, as slow as the slowest pair."""
+        return size_bytes, max(cost.group_time_s("send", size_bytes, pair) for pair in pairs)
+
+    # What each GPU sends in each dimension: how often; bytes and seconds; beside how much arithmetic.
+    sums, ring, stages = (_slowest(sizes, cost, name) for name in DIMENSIONS[:3])
+    shards = _slowest(sizes, cost, "data", "context")
+    each_sum = collective("all_reduce", hidden_bytes, sums)
+    sent: dict[str, _Sent] = {
+        "tensor": [(4 * layers * micro_batches, *each_sum, 0.0)],
+        "context": [],
+        "pipeline": [],
+        "data": [
+            (1, *collective("all_gather", parameters * _WORKING_BYTES, shards), forward_s),
+            (1, *collective("reduce_scatter", parameters * _GRADIENT_BYTES, shards), backward_s),
+        ],
+    }
+    if context > 1:
+        pairs = list(zip(ring, ring[1:] + ring[:1], strict=True))
+        numbers = 2 * tokens * model.key_value_width / tensor  # keys and values
+        # What a rank computes in one layer with one rank's keys and values.
+        block_s = attention_flop / context**2 / flop_per_s
+        forward = message(numbers * _WORKING_BYTES, pairs)
+        backward = message(numbers * (_WORKING_BYTES + _GRADIENT_BYTES), pairs)
+        times = layers * micro_batches
+        sent["context"] = [
+            (times * (context - 1), *forward, block_s),
+            (times * context, *backward, 2 * block_s),  # once more, until the gradients are home
+        ]
+    if pipeline > 1:
+        exposed = 2 * (pipeline - 1)  # they fill and drain the pipeline
+        each = message(hidden_bytes, itertools.pairwise(stages))
+        behind = max(2 * micro_batches - exposed, 0)
+        sent["pipeline"] = [(exposed, *each, 0.0), (behind, *each, forward_s)]
+
+    ranks = {"tensor": sums, "context": ring, "pipeline": stages, "data": shards}
+    traffic = {name: _traffic(name, ranks[name], cost, sent[name]) for name in sizes}
+    if (
+        pipeline > 1
+    ):  # of each GPU but those at the ends, also where it takes longer to fill than to run
+        sent_bytes = 2 * micro_batches * hidden_bytes
+        traffic["pipeline"] = replace(traffic["pipeline"], sent_bytes=sent_bytes)
+    compute_s = micro_batches * (forward_s + backward_s)
+    exposed_s = traffic["tensor"].exposed_s + traffic["context"].exposed_s
+    return MeshStep(
+        tuple(traffic.values()),
+        compute_s,
+        (pipeline - 1) * (compute_s + exposed_s) / micro_batches,
+        parameters * (_WORKING_BYTES + _GRADIENT_BYTES + _ADAM_BYTES / len(shards)),
+    )
+
+
+def _slowest(sizes: Mapping[str, int], cost: CostModel, *dimensions: str) -> list[int]:
+    """The group for which others wait; where all are alike, the first.
+
+    The host with the fewest of its GPUs has the fewest adapters for the group, and holds up its ring;
+    a group inside one host comes before all others. Then more hosts take more steps.
+    """
+
+    def slowness(group: list[int]) -> tuple[int, int, int]:
+        placed = placement(group, cost.gpus_per_host)
+        return -placed[0], len(placed), placed[-1]
+
+    return max(groups(sizes, *dimensions), key=slowness)
+
+
+def _traffic(dimension: str, ranks: list[int], cost: CostModel, sent: _Sent) -> Traffic:
+    return Traffic(
+        dimension,
+        tuple(ranks),
+        cost.link_name(ranks) if len(ranks) > 1 else "none",
+        sent_bytes=sum(times * size_bytes for times, size_bytes, _, _ in sent),
+        sending_s=sum(times * each_s for times, _, each_s, _ in sent),
+        exposed_s=sum(times * max(each_s - beside_s, 0) for times, _, each_s, beside_s in sent),
+    )
+
+
+def _check_mesh(sizes: Mapping[str, int], model: TransformerSizes, sequences: int) -> None:
+    if sorted(sizes) != sorted(DIMENSIONS) or min(sizes.values()) < 1:
+        raise ValueError(
+            f"sizes must name each of {', '.join(DIMENSIONS)} with at least 1, got {dict(sizes)}"
+        )
+    check_count("sequences", sequences)
+    divided = {
+        "tensor": (model.key_value_heads, "key-value heads"),
+        "context": (model.sequence, "tokens of a sequence"),
+        "pipeline": (model.layers, "layers"),
+        "data": (sequences, "sequences"),
+    }
+    for name, (count, what) in divided.items():
+        if count % sizes[name]:
+            raise ValueError(f"{count} {what} do not divide by {name} = {sizes[name]}")

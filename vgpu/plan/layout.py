@@ -1,17 +1,50 @@
-"""How a training run is divided over ranks: degrees of parallelism, stages, and the slowest rank.
+"""How a transformer is divided over ranks: degrees of parallelism, and PyTorch's own code for them.
 
-The degrees have torchtitan's names: ``pp``, ``dp_replicate``, ``dp_shard`` and ``tp``.
+The degrees have torchtitan's names: ``pp``, ``dp_replicate``, ``dp_shard`` and ``tp``. FSDP2, tensor
+parallelism and recomputation are applied by the same lines to ranks that exist, under ``launch.run`` or
+torchrun, and to a rank of ``vgpu.cluster``.
 """
 
+import dataclasses
 import functools
+import gc
 import math
+import multiprocessing
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from tqdm.auto import tqdm
 
-from vgpu.plan.meshes import groups, placement, slowness
-from vgpu.plan.transformer import TransformerSizes, check_count
+from vgpu.plan.transformer import Transformer, TransformerSizes, check_count
+
+RECOMPUTE = ("none", "selective", "full")
+"""What of a block backward computes again: nothing, all but attention and every second matrix
+product (torchtitan's "selective op"), or everything (activation checkpointing)."""
+
+SHOW_AFTER_S = 2.0
+"""From here on a bar shows how far a prediction is."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +113,52 @@ def check_tp(sizes: TransformerSizes, tp: int, sequence: int | None = None) -> N
         )
 
 
+# Who is in a group with whom, and where it lies on hosts
+
+
+def groups(sizes: Mapping[str, int], *dimensions: str) -> list[list[int]]:
+    """The groups of one dimension, or of several together, each a list of ranks.
+
+    sizes: of each dimension, the one whose ranks are neighbors first; ``DeviceMesh`` names that one
+    last.
+    """
+    names = list(sizes)
+    strides = [
+        (math.prod(sizes[name] for name in names[: names.index(dimension)]), sizes[dimension])
+        for dimension in dimensions
+    ]
+    members: dict[int, list[int]] = {}
+    for rank in range(math.prod(sizes.values())):
+        first = rank - sum(rank // stride % count * stride for stride, count in strides)
+        members.setdefault(first, []).append(rank)
+    return list(members.values())
+
+
+def placement(ranks: Iterable[int], gpus_per_host: int) -> tuple[int, ...]:
+    """How many of these ranks each of their hosts has, the fewest first; 0 per host means all."""
+    return tuple(
+        sorted(Counter(r // gpus_per_host if gpus_per_host else 0 for r in ranks).values())
+    )
+
+
+@functools.cache
+def check_hosts(layout: Layout, gpus_per_host: int) -> None:
+    """ValueError if groups of one kind lie on hosts in different ways.
+
+    Some would be slower than others, and no single rank would show how long a step takes.
+    """
+    sizes = {"tp": layout.tp, "dp_shard": layout.dp_shard, "dp_replicate": layout.dp_replicate}
+    for name in sizes:
+        several = groups({**sizes, "pp": layout.pp}, name)
+        ways = sorted({placement(group, gpus_per_host) for group in several})
+        if len(ways) > 1:
+            raise ValueError(
+                f"{layout} cuts groups of {name} in different ways: one has {ways[0]} ranks on its "
+                f"hosts of {gpus_per_host} GPUs, another {ways[-1]}. Let the degrees divide "
+                f"{gpus_per_host}, or be multiples of it"
+            )
+
+
 # Pipeline stages
 
 
@@ -117,47 +196,190 @@ def split_layers(layers: int, stages: int) -> list[StageLayers]:
     return [StageLayers(n, stage == 0, stage == stages - 1) for stage, n in enumerate(counts)]
 
 
-# The rank that is recorded
+class TransformerStage(nn.Module):
+    """A pipeline stage of a transformer, for sequences of exactly ``sizes.sequence`` tokens.
 
-
-class SlowestRank(NamedTuple):
-    """A rank, and how its groups lie on hosts."""
-
-    rank: int
-    placements: tuple[tuple[int, ...], ...]
-    """Of its groups of tp, dp_shard and dp_replicate: how many ranks on each host, fewest first."""
-
-
-@functools.lru_cache(4096)
-def slowest_rank(layout: Layout, gpus_per_host: int, stage: int = 0) -> SlowestRank:
-    """The rank of a stage that all others wait for; of several, one with the largest shards.
-
-    Where the size of a group and the GPUs of a host do not divide one another, some groups of a kind
-    lie inside a host and others span two. Ranks wait for one another in all their groups, so a step
-    takes as long as that of a rank whose groups are the slowest of their kinds.
-
-    ValueError where no rank has the slowest groups of all kinds: ranks then hold up one another by
-    turns, and none of them shows the step.
+    (B, S) integers in for the first stage, else (B, S, width); (B, S, vocabulary) logits out of the
+    last stage, else (B, S, width). With tensor parallelism, S between stages is a rank's part.
     """
-    first = stage * layout.ranks_per_stage
-    sizes = {"tp": layout.tp, "dp_shard": layout.dp_shard, "dp_replicate": layout.dp_replicate}
-    placements: list[list[tuple[int, ...]]] = [[] for _ in range(layout.ranks_per_stage)]
-    for name in sizes:
-        for group in groups(sizes, name):
-            placed = placement((first + rank for rank in group), gpus_per_host)
-            for rank in group:
-                placements[rank].append(placed)
-    speeds = [tuple(map(slowness, placed)) for placed in placements]
-    worst = tuple(map(max, zip(*speeds, strict=True)))
-    if worst not in speeds:
-        raise ValueError(
-            f"hosts of {gpus_per_host} GPUs cut groups of {layout} in such a way that no rank of "
-            f"stage {stage} has the slowest ones of tp, dp_shard and dp_replicate together, and no "
-            f"one rank shows how long a step takes; let tp ({layout.tp}) divide {gpus_per_host}"
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, sizes: TransformerSizes, part: StageLayers) -> None:
+        super().__init__()
+        whole = Transformer(dataclasses.replace(sizes, layers=part.layers))
+        self.embedding = whole.embedding if part.first else None
+        self.blocks = whole.blocks
+        self.norm = whole.norm if part.last else None
+        self.output = whole.output if part.last else None
+        self.register_buffer("cos", whole.cos, persistent=False)
+        self.register_buffer("sin", whole.sin, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x if self.embedding is None else self.embedding(x)
+        for block in self.blocks:
+            hidden = block(hidden, self.cos, self.sin)
+        if self.norm is None or self.output is None:
+            return hidden
+        return self.output(self.norm(hidden))
+
+
+# PyTorch's own code
+
+
+def apply_tp(model: Transformer | TransformerStage, mesh: DeviceMesh) -> None:
+    """Divide each layer among the ranks of a mesh of one dimension, in place.
+
+    Between the layers each rank holds a part of every sequence (sequence parallelism, Korthikanti
+    et al., 2022). The logits stay divided by vocabulary: compute the loss in ``loss_context``.
+    """
+    plan: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    here = {name: style for name, style in plan.items() if getattr(model, name) is not None}
+    if here:  # a stage in the middle has blocks only
+        parallelize_module(model, mesh, here)
+    whole = (Replicate(), None, None)
+    for block in model.blocks:
+        parallelize_module(
+            block,
+            mesh,
+            {
+                "attention_norm": SequenceParallel(),
+                "attention": PrepareModuleInput(
+                    input_layouts=(Shard(1), None, None), desired_input_layouts=whole
+                ),
+                "attention.query": ColwiseParallel(),
+                "attention.key": ColwiseParallel(),
+                "attention.value": ColwiseParallel(),
+                "attention.output": RowwiseParallel(output_layouts=Shard(1)),
+                "feed_forward_norm": SequenceParallel(),
+                "feed_forward": PrepareModuleInput(
+                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+                ),
+                "feed_forward.gate": ColwiseParallel(),
+                "feed_forward.up": ColwiseParallel(),
+                "feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
+            },
         )
-    # Of uneven shards the first are the largest.
-    index = min(
-        (rank for rank, speed in enumerate(speeds) if speed == worst),
-        key=lambda rank: rank // layout.tp % layout.dp_shard,
+
+
+def loss_context(layout: Layout) -> AbstractContextManager[None]:
+    """For the loss and its backward: with tensor parallelism, the logits are never gathered."""
+    return loss_parallel() if layout.tp > 1 else nullcontext()
+
+
+def apply_fsdp(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+) -> None:
+    """FSDP2 for the whole model and for each of its blocks, which are gathered one after another.
+
+    The mesh has one dimension, or two for shards inside replicas (HSDP).
+    """
+    policy = policy or MixedPrecisionPolicy()
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+class ParallelModel:
+    """A model, or a stage of one, as one virtual rank has it; ``module`` is what FSDP2 made of it.
+
+    Parameters are gathered in bfloat16, and gradients reduced in float32.
+    """
+
+    def __init__(
+        self, model: Transformer | TransformerStage, layout: Layout, mesh: DeviceMesh
+    ) -> None:
+        """model: on the host. Of the whole a GPU need not have room for more than its own part."""
+        if layout.tp > 1:
+            apply_tp(model, mesh["tp"])
+        self._blocks = list(model.blocks)
+        self._forwards = [block.forward for block in self._blocks]
+        dp = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # With thousands of shards this is what takes minutes.
+        blocks = progress("sharding blocks", "block", items=self._blocks)
+        apply_fsdp(model, blocks, mesh[dp], policy)
+        self.module: Any = model.to("vgpu")
+
+    def configure(self, recompute: str, reshard_after_forward: bool) -> None:
+        """Set what may change from step to step: one of ``RECOMPUTE``, and FSDP2's option."""
+        block: Any
+        for block, forward in zip(self._blocks, self._forwards, strict=True):
+            block.forward = _recomputed(forward, recompute)
+            block.set_reshard_after_forward(reshard_after_forward, recurse=False)
+
+
+def adam_with_state(module: nn.Module) -> torch.optim.AdamW:
+    """The module's optimizer after a first step, which makes its state."""
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def _recomputed(forward: Any, recompute: str) -> Any:
+    if recompute == "none":
+        return forward
+    options: dict[str, Any] = (
+        {"context_fn": _keep_every_second_product} if recompute == "selective" else {}
     )
-    return SlowestRank(first + index, tuple(placements[index]))
+    return functools.partial(checkpoint, forward, use_reentrant=False, **options)
+
+
+def _keep_every_second_product() -> Any:
+    """torchtitan's selective activation checkpointing: what to keep of a block, besides its input."""
+    products = {False: 0, True: 0}
+    kept = {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    }
+
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = func in kept
+        if func is torch.ops.aten.mm.default:
+            products[context.is_recompute] += 1
+            keeps = products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+@contextmanager
+def without_garbage() -> Iterator[None]:
+    """What the block leaves in cycles is gone when it ends.
+
+    FSDP2 replaces parameters, and the bytes of those before would go in the middle of any later step.
+    With automatic collection off, all new objects are in the youngest generation: to collect that
+    one is quick, where a full collection goes through all of torch.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.collect(0)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def progress(what: str, unit: str, total: int | None = None, items: Any = None) -> Any:
+    """A bar, shown if it takes long; of several processes that predict, their parent has one.
+
+    total: of its updates, or items to go through.
+    """
+    child = multiprocessing.parent_process() is not None
+    options = {"unit": unit, "leave": False, "delay": SHOW_AFTER_S, "disable": child}
+    return tqdm(items, what, total, **options)

@@ -4,30 +4,40 @@ Each plan is tried with few layers, and extrapolated. For Llama 70B that was the
 and allocated bytes to within 0.01 % wherever it was tried. What the allocator reserves grows by steps
 and cannot be extrapolated: the best plans are therefore predicted whole.
 
-Layouts know nothing of each other, so several processes try them at once.
+Layouts know nothing of each other, so several processes try them at once. They are forked from the
+process that also serves ``launch.run``, which has imported torch: so it works from a notebook, and from
+a script without an ``if __name__ == "__main__"``.
 """
 
 import dataclasses
 import functools
 import itertools
-import math
+import os
+import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
+import torch
 from tqdm import tqdm
 
+from vgpu.launch import launcher
+from vgpu.launch.forkserver import context, main_module_hidden
 from vgpu.plan import estimate
-from vgpu.plan.layout import Layout
-from vgpu.plan.parallelize import RECOMPUTE
-from vgpu.plan.plan import Plan, Step, on_cluster
-from vgpu.plan.rank import LAYERS, Rank, extrapolated, predict, with_layers
+from vgpu.plan.layout import RECOMPUTE, Layout
+from vgpu.plan.pipelines import predict
+from vgpu.plan.plan import LAYERS, Plan, Rank, Step, extrapolated, on_cluster, with_layers
 from vgpu.plan.transformer import check_count
-from vgpu.plan.workers import Each, at_once, workers
 from vgpu.tables import Table
 from vgpu.units import format_bytes
 
-_MOST_SEQUENCES = 64
+_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 _STATE_TOO_LARGE = "parameters and optimizer state alone are too large"
 _ACTIVATIONS_TOO_LARGE = "activations are too large, on paper"
@@ -100,27 +110,21 @@ class SearchResult:
 
 
 def search(
-    plan: Plan,
-    sequences: int | None = None,
-    whole: int = 1,
-    processes: int | None = None,
-    **costs: Any,
+    plan: Plan, sequences: int | None = None, processes: int | None = None, **costs: Any
 ) -> SearchResult:
     """Plans for the model, the GPUs and the network of ``plan``: all that divide, and their speed.
 
     Layout, batch, recomputation and ``reshard_after_forward`` are searched. Batches are powers of two;
     sequences: the most in a step, on all GPUs together. From the fastest on, plans are predicted
-    whole until ``whole`` of them fit. processes: how many predict at once, by default as many as
+    whole until one of them fits. processes: how many try layouts at once, by default as many as
     cores and memory allow; the result is the same. costs: as for ``predict``. Nothing is
     accumulated over micro-batches, and the ranks of ``tp`` are neighbors in one host.
     Pipelines are not tried: ValueError for a plan with stages, for less than one process, and for
-    fewer sequences than any layout takes.
+    fewer sequences than any layout takes. RuntimeError where a process dies.
     """
     for name, count in (("sequences", sequences), ("processes", processes)):
         if count is not None:
             check_count(name, count)
-    if whole < 0:
-        raise ValueError(f"whole must be at least 0, got {whole}")
     if plan.layout.pp > 1:
         raise ValueError(
             f"a search tries no pipelines, and this layout has {plan.layout.pp} stages: leave "
@@ -138,50 +142,29 @@ def search(
         one.reason = _too_large_on_paper(one.plan)
     left = [one for one in candidates if not one.reason]
     groups = [list(group) for _, group in itertools.groupby(left, key=lambda one: one.plan.layout)]
-    if processes is None:
-        processes = min(at_once(), max(1, len(groups)))
     result = SearchResult(candidates)
-    with (
-        tqdm(desc="trying layouts", total=len(left) + whole, leave=False, unit="plan") as bar,
-        workers(processes) as each,
-    ):
-        _try(groups, costs, each, bar)
-        _confirm(result, whole, processes, costs, each, bar)
+    with tqdm(desc="trying layouts", total=len(left) + 1, leave=False, unit="plan") as bar:
+        _try(groups, costs, processes or min(at_once(), len(groups)), bar)
+        _confirm(result, costs, bar)
     return result
 
 
 def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
     ranks = plan.layout.ranks
-    for tp, dp_replicate in itertools.product(range(1, plan.gpus_per_host + 1), _divisors(ranks)):
-        if ranks % (dp_replicate * tp) or _spans_hosts(plan, tp):
+    divisors = [parts for parts in range(1, ranks + 1) if ranks % parts == 0]
+    for tp, dp_replicate in itertools.product(range(1, plan.gpus_per_host + 1), divisors):
+        if ranks % (dp_replicate * tp):
             continue
         layout = Layout(dp_replicate, ranks // (dp_replicate * tp), tp)
+        batches = [n for n in _BATCHES if sequences is None or n * layout.dp <= sequences]
         gathers = (False, True) if layout.dp_shard > 1 else (True,)
-        at_most = math.inf if sequences is None else sequences
-        most = min(_MOST_SEQUENCES, at_most / layout.dp)
-        for power in range(_MOST_SEQUENCES.bit_length()):
-            if 2**power > most:
-                break
-            for recompute, again in itertools.product(RECOMPUTE, gathers):
-                try:
-                    yield dataclasses.replace(
-                        plan,
-                        layout=layout,
-                        batch=2**power,
-                        recompute=recompute,
-                        reshard_after_forward=again,
-                    )
-                except ValueError:  # the model's heads do not divide so
-                    continue
-
-
-def _spans_hosts(plan: Plan, tp: int) -> bool:
-    """Whether some groups of so many neighbors span two hosts."""
-    return plan.hosts > 1 and plan.gpus_per_host % tp > 0
-
-
-def _divisors(ranks: int) -> list[int]:
-    return [parts for parts in range(1, ranks + 1) if ranks % parts == 0]
+        for batch, recompute, again in itertools.product(batches, RECOMPUTE, gathers):
+            changes: dict[str, Any] = {"recompute": recompute, "reshard_after_forward": again}
+            try:
+                other = dataclasses.replace(plan, layout=layout, batch=batch, **changes)
+            except ValueError:  # neither the model's heads nor hosts need divide so
+                continue
+            yield other
 
 
 def _too_large_on_paper(plan: Plan) -> str:
@@ -195,14 +178,6 @@ def _too_large_on_paper(plan: Plan) -> str:
     if least(tokens, recompute=plan.recompute, gathered_once=once) > capacity:
         return _ACTIVATIONS_TOO_LARGE
     return ""
-
-
-def _try(groups: list[list[Candidate]], costs: dict[str, Any], each: Each, bar: Any) -> None:
-    """Time and bytes of plans, each group's of one layout."""
-    for index, tried in each(_tried, [(group, costs) for group in groups]):
-        for one, result in zip(groups[index], tried, strict=True):
-            vars(one).update(vars(result))
-        bar.update(len(tried))
 
 
 def _tried(group: list[Candidate], costs: dict[str, Any]) -> list[Candidate]:
@@ -247,14 +222,13 @@ def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, A
     kept_bytes = estimate.kept_bytes(plan.sizes, plan.batch * plan.sequence, plan.recompute)
     least_added_bytes = kept_bytes // plan.layout.tp
     for layers, rank in ranks.items():
-        timeline, by_cause = rank.timed(with_layers(plan, layers), **costs)
-        allocated_bytes = sum(by_cause.values())
+        step = rank.recorded(with_layers(plan, layers), **costs)
         missing = plan.sizes.layers - layers
-        if allocated_bytes + missing * least_added_bytes > plan.spec.memory_bytes:
+        if step.allocated_bytes + missing * least_added_bytes > plan.spec.memory_bytes:
             one.reason = _ALLOCATED
             return
-        seconds.append(timeline.makespan_s)
-        sizes_bytes.append(allocated_bytes)
+        seconds.append(step.seconds)
+        sizes_bytes.append(step.allocated_bytes)
     if len(ranks) == 1:  # all layers of a small model
         (one.seconds,), (one.allocated_bytes,) = seconds, sizes_bytes
     else:
@@ -264,24 +238,15 @@ def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, A
         one.reason = _ALLOCATED
 
 
-def _confirm(
-    result: SearchResult, whole: int, processes: int, costs: dict[str, Any], each: Each, bar: Any
-) -> None:
-    """Predict plans whole, the fastest first, until so many fit."""
-    done, steps = 0, dict[Plan, Step]()
-    while done < whole and (rest := [one for one in result.best if one.step is None]):
-        one = rest[0]
-        if one.plan not in steps:
-            # While one process predicts it, others predict those that come next if it does not fit.
-            ahead = [other.plan for other in rest[:processes] if other.plan not in steps]
-            for index, step in each(_whole, [(plan, costs) for plan in ahead]):
-                steps[ahead[index]] = step
-        one.step = steps[one.plan]
+def _confirm(result: SearchResult, costs: dict[str, Any], bar: Any) -> None:
+    """Predict plans whole, the fastest first, until one fits."""
+    while best := result.best:
+        one = best[0]
+        one.step = predict(one.plan, **costs)
         one.seconds, one.allocated_bytes = one.step.seconds, one.step.allocated_bytes
         bar.update()
         if one.step.fits:
-            done += 1
-            continue
+            return
         one.reason = _RESERVED
         bar.total += 1
         # What would have computed or gathered more, and was left out for that, has its chance now.
@@ -291,12 +256,65 @@ def _confirm(
                 other.reason = ""
         if any(other.seconds is None and not other.reason for other in group):
             bar.total += len(group)
-            _try([group], costs, each, bar)
-
-
-def _whole(plan: Plan, costs: dict[str, Any]) -> Step:
-    return predict(plan, **costs)
+            _try([group], costs, 1, bar)
 
 
 def _alike(plan: Plan, other: Plan) -> bool:
     return plan.layout == other.layout and plan.batch == other.batch
+
+
+# Several processes
+
+WORKER_BYTES = 2**30
+"""Free memory for each. To predict 80 layers takes a tenth of it, or half where torch is not shared."""
+
+
+def at_once() -> int:
+    """How many processes this machine's cores and free memory are enough for; at least 1."""
+    free_bytes = psutil.virtual_memory().available
+    return max(1, min(launcher.cores(), free_bytes // WORKER_BYTES))
+
+
+def _try(groups: list[list[Candidate]], costs: dict[str, Any], processes: int, bar: Any) -> None:
+    """Time and bytes of plans, each group's of one layout."""
+
+    def note(group: list[Candidate], tried: list[Candidate]) -> None:
+        for one, result in zip(group, tried, strict=True):
+            vars(one).update(vars(result))
+        bar.update(len(tried))
+
+    if processes <= 1:
+        for group in groups:
+            note(group, _tried(group, costs))
+        return
+    starts = context()
+    # Nobody writes into it: that it is closed, or its only writer gone, is the message.
+    reader, writer = starts.Pipe(duplex=False)
+    with reader, writer, ProcessPoolExecutor(processes, starts, _begin, (reader,)) as pool:
+        try:
+            with main_module_hidden():
+                group_of = {pool.submit(_tried, group, costs): group for group in groups}
+            for future in as_completed(group_of):
+                note(group_of[future], future.result())
+        except BrokenProcessPool as error:
+            raise RuntimeError(
+                "a process that was to predict plans has died, perhaps for lack of memory "
+                f"({format_bytes(psutil.virtual_memory().available)} are free now): with "
+                "processes=1 this process predicts them alone"
+            ) from error
+        except BaseException:
+            writer.close()  # so that no process goes on
+            raise
+
+
+def _begin(reader: Connection) -> None:
+    """In a new process: compute with one thread, and end with whoever can write into ``reader``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the parent
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with, args=(reader,), daemon=True).start()
+
+
+def _end_with(reader: Connection) -> None:
+    with suppress(EOFError, OSError):
+        reader.recv_bytes()
+    os._exit(1)

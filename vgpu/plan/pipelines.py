@@ -1,6 +1,7 @@
-"""Plans with stages: a rank of each kind of stage is recorded, and the schedule simulated over all.
+"""What a step of a plan takes: a rank is recorded, and of a pipeline its schedule simulated over all.
 
-PyTorch's own FSDP2 and tensor parallelism divide the stages. Between the micro-batches FSDP2 adds up
+Of a pipeline, one rank of each kind of stage is recorded. PyTorch's own FSDP2 and tensor parallelism
+divide the stages. Between the micro-batches FSDP2 adds up
 gradients whole, in float32, and in a stage's last backward it sums them over the ranks. PyTorch's
 pipelines do that after the last backward; here it hides behind it as far as it can.
 
@@ -21,24 +22,48 @@ from torch.nn import functional as F
 
 import vgpu
 from vgpu.plan import schedules
-from vgpu.plan.layout import StageLayers, split_layers
-from vgpu.plan.parallelize import (
+from vgpu.plan.layout import (
     ParallelModel,
+    StageLayers,
     TransformerStage,
+    adam_with_state,
     loss_context,
-    state_bytes,
+    progress,
+    split_layers,
     without_garbage,
 )
-from vgpu.plan.plan import Plan, Step, on_cluster
+from vgpu.plan.plan import Plan, Rank, Step, on_cluster, time_by_cause
 from vgpu.plan.schedules import BACKWARD, FORWARD, Action, Box, Schedule, SimulatedSchedule
-from vgpu.plan.workers import progress
 from vgpu.profiling.peaks import PeakByCause
 from vgpu.time.simulate import replay_beside
 from vgpu.time.timeline import TraceEvent, in_order, union_s
 
 
-def predict_pipeline(plan: Plan, **costs: Any) -> "PipelineStep":
-    """As ``predict``, for a plan with stages."""
+def predict(plan: Plan, **costs: Any) -> Step:
+    """The second step of rank 0, whose GPU computes nothing and counts everything.
+
+    bfloat16 parameters and gradients with float32 master copies and reduction, AdamW fused. Of a
+    pipeline, one rank of each kind of stage is recorded, and the schedule simulated. costs: as for
+    ``vgpu.record`` (``arithmetic_share``, ``fuses``, ``async_tp`` and others); ``gpu`` and
+    ``network`` take the place of the plan's.
+    """
+    plan, costs = plan.taking(costs)
+    if plan.layout.pp > 1:
+        return _predict_pipeline(plan, **costs)
+    with (
+        on_cluster(plan) as cluster,
+        vgpu.record_memory() as memory,
+        progress("predicting: a step, one recorded, the allocator", "part", 3) as bar,
+    ):
+        rank = Rank(plan)
+        bar.update()
+        step = rank.recorded(plan, **costs)
+        bar.update()
+        reserved = memory.reserved(cluster.device, expandable_segments=True)
+        return Step(**vars(step), reserved_bytes=reserved.peak_reserved_bytes)
+
+
+def _predict_pipeline(plan: Plan, **costs: Any) -> "PipelineStep":
     short = shortened(plan)
     ranks: dict[int, RecordedRank] = {}
     actions: dict[tuple[_Kind, ActionContext], vgpu.Timeline] = {}
@@ -128,33 +153,39 @@ class RecordedRank(NamedTuple):
     actions: dict[Action, vgpu.Timeline]
     update: vgpu.Timeline
     """The optimizer's step."""
-    peak_by_cause: dict[str, int]
+    bytes_by_cause: dict[str, int]
     reserved_bytes: int
-    state_bytes: dict[str, int]
     in_flight: int
-    """Micro-batches that it keeps at the peak, as in ``Step``."""
+    """Micro-batches that it keeps at the peak, the one at work included."""
 
 
 def record_rank(plan: Plan, schedule: Schedule, device: int, **costs: Any) -> RecordedRank:
-    """A step of the slowest rank of the device's stages; costs: as for ``vgpu.record``.
+    """A step of the first rank of the device's stages; costs: as for ``vgpu.record``.
 
     schedule: the plan's, or with fewer micro-batches.
     """
-    with on_cluster(plan, plan.slowest(device).rank) as cluster, vgpu.record_memory() as memory:
-        rank = _StageRank(plan, device, cluster.device)
+    actions: dict[Action, vgpu.Timeline] = {}
+    peaks: list[tuple[int, int]] = []  # bytes, and micro-batches in flight
+    first = device * plan.layout.ranks_per_stage
+    with on_cluster(plan, first) as cluster, vgpu.record_memory() as memory:
+        gpu, rank = torch.get_device_module("vgpu"), _StageRank(plan, device, cluster.device)
         with PeakByCause(rank.modules, rank.optimizer) as peak:
-            actions, in_flight = rank.step(rank_states(schedule, device), costs)
+            for action, state in rank_states(schedule, device):
+                gpu.reset_peak_memory_stats()
+                is_forward = action.kind == FORWARD
+                with vgpu.record(**costs) as timeline, loss_context(plan.layout):
+                    if is_forward:
+                        rank.forward(action)
+                    else:
+                        rank.backward(action, state.context.last)
+                assert not timeline.races, timeline.races
+                actions[action] = timeline
+                peaks.append((gpu.max_memory_allocated(), sum(state.in_flight) + is_forward))
             with vgpu.record(**costs) as update:
-                rank.update()
-        reserved = memory.reserved(cluster.device, expandable_segments=True)
-        return RecordedRank(
-            actions,
-            update,
-            peak.by_cause,
-            reserved.peak_reserved_bytes,
-            state_bytes(rank.optimizer),
-            in_flight,
-        )
+                rank.optimizer.step()
+                rank.optimizer.zero_grad()
+        reserved = memory.reserved(cluster.device, expandable_segments=True).peak_reserved_bytes
+        return RecordedRank(actions, update, peak.by_cause, reserved, max(peaks)[1])
 
 
 class _StageRank:
@@ -162,64 +193,34 @@ class _StageRank:
 
     @without_garbage()
     def __init__(self, plan: Plan, device: int, gpu: torch.device) -> None:
-        self._plan, self._device = plan, gpu
+        self._plan, self._gpu = plan, gpu
         mesh = plan.layout.mesh("vgpu")
         sizes = dataclasses.replace(plan.sizes, sequence=plan.sequence)
-        self._layers = dict(_stages_of(plan, device))
-        self._models = {
+        self._layers = _stages_of(plan, device)
+        models = {
             stage: ParallelModel(TransformerStage(sizes, layers), plan.layout, mesh)
             for stage, layers in self._layers.items()
         }
-        for model in self._models.values():
+        for model in models.values():
             model.configure(plan.recompute, plan.reshard_after_forward)
-        self.modules = nn.ModuleList(model.module for model in self._models.values())
-        self.optimizer = torch.optim.AdamW(self.modules.parameters(), fused=True)
-        for parameter in self.modules.parameters():  # a first step makes the optimizer's state
-            parameter.grad = torch.zeros_like(parameter)
-        self.update()
+        self._stages = {stage: model.module for stage, model in models.items()}
+        self.modules = nn.ModuleList(self._stages.values())
+        self.optimizer = adam_with_state(self.modules)
         self._in_flight: dict[Action, torch.Tensor | GradientEdge] = {}
 
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def step(
-        self, row: Iterator[tuple[Action, RankState]], costs: dict[str, Any]
-    ) -> tuple[dict[Action, vgpu.Timeline], int]:
-        """All micro-batches, forward and backward, in the order of the rank's row.
-
-        Returns also how many are in flight where most is allocated, the one at work included.
-        """
-        gpu = torch.get_device_module("vgpu")
-        actions: dict[Action, vgpu.Timeline] = {}
-        peaks: list[tuple[int, int]] = []
-        for action, state in row:
-            gpu.reset_peak_memory_stats()
-            is_forward = action.kind == FORWARD
-            with vgpu.record(**costs) as timeline, loss_context(self._plan.layout):
-                if is_forward:
-                    self._forward(action)
-                else:
-                    self._backward(action, state.context.last)
-            assert not timeline.races, timeline.races
-            actions[action] = timeline
-            peaks.append((gpu.max_memory_allocated(), sum(state.in_flight) + is_forward))
-        return actions, max(peaks)[1]
-
-    def _forward(self, action: Action) -> None:
+    def forward(self, action: Action) -> None:
         plan, layers = self._plan, self._layers[action.stage]
-        tokens = torch.randint(
-            plan.sizes.vocabulary, (plan.micro_batch, plan.sequence), device=self._device
-        )
+        size = (plan.micro_batch, plan.sequence)
+        tokens = torch.randint(plan.sizes.vocabulary, size, device=self._gpu)
         received = tokens if layers.first else self._hidden().requires_grad_()
-        output = self._models[action.stage].module(received)
+        output = self._stages[action.stage](received)
         if layers.last:
             output = F.cross_entropy(output.flatten(0, 1).float(), tokens.flatten())
         # What was sent is not kept, only the graph behind it. PyTorch's stages do so, too.
         self._in_flight[action] = output if layers.last else get_gradient_edge(output)
 
-    def _backward(self, action: Action, last: bool) -> None:
-        module = self._models[action.stage].module
+    def backward(self, action: Action, last: bool) -> None:
+        module = self._stages[action.stage]
         module.set_is_last_backward(last)
         module.set_reshard_after_backward(last)
         module.set_requires_gradient_sync(last)
@@ -231,21 +232,20 @@ class _StageRank:
         """What a stage receives: a rank's part of each sequence."""
         plan = self._plan
         size = (plan.micro_batch, plan.sequence // plan.layout.tp, plan.sizes.width)
-        return torch.empty(size, device=self._device, dtype=torch.bfloat16)
+        return torch.empty(size, device=self._gpu, dtype=torch.bfloat16)
 
 
-_Kind = tuple[Any, ...]  # what the stages of a rank have, and where its groups lie
+_Kind = tuple[StageLayers, ...]  # what the stages of a rank have
 
 
-def _stages_of(plan: Plan, device: int) -> list[tuple[int, StageLayers]]:
+def _stages_of(plan: Plan, device: int) -> dict[int, StageLayers]:
     """The stages of a device of the pipeline, by number."""
     every = split_layers(plan.sizes.layers, plan.layout.pp * plan.chunks)
-    return list(enumerate(every))[device :: plan.layout.pp]
+    return dict(list(enumerate(every))[device :: plan.layout.pp])
 
 
 def _kind(plan: Plan, device: int) -> _Kind:
-    layers = (layers for _, layers in _stages_of(plan, device))
-    return (*layers, plan.slowest(device).placements)
+    return tuple(_stages_of(plan, device).values())
 
 
 # The schedule over all stages, with a lane for each stage's rank
@@ -307,9 +307,21 @@ class _Recordings(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PipelineStep(Step):
-    """A step of all stages."""
+    """A step of all stages, each a device of the timeline; bytes are those of the fullest rank."""
 
-    recordings: _Recordings = dataclasses.field(kw_only=True, repr=False)
+    stage: int
+    """The place in the pipeline of the fullest rank."""
+    in_flight: int
+    """Micro-batches that it keeps at the peak, once for each chunk that keeps it."""
+    idle_s: float
+    """How long it waits for other stages."""
+    recordings: _Recordings = dataclasses.field(repr=False)
+
+    @property
+    def time_by_cause(self) -> dict[str, float]:
+        """As ``RecordedStep.time_by_cause``, of the fullest rank."""
+        device = self.timeline.devices[self.stage]
+        return time_by_cause(self.timeline, device, self.idle_s)
 
     def replayed(self, **changes: Any) -> "PipelineStep":
         """As ``Step.replayed``: each rank's actions are replayed, and the schedule with them."""
@@ -342,14 +354,12 @@ def _simulated(recordings: _Recordings) -> PipelineStep:
     return PipelineStep(
         plan,
         timeline,
-        sum(fullest.peak_by_cause.values()),
-        fullest.state_bytes,
-        fullest.peak_by_cause,
+        fullest.bytes_by_cause,
+        fullest.reserved_bytes,
         stage,
         fullest.in_flight,
         _idle_s(timeline, stage, simulated.boxes[stage], times.timelines, updates[stage]),
-        reserved_bytes=fullest.reserved_bytes,
-        recordings=recordings,
+        recordings,
     )
 
 
@@ -407,7 +417,7 @@ def _timeline(
         [],
         makespan_s,
         makespan_s,
-        [plan.slowest(index).rank for index in range(count)],
+        [index * plan.layout.ranks_per_stage for index in range(count)],
     )
 
 

@@ -1,15 +1,28 @@
-"""A plan of a training run on a cluster, and what one step of it takes: time, bytes, tokens."""
+"""A plan of a training run on a cluster, and what one rank of it takes: time, bytes, tokens."""
 
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch.nn import functional as F
+
 import vgpu
 from vgpu.plan import estimate, schedules
-from vgpu.plan.layout import Layout, SlowestRank, check_tp, slowest_rank, split_layers
-from vgpu.plan.parallelize import RECOMPUTE
-from vgpu.plan.transformer import TransformerSizes, check_count
+from vgpu.plan.layout import (
+    RECOMPUTE,
+    Layout,
+    ParallelModel,
+    adam_with_state,
+    check_hosts,
+    check_tp,
+    loss_context,
+    split_layers,
+    without_garbage,
+)
+from vgpu.plan.transformer import Transformer, TransformerSizes, check_count
+from vgpu.profiling.peaks import OTHER, PeakByCause
 from vgpu.time.timeline import covered_s
 from vgpu.units import format_bytes
 
@@ -63,11 +76,10 @@ class Plan:
                 f"{ranks} ranks ({self.layout}) do not fill hosts of {each} GPUs; make it a "
                 f"multiple of {each}"
             )
+        check_hosts(self.layout, each)
         check_tp(self.sizes, self.layout.tp, self.sequence)
         self._check_pipeline()
         self._check_bytes()
-        for stage in range(self.layout.pp):
-            self.slowest(stage)
 
     def _check_pipeline(self) -> None:
         if self.layout.pp == 1:
@@ -127,10 +139,6 @@ class Plan:
     def hosts(self) -> int:
         return max(1, self.layout.ranks // self.gpus_per_host)
 
-    def slowest(self, stage: int = 0) -> SlowestRank:
-        """The rank of a stage that is recorded: the first of those whose groups are the slowest."""
-        return slowest_rank(self.layout, self.gpus_per_host, stage)
-
     def taking(self, costs: dict[str, Any]) -> tuple["Plan", dict[str, Any]]:
         """The plan on the GPU and the network among ``costs``, if they name any; the other costs."""
         own = {name: costs[name] for name in ("gpu", "network") if name in costs}
@@ -144,17 +152,14 @@ class Plan:
 
 
 @contextmanager
-def on_cluster(plan: Plan, rank: int | None = None) -> Iterator[vgpu.Cluster]:
-    """In the block this process is a rank of the plan's cluster, and tensors are shapes.
-
-    rank: by default the first of those whose groups are the slowest.
-    """
+def on_cluster(plan: Plan, rank: int = 0) -> Iterator[vgpu.Cluster]:
+    """In the block this process is a rank of the plan's cluster, and tensors are shapes."""
     cluster = vgpu.cluster(
         plan.hosts,
         min(plan.gpus_per_host, plan.layout.ranks),
         gpu=plan.spec,
         network=plan.network,
-        rank=plan.slowest().rank if rank is None else rank,
+        rank=rank,
         memory_bytes=_NO_LIMIT_BYTES,
     )
     with cluster as entered, vgpu.shapes_only():
@@ -163,26 +168,17 @@ def on_cluster(plan: Plan, rank: int | None = None) -> Iterator[vgpu.Cluster]:
 
 @dataclasses.dataclass(frozen=True)
 class RecordedStep:
-    """What a recorded step of one rank takes: virtual time and counted bytes.
-
-    Of a pipeline: the time of all its stages, each a device of the timeline, and the bytes of a
-    rank of the fullest one.
-    """
+    """What a recorded step of one rank takes: virtual time and counted bytes."""
 
     plan: Plan
     timeline: vgpu.Timeline
-    allocated_bytes: int
-    """The most that tensors take at once."""
-    state_bytes: dict[str, int]
-    """Parameters and optimizer state, which stay on this rank from step to step."""
-    peak_by_cause: dict[str, int] = dataclasses.field(default_factory=dict)
+    bytes_by_cause: dict[str, int]
     """What is allocated at the peak, as ``vgpu.profiling.peaks`` counts it."""
-    stage: int = 0
-    """The place in the pipeline of the rank whose bytes these are."""
-    in_flight: int = 0
-    """Of a pipeline: micro-batches that it keeps at the peak, once for each chunk that keeps it."""
-    idle_s: float = 0.0
-    """How long it waits for other stages."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The most that tensors take at once."""
+        return sum(self.bytes_by_cause.values())
 
     @property
     def seconds(self) -> float:
@@ -200,40 +196,16 @@ class RecordedStep:
         return flop / self.plan.spec.tensor_flop_per_s
 
     @property
-    def bytes_by_cause(self) -> dict[str, int]:
-        """What is allocated at the peak: what stays on this rank, and what comes and goes."""
-        if self.peak_by_cause:
-            return self.peak_by_cause
-        passing = self.allocated_bytes - sum(self.state_bytes.values())
-        return {**self.state_bytes, "gradients, gathered parameters, activations": passing}
-
-    @property
     def time_by_cause(self) -> dict[str, float]:
         """Seconds of the step: computing, each collective that nothing hides, and the rest."""
-        # A pipeline has a device for each stage, any other step those of the recorded rank's host.
-        own = self.plan.slowest().rank % self.plan.gpus_per_host
-        device = self.timeline.devices[self.stage if self.plan.layout.pp > 1 else own]
-        events = self.timeline.of(device)
-        kernels = [event for event in events if event.kind == "kernel"]
-        sent = [event for event in events if event.kind == "collective"]
-        causes = {"computing": covered_s(kernels)}
-        seen, known_s = list(kernels), causes["computing"]
-        for name in sorted({event.name for event in sent}):
-            seen += [event for event in sent if event.name == name]
-            now_s = covered_s(seen)
-            causes[f"waiting for {name}"] = now_s - known_s
-            known_s = now_s
-        if self.plan.layout.pp > 1:
-            causes["waiting for other stages"] = self.idle_s
-        causes["waiting for the host"] = self.seconds - known_s - self.idle_s
-        return causes
+        return time_by_cause(self.timeline, self.timeline.devices[0])
 
 
 @dataclasses.dataclass(frozen=True)
 class Step(RecordedStep):
     """What a step of one rank takes, its allocator included."""
 
-    reserved_bytes: int = dataclasses.field(kw_only=True)
+    reserved_bytes: int
     """The most that PyTorch's allocator takes from the GPU for what is allocated."""
 
     def replayed(self, **changes: Any) -> "Step":
@@ -248,3 +220,146 @@ class Step(RecordedStep):
     @property
     def fits(self) -> bool:
         return self.reserved_bytes <= self.plan.spec.memory_bytes
+
+
+def time_by_cause(
+    timeline: vgpu.Timeline, device: torch.device, idle_s: float | None = None
+) -> dict[str, float]:
+    """Where a device's seconds go; idle_s: what it waits for other stages, in a pipeline."""
+    events = timeline.of(device)
+    seen = [event for event in events if event.kind == "kernel"]
+    sent = [event for event in events if event.kind == "collective"]
+    known_s = covered_s(seen)
+    causes = {"computing": known_s}
+    for name in sorted({event.name for event in sent}):
+        seen += [event for event in sent if event.name == name]
+        now_s = covered_s(seen)
+        causes[f"waiting for {name}"] = now_s - known_s
+        known_s = now_s
+    if idle_s is not None:
+        causes["waiting for other stages"] = idle_s
+    causes["waiting for the host"] = timeline.makespan_s - known_s - (idle_s or 0.0)
+    return causes
+
+
+# One rank trains: PyTorch's own parallel code, of which only the shapes exist
+
+
+class Rank:
+    """The model and the optimizer of a rank, for plans that differ in what a step does.
+
+    Batch, recomputation and whether parameters are gathered again may change from step to step.
+    """
+
+    @without_garbage()
+    def __init__(self, plan: Plan, takes_a_step: bool = True) -> None:
+        """takes_a_step: whether it has trained before it is asked.
+
+        If not, it only makes the optimizer's state. Seconds and allocated bytes of a step are the same
+        then, and what the allocator reserves is not quite: that depends on all that went before.
+        """
+        self._layout = plan.layout
+        whole = Transformer(dataclasses.replace(plan.sizes, sequence=plan.sequence))
+        self._parallel = ParallelModel(whole, plan.layout, plan.layout.mesh("vgpu"))
+        self.model = self._parallel.module
+        if takes_a_step:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+            self.train(plan)
+        else:
+            self.optimizer = adam_with_state(self.model)
+
+    def train(self, plan: Plan) -> None:
+        """One step."""
+        assert plan.layout == self._layout
+        self._parallel.configure(plan.recompute, plan.reshard_after_forward)
+        size = (plan.batch, plan.sequence)
+        tokens = torch.randint(plan.sizes.vocabulary, size, device="vgpu")
+        with loss_context(self._layout):
+            # Nothing but the loss holds the logits during the backward pass.
+            F.cross_entropy(self.model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def recorded(self, plan: Plan, **costs: Any) -> RecordedStep:
+        """One step, and what it has allocated at its peak, without what other ``Rank``s have."""
+        with PeakByCause(self.model, self.optimizer) as peak, vgpu.record(**costs) as timeline:
+            self.train(plan)
+        assert not timeline.races, timeline.races
+        own = {cause: size for cause, size in peak.by_cause.items() if cause != OTHER}
+        return RecordedStep(plan, timeline, own)
+
+
+# From few layers to all
+
+LAYERS = (4, 5)
+"""What ``extrapolate`` records: neighbors, since what the last layer adds is what each one adds. With
+fewer than four layers the most bytes are allocated at another point of the step."""
+
+
+def extrapolated(layers: int, few: float, more: float) -> float:
+    """What a model of so many layers takes, from what models of ``LAYERS`` take."""
+    return more + (layers - LAYERS[1]) * (more - few)
+
+
+def with_layers(plan: Plan, layers: int) -> Plan:
+    """The plan for a model of so many layers."""
+    return dataclasses.replace(plan, sizes=dataclasses.replace(plan.sizes, layers=layers))
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtrapolatedStep:
+    """A plan's step from those with ``LAYERS`` of its layers, in seconds where the whole takes many.
+
+    All layers of a transformer are alike, so time and allocated bytes are those of the whole to a
+    few thousandths. What the allocator reserves beyond that is missing: it grows in leaps.
+    """
+
+    plan: Plan
+    steps: tuple[RecordedStep, RecordedStep]
+
+    def seconds(self, **costs: Any) -> float:
+        """Of a step of the whole model; costs: other ones than recorded, as for ``vgpu.replay``."""
+        few = [s.timeline if not costs else vgpu.replay(s.timeline, **costs) for s in self.steps]
+        return extrapolated(self.plan.sizes.layers, *(timeline.makespan_s for timeline in few))
+
+    def tokens_per_s(self, **costs: Any) -> float:
+        """Of one GPU."""
+        return self.plan.tokens / self.plan.layout.ranks / self.seconds(**costs)
+
+    @property
+    def bytes_by_cause(self) -> dict[str, float]:
+        """As ``Step.bytes_by_cause``; together, what is allocated at the peak."""
+        return self._by_cause(*(step.bytes_by_cause for step in self.steps))
+
+    @property
+    def time_by_cause(self) -> dict[str, float]:
+        return self._by_cause(*(step.time_by_cause for step in self.steps))
+
+    def _by_cause(self, few: dict[str, Any], more: dict[str, Any]) -> dict[str, float]:
+        layers = self.plan.sizes.layers
+        return {n: extrapolated(layers, few.get(n, 0.0), more.get(n, 0.0)) for n in more | few}
+
+
+def extrapolate(plan: Plan, **costs: Any) -> ExtrapolatedStep:
+    """The plan's step, from two recordings with few layers; costs: as for ``predict``.
+
+    ValueError for a pipeline, and for a model that has no more layers than those.
+    """
+    if plan.layout.pp > 1:
+        # A layer more is one more on one stage, and a whole model has as many more on each.
+        raise ValueError(
+            f"a plan of {plan.layout.pp} stages cannot be extrapolated from few layers, which are "
+            "too few to divide alike: ask predict() for the whole of it"
+        )
+    if plan.sizes.layers < LAYERS[1]:
+        raise ValueError(
+            f"a model of {plan.sizes.layers} layers is small enough for predict(); extrapolate() "
+            f"records {LAYERS[0]} and {LAYERS[1]}"
+        )
+    plan, costs = plan.taking(costs)
+    with on_cluster(plan):
+        few, more = (
+            Rank(small, takes_a_step=False).recorded(small, **costs)
+            for small in (with_layers(plan, layers) for layers in LAYERS)
+        )
+    return ExtrapolatedStep(plan, (few, more))

@@ -1,8 +1,7 @@
 """Pipeline schedules as plain data: for each device a row of actions, in the order it takes them.
 
-A network is cut into stages, the batch into micro-batches. The rows say which device has which
-stage. In the schedules of this file device d has stage d, and with v chunks also d + devices, and so
-on round; a row written by hand may place them in another way, such as in a V.
+A network is cut into stages, the batch into micro-batches. Device d has stage d, and with v chunks
+also d + devices, and so on round.
 
 Sources: GPipe (Huang et al., 2019), PipeDream-Flush (Narayanan et al., 2021a, "Memory-efficient
 pipeline-parallel DNN training"), Megatron-LM (Narayanan et al., 2021b, "Efficient large-scale
@@ -14,8 +13,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import NamedTuple
+
+from vgpu.plan.transformer import check_count
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "I", "W"
 _TEXT = re.compile(r"(\d*)([FBIW])(\d+)")
@@ -42,8 +43,8 @@ class Schedule:
     """A row of actions for each device; each device has ``chunks`` stages.
 
     Raises ValueError unless each stage takes each micro-batch forward once and backward once, whole
-    or in two halves, all on one device. Whether the rows fit together is another question, which
-    ``simulate`` answers.
+    or in two halves, all in its device's row. Whether the rows fit together is another question,
+    which ``simulate`` answers.
     """
 
     name: str
@@ -59,14 +60,13 @@ class Schedule:
                 self._check(action, device, seen)
         for stage in range(self.stages):
             for micro_batch in range(self.micro_batches):
-                self._check_complete(stage, micro_batch, seen)
-        for device in range(self.devices):
-            own = [stage for stage, at in self._placement.items() if at == device]
-            if len(own) != self.chunks:
-                raise ValueError(
-                    f"device {device} has {len(own)} stages {own}, expected {self.chunks}: "
-                    "each device takes the same number of stages"
-                )
+                kinds = "".join(k for k in "FBIW" if Action(k, micro_batch, stage) in seen)
+                if kinds not in ("FB", "FIW"):
+                    raise ValueError(
+                        f"device {self.device_of(stage)}: stage {stage} takes micro-batch "
+                        f"{micro_batch} through {kinds or 'nothing'}; expected F and B, or F, I and "
+                        "W, once each"
+                    )
 
     @property
     def devices(self) -> int:
@@ -78,15 +78,7 @@ class Schedule:
 
     def device_of(self, stage: int) -> int:
         """The device whose row has the stage."""
-        return self._placement[stage]
-
-    @cached_property
-    def _placement(self) -> dict[int, int]:
-        placement: dict[int, int] = {}
-        for device, row in enumerate(self.rows):
-            for action in row:
-                placement.setdefault(action.stage, device)
-        return placement
+        return stage % self.devices
 
     @cached_property
     def micro_batches(self) -> int:
@@ -105,31 +97,20 @@ class Schedule:
         return "\n".join(f"device {device}: {line}" for device, line in enumerate(lines))
 
     def _check(self, action: Action, device: int, seen: set[Action]) -> None:
-        if action.kind not in (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT):
-            raise ValueError(f"device {device}: {action} has a kind other than F, B, I and W")
-        if not 0 <= action.stage < self.stages:
+        kind, micro_batch, stage = action
+        if kind not in tuple("FBIW") or micro_batch < 0 or not 0 <= stage < self.stages:
             raise ValueError(
-                f"device {device}: {action} is of no stage from 0 to {self.stages - 1}"
+                f"device {device}: {action} is no action: its kind is F, B, I or W, its stage from 0 "
+                f"to {self.stages - 1}, and micro-batches count from 0"
             )
-        if self.device_of(action.stage) != device:
+        if self.device_of(stage) != device:
             raise ValueError(
-                f"device {device}: {action} is of stage {action.stage}, "
-                f"which is in the row of device {self.device_of(action.stage)}"
+                f"device {device}: {action} is of stage {stage}, which belongs in the row of device "
+                f"{self.device_of(stage)}"
             )
-        if action.micro_batch < 0:
-            raise ValueError(f"device {device}: {action} has a negative micro-batch")
         if action in seen:
             raise ValueError(f"device {device}: {action} comes twice")
         seen.add(action)
-
-    def _check_complete(self, stage: int, micro_batch: int, seen: set[Action]) -> None:
-        kinds = "".join(k for k in "FBIW" if Action(k, micro_batch, stage) in seen)
-        if kinds not in ("FB", "FIW"):
-            place = f"device {self.device_of(stage)}: " if stage in self._placement else ""
-            raise ValueError(
-                f"{place}stage {stage} takes micro-batch {micro_batch} "
-                f"through {kinds or 'nothing'}; expected F and B, or F, I and W, once each"
-            )
 
 
 def from_text(rows: Sequence[str | Sequence[str]], name: str = "by hand") -> Schedule:
@@ -199,9 +180,7 @@ def interleaved(devices: int, micro_batches: int, chunks: int = 2) -> Schedule:
     1 / v of a device's layers (Korthikanti et al., 2022, 4.2.3). Raises ValueError unless the
     number of micro-batches is a multiple of the number of devices.
     """
-    _check_counts(devices, micro_batches)
-    if chunks < 1:
-        raise ValueError(f"a device has at least one chunk, got {chunks}")
+    _check_counts(devices, micro_batches, chunks)
     if micro_batches % devices:
         raise ValueError(
             f"interleaving takes micro-batches in rounds of {devices}, one for each device: "
@@ -263,10 +242,10 @@ def _schedule(name: str, rows: Sequence[Sequence[Action]], chunks: int = 1) -> S
     return Schedule(name, tuple(tuple(row) for row in rows), chunks)
 
 
-def _check_counts(devices: int, micro_batches: int) -> None:
-    for name, count in (("devices", devices), ("micro-batches", micro_batches)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name}: a whole number from 1, got {count!r}")
+def _check_counts(devices: int, micro_batches: int, chunks: int = 1) -> None:
+    check_count("devices", devices)
+    check_count("micro_batches", micro_batches)
+    check_count("chunks", chunks)
 
 
 # Simulated in time
@@ -294,19 +273,17 @@ class Times:
     def of(self, action: Action, chunks: int) -> float:
         """The time of one action, in one of ``chunks`` chunks."""
         times_as_long = self.by_stage[action.stage] if self.by_stage else 1
-        return self._of_kinds(chunks)[action.kind] * times_as_long
+        of_kinds = {
+            FORWARD: self.forward,
+            BACKWARD: self.input_gradient + self.weight_gradient,
+            INPUT_GRADIENT: self.input_gradient,
+            WEIGHT_GRADIENT: self.weight_gradient,
+        }
+        return of_kinds[action.kind] / chunks * times_as_long
 
     def end(self, action: Action, chunks: int, start: float) -> float:
         """When an action ends that begins at ``start``; asked once, in the order of each device."""
         return start + self.of(action, chunks)
-
-    def _of_kinds(self, chunks: int) -> dict[str, float]:
-        return {
-            FORWARD: self.forward / chunks,
-            BACKWARD: (self.input_gradient + self.weight_gradient) / chunks,
-            INPUT_GRADIENT: self.input_gradient / chunks,
-            WEIGHT_GRADIENT: self.weight_gradient / chunks,
-        }
 
 
 class Box(NamedTuple):
@@ -394,28 +371,14 @@ def needs(action: Action, schedule: Schedule) -> Iterator[Action]:
             yield whole if whole in schedule.actions else half
 
 
-def in_flight(schedule: Schedule) -> list[list[int]]:
-    """For each device, how many activations it keeps after each of its actions.
+def peaks_in_flight(schedule: Schedule) -> list[int]:
+    """The most activations that each device keeps at once.
 
     One activation is one micro-batch in one stage, kept from its forward until its backward, or the
     gradients of its weights, are done.
     """
-    counts = []
-    for row in schedule.rows:
-        kept, after = 0, []
-        for action in row:
-            if action.kind == FORWARD:
-                kept += 1
-            elif action.kind in (BACKWARD, WEIGHT_GRADIENT):
-                kept -= 1
-            after.append(kept)
-        counts.append(after)
-    return counts
-
-
-def peaks_in_flight(schedule: Schedule) -> list[int]:
-    """The most activations that each device keeps at once."""
-    return [max(after) for after in in_flight(schedule)]
+    change = {FORWARD: 1, BACKWARD: -1, INPUT_GRADIENT: 0, WEIGHT_GRADIENT: -1}
+    return [max(accumulate(change[action.kind] for action in row)) for row in schedule.rows]
 
 
 def _deadlock(schedule: Schedule, positions: list[int], ended: set[Action]) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from helpers.widgets import mesh
 from helpers.widgets.mesh import GPUS, answer, answer_table, mesh_sizes, tokens_per_s
-from vgpu.plan.meshes import DIMENSIONS
+from vgpu.plan.estimate import DIMENSIONS
 
 
 def test_mesh_sizes_leave_the_rest_to_data():

@@ -1,6 +1,5 @@
 """Where a rank is: the user's line, found without changing anything for what runs there."""
 
-import subprocess
 import sys
 import sysconfig
 import threading
@@ -29,25 +28,6 @@ LIBRARIES = [
 @pytest.mark.parametrize("path", [*map(str, LIBRARIES), "<frozen importlib._bootstrap>"])
 def test_a_file_of_python_of_a_package_or_of_vgpu_is_a_librarys(path):
     assert is_library(path)
-
-
-def test_a_torch_that_was_built_from_source_is_a_library():
-    assert is_library(torch.__file__)
-
-
-def test_a_file_is_looked_up_once_however_many_frames_are_in_it(monkeypatch, tmp_path):
-    """A look at a rank asks of thousands of frames; it took 0.15 s of each rank's time."""
-    looked_up, resolve = [], Path.resolve
-
-    def counted(path, *args):
-        looked_up.append(path)
-        return resolve(path, *args)
-
-    monkeypatch.setattr(Path, "resolve", counted)
-    train = str(tmp_path / "train.py")
-    for line in range(100):
-        assert user_call_site([(torch.__file__, line), (train, line)]).filename == train
-    assert len(looked_up) < 10
 
 
 def test_the_innermost_line_of_a_cell_counts_before_files_that_it_calls():
@@ -98,38 +78,6 @@ def test_asking_for_the_state_keeps_nothing_of_the_rank_alive(often):
     watcher.join()
     assert late == 0
     assert any(map(is_in_this_file, seen))
-
-
-THREADS_OF_C = """
-import ctypes, threading
-from vgpu.launch.call_sites import rank_state
-
-c = ctypes.CDLL(None)
-nothing = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
-done = threading.Event()
-
-def start():
-    thread = ctypes.c_ulong()
-    while not done.is_set():
-        c.pthread_create(ctypes.byref(thread), None, nothing, None)
-        c.pthread_join(thread, None)
-
-starting = [threading.Thread(target=start) for _ in range(3)]
-for each in starting:
-    each.start()
-for _ in range(60_000):
-    rank_state(threading.main_thread().ident, "runs")
-done.set()
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="starts threads as POSIX does")
-def test_asking_for_the_state_survives_threads_that_c_starts_meanwhile(tmp_path):
-    """faulthandler, asked for all threads, reads what such a thread has not filled in yet."""
-    script = tmp_path / "script.py"
-    script.write_text(THREADS_OF_C)
-    ran = subprocess.run([sys.executable, script], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
 
 
 def test_the_line_is_found_in_a_file_of_any_name(tmp_path):

@@ -50,27 +50,3 @@ def test_a_rank_looks_for_garbage_among_its_own_objects_only():
     [(own, of_the_forkserver, enabled)] = run(source, 1)
     assert of_the_forkserver > 100_000 > 10 * own
     assert enabled
-
-
-@pytest.mark.skipif(not FORKS, reason="nothing to fork from")
-def test_a_fork_of_a_process_that_has_run_ranks_runs_its_own(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        """
-import os
-from vgpu import launch
-
-def main(rank, world_size):
-    return rank
-
-before = launch.run(main, 1)
-child = os.fork()
-if child == 0:
-    print(launch.run(main, 2), flush=True)
-    os._exit(0)
-print("the child's status", os.waitpid(child, 0)[1], flush=True)
-print(launch.run(main, 2))
-"""
-    )
-    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
-    assert ran.stdout == "[0, 1]\nthe child's status 0\n[0, 1]\n"

@@ -5,7 +5,7 @@ import torch
 from cells import cell
 
 from vgpu import launch
-from vgpu.launch.messages import dumps, dumps_call
+from vgpu.launch.rank import dumps, dumps_call
 
 THINGS = [
     ("a tensor on vgpu:1", lambda: torch.ones(2, device="vgpu:1")),

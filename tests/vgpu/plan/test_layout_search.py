@@ -2,14 +2,20 @@
 
 import dataclasses
 import itertools
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from levels import sample
 
+from vgpu.launch import launcher
 from vgpu.plan import Layout, Plan, estimate, layout_search, predict, search
 from vgpu.plan import __main__ as command
-from vgpu.plan.plan import on_cluster
-from vgpu.plan.rank import Rank
+from vgpu.plan.plan import Rank, on_cluster
 from vgpu.plan.transformer import TransformerSizes
 
 SIZES = TransformerSizes(6, 256, 8, 4, 512, 1024, sequence=128)
@@ -48,10 +54,11 @@ def test_a_few_blocks_tell_time_and_bytes_of_all(layout, again, recompute):
     assert least < step.allocated_bytes
 
 
-def test_what_is_skipped_is_neither_faster_nor_fits():
+def test_a_plan_that_is_skipped_is_not_faster_or_does_not_fit(monkeypatch):
     """Every plan is predicted whole beside the search, those of one layout by one rank."""
+    monkeypatch.setattr(layout_search, "_confirm", lambda *_: None)  # which reserves more
     plan = with_memory(APART, 34_000_000)
-    found = search(plan, sequences=2, whole=0)
+    found = search(plan, sequences=2)
     whole = {}
     for _, group in itertools.groupby(found.candidates, key=lambda one: one.plan.layout):
         alike = list(group)
@@ -94,7 +101,7 @@ def test_ranks_of_tp_are_neighbors_in_one_host():
 @pytest.fixture(scope="module")
 def free():
     """A search where everything fits."""
-    return search(APART, sequences=2, whole=1, processes=1)
+    return search(APART, sequences=2, processes=1)
 
 
 @pytest.fixture(scope="module")
@@ -120,10 +127,41 @@ def test_other_processes_find_the_same(tight):
     together = search(plan, sequences=2, processes=2)
     assert _figures(together) == _figures(alone)
     assert str(together) == str(alone)
-    # A step comes back with its timeline, and costs reach the process that predicts it.
-    step = search(APART, sequences=2, processes=2, arithmetic_share=0.1).best[0].step
-    assert step.timeline.events
-    assert step.seconds == predict(step.plan, arithmetic_share=0.1).seconds
+
+
+def test_an_error_in_another_process_comes_as_from_a_plain_call():
+    with pytest.raises(ValueError, match="arithmetic_share"):
+        search(APART, sequences=2, processes=2, arithmetic_share=-1.0)
+
+
+# Without an `if __name__ == "__main__"`: no process imports it once more.
+SCRIPT = """
+from vgpu.plan import Layout, Plan, search
+from vgpu.plan.transformer import LLAMA
+search(Plan(LLAMA["8B"], Layout(dp_shard=64)), processes=2)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows has no SIGKILL")
+def test_no_process_outlives_a_search_that_is_killed(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with subprocess.Popen([sys.executable, tmp_path / "script.py"]) as script:
+        started = []
+        while len(started) < 4:  # forkserver, resource tracker, two processes that search
+            assert script.poll() is None
+            started = psutil.Process(script.pid).children(recursive=True)
+            time.sleep(0.05)
+        script.kill()
+    _, alive = psutil.wait_procs(started, 300)
+    assert not alive
+
+
+def test_as_many_processes_as_cores_and_memory_allow_search_at_once(monkeypatch):
+    monkeypatch.setattr(launcher, "cores", lambda: 4)
+    for free_bytes, processes in ((2**40, 4), (3 * layout_search.WORKER_BYTES, 3), (0, 1)):
+        free = SimpleNamespace(available=free_bytes)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: free)
+        assert layout_search.at_once() == processes
 
 
 def _figures(found):
@@ -146,16 +184,14 @@ OWN = (
 
 
 def test_the_command_prints_the_best_and_why_others_fell_out(capsys):
-    command.main([*OWN.split(), "--search", "--hosts", "1", "--sequences", "2", "--processes", "1"])
+    command.main([*OWN.split(), "--search", "--hosts", "1", "--sequences", "2"])
     shown = capsys.readouterr().out
     assert "dp_shard 2" in shown and "not tried" in shown and layout_search._MORE_WORK in shown
     for options, message in (
         (["--hosts", "2"], "--hosts: only of use with --search"),
         (["--search", "--hosts", "0"], "--hosts must be at least 1, got 0"),
         (["--search", "--sequences", "0"], "sequences must be at least 1, got 0"),
-        (["--search", "--processes", "0"], "processes must be at least 1, got 0"),
         (["--search", "--hosts", "2", "--dp-shard", "2"], "--hosts 2 beside a layout (dp_shard 2)"),
-        (["--search", "--whole", "-3"], "whole must be at least 0, got -3"),
         (["--search", "--trace", "step.json"], "--trace: only of use without --search"),
         (
             ["--search", "--no-reshard-after-forward"],
