@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -96,23 +95,19 @@ def capacity(gpu: torch.device, size_bytes: int) -> Iterator[None]:
     if size_bytes <= 0 or (gpu.type != "cuda" and virtual is None):
         raise ValueError(f"a GPU can hold a number of bytes, got {size_bytes} for {gpu}")
     torch.get_device_module(gpu).empty_cache()
-    change: Callable[[Any], None]
-    inside: float
-    after: float
     if virtual is not None:
-        change, inside, after = (
-            virtual.memory.set_capacity,
-            size_bytes,
-            virtual.memory.capacity_bytes,
-        )
+        set_bytes, before_bytes = virtual.memory.set_capacity, virtual.memory.capacity_bytes
     else:
-        change = partial(torch.cuda.set_per_process_memory_fraction, device=gpu)
-        inside, after = size_bytes / torch.cuda.get_device_properties(gpu).total_memory, 1.0
-    change(inside)
+        before_bytes = torch.cuda.get_device_properties(gpu).total_memory
+
+        def set_bytes(capacity_bytes: int) -> None:
+            torch.cuda.set_per_process_memory_fraction(capacity_bytes / before_bytes, gpu)
+
+    set_bytes(size_bytes)
     try:
         yield
     finally:
-        change(after)
+        set_bytes(before_bytes)
 
 
 @dataclass(frozen=True)

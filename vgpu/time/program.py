@@ -192,6 +192,12 @@ class GrowingProgram:
             self.steps.append(HostWait(host.index, event, name))
             _merge(self._host_clock, stream, stream.count, stream.clock)
 
+    def synchronize(self, streams: Sequence[RecordedStream]) -> None:
+        """The calling thread goes on when all work given to the streams has ended."""
+        for stream in streams:
+            self.break_graph(stream)
+        self.host_waits(streams, "synchronize", self.host())
+
     # Operations
 
     def enqueue(

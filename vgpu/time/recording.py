@@ -349,12 +349,6 @@ class Recording:
         """Let something live as long as the recording."""
         self._kept.append(work)
 
-    def synchronize(self, streams: Sequence[RecordedStream]) -> None:
-        """The host goes on when all work given to the streams has ended."""
-        for stream in streams:
-            self.program.break_graph(stream)
-        self.program.host_waits(streams, "synchronize", self.program.host())
-
     # Where elementwise operations are fused
 
     def _need_before(
