@@ -55,10 +55,10 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
     """Record the virtual time of what the block computes on virtual GPUs.
 
     costs: times from this model in place of the enabled GPU's. Any of its fields can be given by
-    name, such as ``arithmetic_share=0.3`` or ``link="PCIe 4"``, as in ``replay``. The timeline is complete when the
-    block ends; with ``async_tp`` it is timed then, and what the program asks for before that
-    (``event.elapsed_time``) is of collectives and products in one piece. RuntimeError inside another
-    recording, or without virtual GPUs.
+    name, such as ``arithmetic_share=0.3`` or ``link="PCIe 4"``, as in ``replay``. The timeline is
+    complete when the block ends. What the program asks for before that (``event.elapsed_time``) is,
+    with ``async_tp``, of collectives and products in one piece. RuntimeError inside another recording,
+    or without virtual GPUs.
     """
     costs = (costs or CostModel(gpus.by_index(0).spec)).changed(assumed).changed(changes)
     devices = [gpus.by_index(index).device for index in range(gpus.device_count())]
