@@ -208,7 +208,7 @@ class Recording:
             operands = self._operands(name, read, host)
             work = work.with_current_tf32()
             step = Kernel(name, host.by, stream.index, work, operands)
-            return self.program.enqueue(name, step, stream, host.by.backward)
+            return self.program.enqueue(step, stream)
         reads: list[Read] = []
         written_bytes = work.size_bytes
         for tensor in read:
@@ -258,7 +258,7 @@ class Recording:
             streams = [stream for stream in (here, there) if stream is not None]
             here_index, there_index = (end.index if end else None for end in (here, there))
             step = Copy(host.by, size_bytes, here_index, there_index, operands)
-            done = self.program.enqueue_together("copy", step, streams, host.by.backward)
+            done = self.program.enqueue_together(step, streams)
             first, last = done[0], done[-1]
             between = source_gpu is not None and target_gpu is not None
             pinned = source_gpu is not None or copies.is_cpu_pinned(source)
@@ -290,8 +290,7 @@ class Recording:
         for stream in streams:
             self.program.break_graph(stream)
         indices = tuple(stream.index for stream in streams)
-        step = LocalCollective(name, by, indices, size_bytes)
-        self.program.enqueue_together(name, step, streams, by.backward)
+        self.program.enqueue_together(LocalCollective(name, by, indices, size_bytes), streams)
 
     def group_collective(self, call: Call, gpu: VirtualGPU, number: int) -> Enqueued:
         """Record this rank's side of a collective, on its process group's stream of this number.
@@ -316,8 +315,7 @@ class Recording:
             current.index,
             operands,
         )
-        done = self.program.enqueue(name, step, stream, host.by.backward)
-        done = done._replace(clock=dict(stream.clock))
+        done = self.program.enqueue(step, stream)._replace(clock=dict(stream.clock))
         self._accesses.note(done, read, [*written, *made])
         for used in (*read, *written, *made):  # NCCL's side keeps them until it has ended
             self._accesses.record_stream(used, stream)
