@@ -51,7 +51,7 @@ class HostThread:
     def enter(self, module: str) -> None:
         """Its next operation is issued in a module."""
         if self.by.module != module:
-            self.by = self.by._replace(module=module)
+            self.by = Issuer(self.index, module, self.by.backward)
 
 
 class _Thread(threading.local):
