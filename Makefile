@@ -6,8 +6,8 @@ CELL_SECONDS := 600
 # They would send Python to modules outside of the environment, or switch assertions off.
 unexport PYTHONHOME PYTHONPATH PYTHONSAFEPATH PYTHONOPTIMIZE
 
-.PHONY: help venv lab wheels test test-all test-browser test-gpu check format bench student solved exam class \
-  slides book lesson clean
+.PHONY: help venv lab wheels test test-all test-browser test-gpu check format bench student solved workshop exam class \
+  slides book clean
 help:
 	@echo "make lab      set up and open JupyterLab at lesson 00 (ARGS=\"--no-browser --port 9999\")"
 	@echo "make test     set up, then run the tests and every lesson (ARGS=\"tests/vgpu/launch -k hang\")"
@@ -21,10 +21,10 @@ ifneq ($(wildcard teaching),)
 	@echo "make bench    measure, and write benchmarks/RESULTS.md (ARGS=\"launch\")"
 	@echo "make student  an edition without solutions, to hand out (OUT=folder or file.zip)"
 	@echo "make solved   the same, solved"
+	@echo "make workshop the cores of seven lessons for half a day or a day, and its timetable"
 	@echo "make exam     the exam's sheet, without solutions and checks (OUT=file.ipynb)"
 	@echo "make class CLASS=folder   check the exercises that a class handed in"
 	@echo "make slides   slides of each lesson in build/slides"
-	@echo "make lesson TITLE=\"...\"   the skeleton of the next lesson"
 	@echo "make book     the course as a site to read, in build/book"
 endif
 	@echo "make wheels   all packages into build/wheels (OUT=folder), for machines without a network:"
@@ -87,6 +87,9 @@ student: venv
 solved: venv
 	$(BIN)/python -m teaching.editions solved "$(or $(OUT),build/solved.zip)"
 
+workshop: venv
+	$(BIN)/python -m teaching.workshop "$(or $(OUT),build/workshop)"
+
 exam: venv
 	$(BIN)/python -m teaching.exam "$(or $(OUT),build/99_exam.ipynb)"
 
@@ -100,9 +103,6 @@ slides: venv
 book: EXTRA := --extra book
 book: venv
 	$(BIN)/python -m teaching.book "$(or $(OUT),build/book)"
-
-lesson: venv
-	$(BIN)/python -m teaching.new_lesson "$(TITLE)"
 
 clean:
 	rm -rf .venv .venv-torch* .pytest_cache .mypy_cache .ruff_cache build dist

@@ -23,7 +23,7 @@ from vgpu import cuda_is_vgpu
 from vgpu.backend import enable
 from vgpu.collectives.dispatch import tally
 from vgpu.memory import gpus
-from vgpu.torch_patches import device_module
+from vgpu.torch_patches import device_module, flash_attn
 from vgpu.units import format_bytes
 
 
@@ -46,6 +46,7 @@ class ProgramSettings:
             torch.manual_seed(self.seed)
         if self.cuda_folder is not None:
             cuda_is_vgpu.install(self.cuda_folder)
+            flash_attn.stand_in()
             _let_grad_scaler_default_to_vgpu()
 
 

@@ -1,10 +1,8 @@
 """The overview of lesson 00 is read from the lessons themselves."""
 
-import itertools
 import json
 
 import pytest
-from IPython.core.interactiveshell import InteractiveShell
 
 from helpers import course
 from helpers.checks import check, exercises, guess, records, reset
@@ -16,24 +14,28 @@ def test_every_lesson_is_listed_with_its_link_and_minutes():
     assert list(table.links.values()) == [path.name for path in lessons.NOTEBOOKS]
     for path, row in zip(lessons.NOTEBOOKS, table.rows, strict=True):
         assert row[0].startswith(f"{lessons.number(path) or 'Appendix'} · ")
-        assert int(row[1]) > 0
+        assert 0 < row[1] <= row[2]
         own = lessons.exercise_ids(path)
         assert row[4].endswith(f"of {len(own)}") if own else row[4] == ""
 
 
 def test_routes_name_lessons_that_are_there_and_add_up_their_minutes(tmp_path):
-    for name, text in {"00_a": "15", "02_b": "50", "04_c": "30", "12_d": "60"}.items():
-        opening = {"source": [f"# {name}\n", "\n", f"**Time:** about {text} minutes"]}
-        (tmp_path / f"{name}.ipynb").write_text(json.dumps({"cells": [opening]}))
+    for name, minutes in {"00_a": 15, "02_b": 50, "04_c": 30, "12_d": 60}.items():
+        cells = [
+            {"cell_type": "markdown", "metadata": {}, "source": "**Minutes:** 10"},
+            {"cell_type": "markdown", "metadata": {"tags": ["more"]}, "source": "## More"},
+            {"cell_type": "markdown", "metadata": {}, "source": f"**Minutes:** {minutes - 10}"},
+        ]
+        (tmp_path / f"{name}.ipynb").write_text(json.dumps({"cells": cells}))
     rows = {row[0].split(":")[0]: row[1:] for row in course.routes(tmp_path).rows}
-    assert rows["quick"] == ("00, 02 (first section), 04, 12", "1.9")
-    assert rows["old code"] == ("02", "0.8")
-    assert rows["everything, in order"] == ("00 to 12", "2.6")
+    assert rows["quick"] == ("00, 04, 12", "0.5", "1.8")
+    assert rows["old code"] == ("02", "0.2", "0.8")
+    assert rows["everything, in order"] == ("00 to 12", "0.7", "2.6")
 
 
 def test_routes_of_the_course_have_their_lessons():
-    for _, lessons_of_route, hours in course.routes(lessons.ROOT / "notebooks").rows:
-        assert len(lessons_of_route) > 2 and float(hours) > 1
+    for _, lessons_of_route, hours, _ in course.routes(lessons.ROOT / "notebooks").rows:
+        assert len(lessons_of_route) > 2 and float(hours) > 0.5
     with pytest.raises(FileNotFoundError, match="no lessons in"):
         course.routes(lessons.ROOT / "tests")
 
@@ -60,34 +62,6 @@ def test_go_on_names_the_next_exercise(tmp_path, monkeypatch):
     for name in order:
         records.record_solved(name)
     assert course.go_on() == "Every exercise is solved."
-
-
-def test_own_minutes_are_counted_between_cells_without_breaks(tmp_path, monkeypatch):
-    monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path))
-    monkeypatch.setenv("JPY_SESSION_NAME", "/home/someone/notebooks/04_dataparallel_shapes.ipynb")
-    shell = InteractiveShell()
-    monkeypatch.setattr(records, "get_ipython", lambda: shell)
-    clock = itertools.accumulate([0.0, 60.0, 90.0, records.LONGEST_S + 1, 30.0])
-    monkeypatch.setattr(records.time, "monotonic", lambda: next(clock))
-    assert records.count_minutes() and records.count_minutes(), "twice in a kernel counts once"
-    for _ in range(4):
-        shell.events.trigger("post_run_cell", None)
-    assert records.minutes() == {"04": 3.0}
-    rows = course.overview(lessons.ROOT / "notebooks").rows
-    assert [row[2] for row in rows if row[0].startswith("04")] == ["3"]
-    with (tmp_path / "04.minutes").open("a") as file:
-        file.write("12")
-    assert records.minutes() == {"04": 3.0}, "a line that was not finished does not count"
-    reset()
-    assert records.minutes() == {}
-
-
-@pytest.mark.parametrize("name", [None, "scratch.ipynb"])
-def test_no_minutes_are_counted_outside_of_a_lesson(monkeypatch, name):
-    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
-    if name:
-        monkeypatch.setenv("JPY_SESSION_NAME", name)
-    assert not records.count_minutes()
 
 
 def test_overview_refuses_a_folder_without_lessons(tmp_path):

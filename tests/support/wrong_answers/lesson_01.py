@@ -261,7 +261,6 @@ WRONG = {
         # The numbers do not change.
         ("def physical(visible, ordinal, cards):\n    return ordinal\n", "counted from 0"),
         # Always the same.
-        ("def physical(visible, ordinal, cards):\n    return None\n", "counted from 0"),
         # The unset variable is forgotten.
         (
             "def physical(visible, ordinal, cards):\n"
@@ -284,7 +283,7 @@ WRONG = {
             "        seen = [int(text) for text in visible.split(',') if text]\n"
             "    seen = [card for card in seen if card in range(cards)]\n"
             "    return seen[ordinal] if ordinal < len(seen) else None\n",
-            "what follows is not read",
+            "is cut before its first entry",
         ),
         # A card named twice counts twice.
         (
