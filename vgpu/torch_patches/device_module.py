@@ -80,7 +80,7 @@ def synchronize(device: Any = None) -> None:
     """Wait for all work on a device; in a recording of virtual time the host waits."""
     gpu, now = meant_by(device), recording.under_way
     if now is not None:
-        now.synchronize(now.program.streams_of(gpu))
+        now.program.synchronize(now.program.streams_of(gpu))
 
 
 def get_device_name(device: Any = None) -> str:
