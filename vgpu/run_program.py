@@ -4,11 +4,11 @@ What ``python script.py`` sees is kept: ``__main__`` is the script, ``sys.argv``
 are its own, and processes that multiprocessing starts find it.
 """
 
-import functools
 import importlib.util
 import multiprocessing.spawn
 import os
 import runpy
+import shlex
 import sys
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
@@ -19,12 +19,8 @@ from typing import Any
 
 import torch
 
-from vgpu import cuda_is_vgpu
+from vgpu import cuda_is_vgpu, run_report
 from vgpu.backend import enable
-from vgpu.collectives.dispatch import tally
-from vgpu.memory import gpus
-from vgpu.torch_patches import device_module
-from vgpu.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -35,29 +31,47 @@ class ProgramSettings:
     gpu: str = "V100"
     memory_bytes: int | None = None
     seed: int | None = None
-    cuda_folder: str | None = None
-    """In files below it, ``cuda`` means ``vgpu``; None without ``--cuda-is-vgpu``."""
+    cuda_is_vgpu: bool = False
+    """Whether ``cuda`` means ``vgpu`` in the program's files and in packages that it imports."""
+    read: tuple[str, ...] = ()
+    not_read: tuple[str, ...] = ()
+    """Names of packages, beyond the choice of ``cuda_is_vgpu.Finder``."""
     summary: bool = False
 
     def prepare(self) -> None:
-        """Enable the virtual GPUs, and let ``cuda`` mean ``vgpu`` where that is wanted."""
+        """Enable the virtual GPUs, also for processes to come; ``cuda`` means them where wanted."""
         enable(self.count, self.gpu, self.memory_bytes)
         if self.seed is not None:
             torch.manual_seed(self.seed)
-        if self.cuda_folder is not None:
-            cuda_is_vgpu.install(self.cuda_folder)
-            _let_grad_scaler_default_to_vgpu()
+        if self.cuda_is_vgpu:
+            cuda_is_vgpu.install(self.read, self.not_read)
+        self._let_children_have_them()
+        run_report.begin()
+
+    def options(self) -> list[str]:
+        """The options of ``python -m vgpu`` that say the same."""
+        found = [f"--count={self.count}", f"--gpu={self.gpu}"]
+        if self.memory_bytes is not None:
+            found.append(f"--memory={self.memory_bytes}B")
+        if self.seed is not None:
+            found.append(f"--seed={self.seed}")
+        found += ["--cuda-is-vgpu"] * self.cuda_is_vgpu + ["--summary"] * self.summary
+        found += [f"--read={name}" for name in self.read]
+        return found + [f"--not-read={name}" for name in self.not_read]
+
+    def _let_children_have_them(self) -> None:
+        """Python runs the sitecustomize.py of a folder in PYTHONPATH as it starts."""
+        folder, ours = Path(__file__).parent / "for_children", Path(__file__).parents[1]
+        path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        wanted = [str(folder), *filter(None, path), str(ours)]
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(wanted))
+        os.environ[OPTIONS] = shlex.join(self.options())
 
 
-def _let_grad_scaler_default_to_vgpu() -> None:
-    """``torch.amp.GradScaler()`` and its subclasses are for "cuda" by default."""
-    plain = torch.amp.GradScaler.__init__
+OPTIONS = "VGPU_OPTIONS"
+"""The environment variable that for_children/sitecustomize.py reads."""
 
-    @functools.wraps(plain)
-    def init(self: torch.amp.GradScaler, device: str = "cuda", *args: Any, **options: Any) -> None:
-        plain(self, cuda_is_vgpu.replace_name(device), *args, **options)
-
-    torch.amp.GradScaler.__init__ = init  # type: ignore[method-assign]
+PLAIN_ASSERTS = "--assert=plain"
 
 
 def run_script(path: Path, settings: ProgramSettings) -> None:
@@ -83,7 +97,21 @@ def run_module(name: str, settings: ProgramSettings) -> None:
     _start(settings)
     if importlib.util.find_spec(name) is None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    if name.partition(".")[0] == "pytest" and settings.cuda_is_vgpu:
+        # Otherwise pytest compiles tests itself, unchanged.
+        options = os.environ.get("PYTEST_ADDOPTS", "").split()
+        os.environ["PYTEST_ADDOPTS"] = " ".join(dict.fromkeys([*options, PLAIN_ASSERTS]))
     runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def run_command(source: str, settings: ProgramSettings) -> None:
+    """Run a text as ``__main__``, as ``python -c`` does."""
+    sys.excepthook = _show_own_frames
+    _put_first_in_path("")
+    _start(settings)
+    main = ModuleType("__main__")
+    sys.modules["__main__"] = main
+    exec(_code(source, "<string>", settings), vars(main))
 
 
 def _put_first_in_path(folder: str) -> None:
@@ -92,9 +120,9 @@ def _put_first_in_path(folder: str) -> None:
         sys.path[0] = folder
 
 
-def _code(source: bytes, filename: str, settings: ProgramSettings) -> CodeType:
+def _code(source: bytes | str, filename: str, settings: ProgramSettings) -> CodeType:
     try:
-        if settings.cuda_folder is None:
+        if not settings.cuda_is_vgpu:
             return compile(source, filename, "exec", dont_inherit=True)
         return cuda_is_vgpu.compile_source(source, filename)
     except SyntaxError as error:
@@ -123,7 +151,7 @@ def _start(settings: ProgramSettings) -> None:
 
     multiprocessing.spawn.get_preparation_data = with_virtual_gpus
     if settings.summary:
-        util.Finalize(None, show_summary, exitpriority=-1)
+        util.Finalize(None, run_report.show_summary, exitpriority=-1)
 
 
 class _ForChild:
@@ -138,7 +166,7 @@ class _ForChild:
 
 def _start_in_child(settings: ProgramSettings) -> None:
     _start(settings)
-    if settings.cuda_folder is not None:
+    if settings.cuda_is_vgpu:
         multiprocessing.spawn._fixup_main_from_path = _run_main_again  # type: ignore[attr-defined]
 
 
@@ -148,26 +176,3 @@ def _run_main_again(path: str) -> None:
     main.__file__ = path
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     exec(cuda_is_vgpu.compile_source(Path(path).read_bytes(), path), vars(main))
-
-
-def summary() -> str:
-    """Peak bytes of each GPU that this process used, and its collectives; a line each."""
-    lines = []
-    for index in range(gpus.device_count()):
-        gpu = gpus.by_index(index)
-        if gpu.memory.allocation_count:
-            peak = format_bytes(device_module.max_memory_allocated(index))
-            of = format_bytes(gpu.memory.capacity_bytes)
-            lines.append(f"{gpu.device} ({gpu.spec.name}): at most {peak} of {of} allocated")
-    for name, calls in sorted(tally.calls.items()):
-        lines.append(f"{name}: {calls} calls, {format_bytes(tally.bytes[name])} put in")
-    rank = os.environ.get("RANK")
-    who = f"rank {rank}: " if rank is not None else ""
-    return "\n".join(who + line for line in lines or ["no virtual GPU was used"])
-
-
-def show_summary() -> None:
-    """Print the summary in one piece, so that several ranks' lines do not mix."""
-    sys.stdout.flush()
-    sys.stderr.write(summary() + "\n")
-    sys.stderr.flush()
