@@ -204,11 +204,11 @@ class Replacer(ast.NodeTransformer):
 
 
 # What may mention CUDA and is not read: torch, and packages whose "cuda" is not torch's device.
-_CHOICE = dict.fromkeys(
-    "torch torchgen functorch triton vgpu pytest_vgpu cuda nvidia pynvml numba cupy jax jaxlib "
-    "tensorflow keras xgboost lightgbm pip setuptools".split(),
-    False,
-)
+_NOT_READ = """
+    torch torchgen functorch triton vgpu pytest_vgpu cuda nvidia pynvml numba cupy jax jaxlib
+    tensorflow keras xgboost lightgbm pygments pip setuptools
+"""
+_CHOICE = dict.fromkeys(_NOT_READ.split(), False)
 _CHOICE["torch.testing._internal"] = True  # the decorators of torch's own tests ask for CUDA
 _MENTION = re.compile(rb"cuda|nccl", re.IGNORECASE)
 _PACKAGES = {"site-packages", "dist-packages"}
