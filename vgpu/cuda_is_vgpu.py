@@ -27,7 +27,7 @@ import re
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -103,13 +103,22 @@ def replace_in_argument(text: str) -> str:
     return option + equals + replace_name(value)
 
 
+also_change: Callable[[ast.Module, bytes, str], None] | None = None
+"""pytest_vgpu sets it: what else to do to the tree of a module, given its source and file name."""
+
+
 def compile_source(source: bytes | str, filename: str) -> CodeType:
     """The code of a file with its words replaced; SyntaxError as from ``compile``."""
+    return compile(replace(source, filename), filename, "exec", dont_inherit=True)
+
+
+def replace(source: bytes | str, filename: str) -> ast.Module:
+    """The tree of a file with its words replaced, which ``replaced_in`` notes."""
     replacements = Replacements(filename)
     tree = Replacer(replacements).visit(ast.parse(source, filename))
     if replacements.lines:
         replaced_in.append(replacements)
-    return compile(ast.fix_missing_locations(tree), filename, "exec", dont_inherit=True)
+    return ast.fix_missing_locations(tree)
 
 
 class Replacer(ast.NodeTransformer):
@@ -283,7 +292,11 @@ class _Loader(SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
-        return compile_source(self.get_data(path), path)
+        source = self.get_data(path)
+        tree = replace(source, path)
+        if also_change is not None:
+            also_change(tree, source, path)
+        return compile(tree, path, "exec", dont_inherit=True)
 
 
 def install(read: Sequence[str] = (), not_read: Sequence[str] = ()) -> Finder:
