@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from vgpu import cuda_is_vgpu, run_report
-from vgpu.backend import enable
+from vgpu.backend import enable, is_enabled
 
 
 @dataclass(frozen=True)
@@ -176,3 +176,24 @@ def _run_main_again(path: str) -> None:
     main.__file__ = path
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     exec(cuda_is_vgpu.compile_source(Path(path).read_bytes(), path), vars(main))
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """``%load_ext vgpu``: from the next cell on, and in packages imported there, CUDA is virtual GPUs.
+
+    Two of them, or VGPU_COUNT, where ``vgpu.enable`` has not been called.
+    """
+    if not is_enabled():
+        enable(int(os.environ.get("VGPU_COUNT", "2")))
+    cuda_is_vgpu.install()
+    # Cells share a name for torch, as in "import torch as th".
+    replacer = cuda_is_vgpu.Replacer(cuda_is_vgpu.Replacements("<cell>"))
+    shell.ast_transformers.append(replacer)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """``%unload_ext vgpu``; the virtual GPUs stay, until ``vgpu.disable()``."""
+    shell.ast_transformers[:] = (
+        other for other in shell.ast_transformers if not isinstance(other, cuda_is_vgpu.Replacer)
+    )
+    cuda_is_vgpu.uninstall()
