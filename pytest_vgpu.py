@@ -39,12 +39,12 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
             raise pytest.UsageError("--vgpu-model needs --vgpus, the number of virtual GPUs")
         return
     from vgpu import cuda_is_vgpu, run_report
-    from vgpu.run_program import ProgramSettings
+    from vgpu.run_program import ProgramSettings, start
 
     early_config.stash[_IS_FIRST] = run_report.is_first_process()
     gpu = "V100" if options.vgpu_model is None else options.vgpu_model
     try:
-        ProgramSettings(options.vgpus, gpu, cuda_is_vgpu=True).prepare()
+        start(ProgramSettings(options.vgpus, gpu, cuda_is_vgpu=True))
     except ValueError as error:
         raise pytest.UsageError(f"--vgpus and --vgpu-model: {error}") from None
     if options.assertmode == "rewrite":

@@ -79,7 +79,7 @@ def run_script(path: Path, settings: ProgramSettings) -> None:
     sys.excepthook = _show_own_frames
     source, filename = path.read_bytes(), os.path.abspath(path)
     _put_first_in_path(str(path.resolve().parent))
-    _start(settings)
+    start(settings)
     main = ModuleType("__main__")
     main.__file__ = filename
     main.__loader__ = SourceFileLoader("__main__", filename)
@@ -94,7 +94,7 @@ def run_module(name: str, settings: ProgramSettings) -> None:
     """
     sys.excepthook = _show_own_frames
     _put_first_in_path(os.getcwd())
-    _start(settings)
+    start(settings)
     if importlib.util.find_spec(name) is None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     if name.partition(".")[0] == "pytest" and settings.cuda_is_vgpu:
@@ -108,7 +108,7 @@ def run_command(source: str, settings: ProgramSettings) -> None:
     """Run a text as ``__main__``, as ``python -c`` does."""
     sys.excepthook = _show_own_frames
     _put_first_in_path("")
-    _start(settings)
+    start(settings)
     main = ModuleType("__main__")
     sys.modules["__main__"] = main
     exec(_code(source, "<string>", settings), vars(main))
@@ -142,7 +142,8 @@ def _show_own_frames(
     sys.__excepthook__(kind, error, traceback)
 
 
-def _start(settings: ProgramSettings) -> None:
+def start(settings: ProgramSettings) -> None:
+    """Prepare this process, and those that multiprocessing starts from it."""
     settings.prepare()
     plain = multiprocessing.spawn.get_preparation_data
 
@@ -165,7 +166,7 @@ class _ForChild:
 
 
 def _start_in_child(settings: ProgramSettings) -> None:
-    _start(settings)
+    start(settings)
     if settings.cuda_is_vgpu:
         multiprocessing.spawn._fixup_main_from_path = _run_main_again  # type: ignore[attr-defined]
 
