@@ -123,7 +123,7 @@ _NOT_KEPT = (
 _PIECES = (
     "The gain is overestimated, and the pairs are not to blame: PyTorch's own pass, run over a block "
     "compiled for eight ranks, finds the same ones, with the same copies for the gradients of weights "
-    "(`vgpu/time/async_tp.py` says what else it makes, some 1 % of a step). It is "
+    "(`vgpu/time/compiler_passes.py` says what else it makes, some 1 % of a step). It is "
     "the steps without it that stand out. Wherever a change leaves less of a step to anything but "
     "products and attention, the prediction becomes too fast, by torch.compile as by this:"
 )

@@ -3,8 +3,7 @@
 from vgpu import torch_releases  # noqa: F401  first: it refuses a torch that is too old
 from vgpu.backend import disable, enable, is_enabled
 from vgpu.collectives.cluster import Cluster, cluster
-from vgpu.hardware.links import LINKS, NETWORKS, Link, Network
-from vgpu.hardware.specs import PRESETS, GPUSpec, get_spec
+from vgpu.hardware import LINKS, NETWORKS, PRESETS, GPUSpec, Link, Network, get_spec
 from vgpu.iterations import data_parallel_iteration, ddp_iteration
 from vgpu.memory.blocks import record_memory
 from vgpu.run_program import load_ipython_extension, unload_ipython_extension  # noqa: F401
@@ -12,7 +11,7 @@ from vgpu.tensor.methods import NoValueError
 from vgpu.tensor.shapes import shapes_only
 from vgpu.tensor.tensor import is_shape
 from vgpu.time.costs import CostModel, fit_share
-from vgpu.time.record import record, spend
+from vgpu.time.recording import record, spend
 from vgpu.time.simulate import Deadlock, joined, replay
 from vgpu.time.timeline import FreedInUse, Race, Timeline, TraceEvent, covered_s
 

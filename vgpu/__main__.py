@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from vgpu import cuda_is_vgpu, run_report
-from vgpu.hardware.specs import PRESETS
+from vgpu.hardware import PRESETS
 from vgpu.run_program import ProgramSettings, run_command, run_module, run_script
 from vgpu.units import parse_bytes
 

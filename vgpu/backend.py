@@ -20,8 +20,7 @@ from torch.utils import backend_registration
 
 from vgpu import torch_releases
 from vgpu.collectives import dispatch, nccl_only, process_groups, wrappers
-from vgpu.hardware.links import Link, get_link
-from vgpu.hardware.specs import GPUSpec, get_spec
+from vgpu.hardware import GPUSpec, Link, get_link, get_spec
 from vgpu.memory import gpus
 from vgpu.tensor import device_names, kernels, norms, refusals, shapes
 from vgpu.time.simulate import simulate

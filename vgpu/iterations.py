@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from vgpu.collectives.cluster import cluster
 from vgpu.memory import gpus
 from vgpu.tensor.shapes import shapes_only
-from vgpu.time.record import record
+from vgpu.time.recording import record
 from vgpu.time.simulate import simulate
 from vgpu.time.timeline import Timeline
 

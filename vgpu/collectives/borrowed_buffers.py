@@ -121,7 +121,10 @@ class BorrowedBuffers:
     def _is_borrowed(self) -> bool:
         # A thread that has dropped one in C++ waits for Python's lock to do so in Python. The
         # Python object counts as one reference from C++.
-        in_cpp = any(tensor._use_count() > 1 for tensor in self._gloos)
+        in_cpp = any(
+            tensor._use_count() > 1  # type: ignore[attr-defined, unused-ignore]
+            for tensor in self._gloos
+        )
         return in_cpp or any(count > _ALONE for count in _references(self._gloos))
 
 

@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 from vgpu import backend
 from vgpu.collectives import process_groups
-from vgpu.hardware.links import Link, Network, get_network
-from vgpu.hardware.specs import GPUSpec
+from vgpu.hardware import GPUSpec, Link, Network, get_network
 from vgpu.memory import gpus
-from vgpu.time import record
+from vgpu.time import recording
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +92,7 @@ def cluster(
             "gpus_per_host": gpus_per_host,
             "slowest_of": made.world_size,
         }
-        stack.enter_context(mock.patch.object(record, "assumed", known))
+        stack.enter_context(mock.patch.object(recording, "assumed", known))
         # init_process_group lets uncaught errors name the rank, and never takes that back.
         stack.enter_context(mock.patch.object(sys, "excepthook", sys.excepthook))
         stack.callback(_leave)

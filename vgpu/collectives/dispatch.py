@@ -28,7 +28,7 @@ from vgpu.tensor.operator_info import ShapesMode, handler, shape_handler
 from vgpu.tensor.operators import Args, Kwargs, Operator
 from vgpu.tensor.tensor import VirtualTensor, run_unrecorded
 from vgpu.time import recording
-from vgpu.time.happens_before import Enqueued
+from vgpu.time.program import Enqueued
 from vgpu.time.recording import Recording, gpu_of
 from vgpu.time.streams import Stream
 from vgpu.torch_patches.undo import Changes
@@ -231,7 +231,7 @@ def _record(call: Call, gpu: VirtualGPU) -> _Waiting:
     now = recording.under_way
     done = None
     if now is not None:
-        done = now.joined(call.name, gpu, call, _stream_number(now, gpu, call))
+        done = now.group_collective(call, gpu, _stream_number(now, gpu, call))
     return _Waiting(done, gpu, by_host=call.name == "barrier")
 
 

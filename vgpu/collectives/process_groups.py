@@ -61,7 +61,9 @@ def _make_backend(options: Any, backend_options: object) -> Any:
         from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
 
         # It only has a rank and a size.
-        return FakeProcessGroup._create_internal(options.group_rank, options.group_size, None)
+        return FakeProcessGroup._create_internal(  # type: ignore[call-arg, unused-ignore]
+            options.group_rank, options.group_size, None
+        )
     if not dist.is_gloo_available():
         raise RuntimeError("process groups of virtual GPUs need gloo, and this torch has none")
     return dist.ProcessGroupGloo(

@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -69,6 +70,16 @@ class CollectiveRecord:
     finished: bool
 
 
+class Message(NamedTuple):
+    """Whatever one rank sends to another in a group under one tag; ranks are global."""
+
+    group: str
+    source: int
+    """-1 for a receive from any rank."""
+    target: int
+    tag: int
+
+
 @dataclass
 class RankState:
     """Where one rank is."""
@@ -86,6 +97,14 @@ class RankState:
     """The ranks of each group that it belongs to."""
     timeouts_s: dict[str, float] = field(default_factory=dict)
     """When a collective of each group times out by itself, with an error."""
+    sent: Counter[Message] = field(default_factory=Counter)
+    """How many sends it has begun; the flight recorder has no messages of gloo's."""
+    received: Counter[Message] = field(default_factory=Counter)
+    message: Message | None = None
+    """What it waits for in a send or recv that blocks."""
+    groups_made: int = 0
+    new_group: list[int] = field(default_factory=list)
+    """The ranks of the group that it is about to make in new_group, which waits for all of them."""
 
     @property
     def unfinished(self) -> list[CollectiveRecord]:
@@ -96,14 +115,48 @@ class RankState:
         return max((c.number for c in self.collectives if c.group == group), default=0)
 
 
+_sent: Counter[Message] = Counter()
+_received: Counter[Message] = Counter()
+_last_message: Message | None = None
+
+
+def count_messages() -> None:
+    """In a rank: from now on, count the messages that it sends and receives."""
+    plain_send, plain_recv = dist.ProcessGroup.send, dist.ProcessGroup.recv
+    plain_recv_any = dist.ProcessGroup.recv_anysource
+
+    def count(counter: Counter[Message], group: Any, source: int, target: int, tag: int) -> None:
+        global _last_message
+        ranks = [*dist.get_process_group_ranks(group), -1]
+        _last_message = Message(str(group.group_name), ranks[source], ranks[target], tag)
+        counter[_last_message] += 1
+
+    # The parameters are named as torch's own are.
+    def send(group: Any, tensors: Any, dstRank: int, tag: int) -> Any:
+        count(_sent, group, group.rank(), dstRank, tag)
+        return plain_send(group, tensors, dstRank, tag)
+
+    def recv(group: Any, tensors: Any, srcRank: int, tag: int) -> Any:
+        count(_received, group, srcRank, group.rank(), tag)
+        return plain_recv(group, tensors, srcRank, tag)
+
+    def recv_anysource(group: Any, tensors: Any, tag: int) -> Any:
+        count(_received, group, -1, group.rank(), tag)
+        return plain_recv_any(group, tensors, tag)
+
+    for function in (send, recv, recv_anysource):
+        setattr(dist.ProcessGroup, function.__name__, function)
+
+
 def rank_state(thread: int, stage: str) -> RankState:
     """In a rank: where its main thread is."""
-    state = RankState(stage)
+    state = RankState(stage, sent=_sent.copy(), received=_received.copy())
     if dist.is_initialized():
         state.collectives = _flight_records()
         for group in c10d._world.pg_map:
             state.members[group.group_name] = dist.get_process_group_ranks(group)
             state.timeouts_s[group.group_name] = _timeout_s(group)
+        state.groups_made = c10d._world.group_count
     if stage == "runs":
         stack = _stack(thread)
         state.call_site = user_call_site((frame.filename, frame.line) for frame in stack)
@@ -111,6 +164,11 @@ def rank_state(thread: int, stage: str) -> RankState:
         in_wait = state.call_site is not None and ".wait(" in state.call_site.text
         below = bool(state.call or in_wait) and bool(state.unfinished)
         state.waits = is_distributed or in_wait or below
+        functions = {frame.function for frame in stack if frame.filename == c10d.__file__}
+        if functions & {"send", "recv"}:
+            state.message = _last_message
+        if "_new_group_with_tag" in functions:
+            state.new_group = _variables("_new_group_with_tag", thread).get("ranks") or []
     return state
 
 
@@ -203,14 +261,20 @@ def _peer(function: str, thread: int) -> str:
     argument, word = {"send": ("dst", "to"), "recv": ("src", "from")}.get(function, ("", ""))
     if not argument:
         return ""
+    variables = _variables(function, thread)
+    if not variables:
+        return ""
+    peer = variables.get(argument)
+    peer = variables.get(f"group_{argument}") if peer is None else peer
+    return f" {word} " + ("any rank" if peer is None else f"rank {peer}")
+
+
+def _variables(function: str, thread: int) -> dict[str, Any]:
+    """Those of a function that a thread is in; none if it has ended meanwhile."""
     frame = sys._current_frames().get(thread)
     while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back
-    if frame is None:  # it has ended meanwhile
-        return ""
-    peer = frame.f_locals.get(argument)
-    peer = frame.f_locals.get(f"group_{argument}") if peer is None else peer
-    return f" {word} " + ("any rank" if peer is None else f"rank {peer}")
+    return {} if frame is None else dict(frame.f_locals)
 
 
 def _flight_records() -> list[CollectiveRecord]:

@@ -61,7 +61,7 @@ def failure_error(ranks: Sequence[RankProcess], scratch: Path) -> LaunchError:
     """The error for the rank that failed first and by itself."""
     failed = sorted(filter(has_failed, ranks), key=lambda r: (has_lost_peer(r), _failed_ns(r)))
     if failed[0].died:
-        return _died(failed[0], len(ranks), scratch)
+        return _died(failed[0], ranks, scratch)
     # If several ranks raised the same, which one was first is chance: report the lowest.
     same = [r for r in failed if _summary(r) == _summary(failed[0])]
     first = min(same, key=lambda r: r.rank)
@@ -142,8 +142,8 @@ def _name_cells(text: str) -> str:
     return _FRAME.sub(renamed, text)
 
 
-def _died(rank: RankProcess, world: int, scratch: Path) -> RankDied:
-    code = rank.exit_code
+def _died(rank: RankProcess, ranks: Sequence[RankProcess], scratch: Path) -> RankDied:
+    code, world = rank.exit_code, len(ranks)
     name = f"rank {rank.rank} of {world}"
     if code is not None and code < 0:
         known = {number.value: number.name for number in signal.Signals}
@@ -159,6 +159,7 @@ def _died(rank: RankProcess, world: int, scratch: Path) -> RankDied:
     elif code in (-getattr(signal, "SIGSEGV", 11), -getattr(signal, "SIGBUS", 7)):
         text += " C code read or wrote memory that is not its own; /dev/shm may also be full."
     text += _crash_line(crash_path(scratch, rank.rank))
+    text = "\n".join([text, *hangs.mismatches([each.state for each in ranks])])
     return RankDied(text + "\nThe other ranks were stopped." if world > 1 else text)
 
 

@@ -6,6 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from vgpu.collectives.table import SAME_ELEMENTS
 from vgpu.launch.call_sites import CallSite, CollectiveRecord, RankState
 
+STOPPED = "is stopped"
+"""The stage of a rank whose process a signal has stopped: it neither goes on nor answers."""
+
 
 def explain(states: Sequence[RankState | None], name_file: Callable[[str], str]) -> str:
     """One line for each rank, then which collectives wait for whom.
@@ -20,28 +23,67 @@ def explain(states: Sequence[RankState | None], name_file: Callable[[str], str])
 def is_deadlock(states: Sequence[RankState | None], within_s: float = float("inf")) -> bool:
     """Whether no rank can ever go on: each waits for one that has returned or waits in turn.
 
-    Only collectives count, since the flight recorder knows for them who has come. The answer is
-    certain if no rank has made progress while the states were taken. A rank whose collective times
-    out within ``within_s`` seconds is no part of a deadlock: it will raise an error of its own.
+    Collectives count, since the flight recorder knows who has come, ``send`` and ``recv`` where
+    they block, and ``new_group``. The answer is certain if no rank has made progress while the
+    states were taken. A rank whose collective times out within ``within_s`` seconds is no part of a
+    deadlock: it will raise an error of its own.
     """
-    if any(s and s.unfinished and _times_out_in_s(s) < within_s for s in states):
+    if any(s and _times_out_in_s(s) < within_s for s in states):
         return False
-    waiting = {rank for rank, s in enumerate(states) if s and s.waits and s.unfinished}
-    returned = {rank for rank, s in enumerate(states) if s and s.stage == "has returned"}
-    if not waiting or len(waiting) + len(returned) < len(states):
+    waiting = {rank for rank, s in enumerate(states) if s and s.waits}
+    gone = {rank for rank, s in enumerate(states) if s and s.stage in ("has returned", STOPPED)}
+    if not waiting or len(waiting) + len(gone) < len(states):
         return False
     while True:
-        stuck = set()
-        for rank in waiting:
-            state = states[rank]
-            assert state is not None
-            oldest = state.unfinished[0]
-            awaited = set(_missing(states, oldest)) & (waiting | returned)
-            if awaited or _is_mismatch(_records(states, oldest).values()):
-                stuck.add(rank)
+        stuck = {rank for rank in waiting if _cannot_go_on(states, rank, waiting | gone)}
         if stuck == waiting:
             return bool(waiting)
         waiting = stuck
+
+
+def _cannot_go_on(states: Sequence[RankState | None], rank: int, others: set[int]) -> bool:
+    """Whether a rank waits for what one of those others has not begun."""
+    state = states[rank]
+    assert state is not None
+    if state.message is not None:
+        return bool(_missing_peer(states, rank) & others)
+    if state.new_group:
+        return bool(_missing_in_new_group(states, state) & others)
+    if not state.unfinished:
+        return False
+    oldest = state.unfinished[0]
+    stopped = {r for r in _members(states, oldest) if (s := states[r]) and s.stage == STOPPED}
+    awaited = stopped.union(_missing(states, oldest)) & others
+    return bool(awaited) or _is_mismatch(_records(states, oldest).values())
+
+
+def _missing_peer(states: Sequence[RankState | None], rank: int) -> set[int]:
+    """The other end of the message that a rank waits in, where it has begun fewer of those."""
+    state = states[rank]
+    assert state is not None and state.message is not None
+    message = state.message
+    any_source = message._replace(source=-1)
+    receives = message.target == rank
+    other = message.source if receives else message.target
+    peer = states[other] if message != any_source else None
+    if peer is None:
+        return set()
+    if receives:
+        missing = peer.sent[message] < state.received[message]
+    else:
+        missing = peer.received[message] + peer.received[any_source] < state.sent[message]
+    return {other} if missing else set()
+
+
+def _missing_in_new_group(states: Sequence[RankState | None], state: RankState) -> set[int]:
+    """Ranks of a group that is being made which have called new_group less often."""
+    return {
+        rank
+        for rank in state.new_group
+        if (other := states[rank])
+        and other.new_group != state.new_group
+        and (other.groups_made < state.groups_made or other.stage == STOPPED)
+    }
 
 
 def progress(states: Sequence[RankState | None]) -> tuple[object, ...]:
@@ -67,15 +109,19 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 def _times_out_in_s(state: RankState) -> float:
     """Seconds, counted from its beginning, after which a rank's wait times out."""
+    if not (state.message or state.unfinished):
+        return float("inf")
     if state.call_site and re.search(r"\.wait\([^)]", state.call_site.text):
         return 0.0  # work.wait(timeout): only the rank knows how long that is
-    group = state.unfinished[0].group.partition("/")[0]
+    group = state.message.group if state.message else state.unfinished[0].group.partition("/")[0]
     return state.timeouts_s.get(group, float("inf"))
 
 
 def _describe(state: RankState | None, name_file: Callable[[str], str]) -> str:
     if state is None:
         return "did not answer: it is stopped, or in C code that lets no other thread run"
+    if state.stage == STOPPED:
+        return "is stopped, as by the signal SIGSTOP"
     if state.stage == "is starting":
         return "is starting: it waits until every rank has joined the process group"
     if state.stage == "has returned":
@@ -100,30 +146,59 @@ def _describe(state: RankState | None, name_file: Callable[[str], str]) -> str:
 
 def _explain_collectives(states: Sequence[RankState | None]) -> list[str]:
     """For the oldest unfinished collective of each rank: who is in it, and who never came."""
+    silent = [rank for rank, s in enumerate(states) if s is None or s.stage == STOPPED]
+    lines = mismatches(states)
+    for record in _oldest(states):
+        records, missing = _records(states, record), _missing(states, record)
+        if _is_mismatch(records.values()):
+            continue
+        absent = f"{ranks_text(missing)} never came" if missing else "no rank is missing"
+        if silent:
+            absent += f"; nothing is known about {ranks_text(silent)}"
+        lines.append(f"{record.name}, {_which(record)}: {ranks_text(records)} came, {absent}.")
+    for state in states:
+        if state and state.new_group and (absentees := _missing_in_new_group(states, state)):
+            came = [r for r, s in enumerate(states) if s and s.new_group == state.new_group]
+            line = (
+                f"new_group({state.new_group}): {ranks_text(came)} came, {ranks_text(absentees)} "
+                "never came; every rank must call it, members or not."
+            )
+            lines.extend([] if line in lines else [line])
+    if not any(s is None or s.waits or s.stage in ("is starting", STOPPED) for s in states):
+        lines.append("No rank waits for another: they may just need more time (timeout_s).")
+    return lines
+
+
+def mismatches(states: Sequence[RankState | None]) -> list[str]:
+    """What ranks bring to an unfinished collective that cannot go together."""
+    lines = []
+    for record in _oldest(states):
+        records = _records(states, record)
+        if not _is_mismatch(records.values()):
+            continue
+        if len({each.name for each in records.values()}) > 1:
+            what = f"Mismatch at {_which(record)}: "
+            brings = [f"rank {r} calls {each.name}" for r, each in sorted(records.items())]
+        else:
+            what = f"Mismatch in {record.name}, {_which(record)}: "
+            brings = [f"rank {r} brings {each.tensors}" for r, each in sorted(records.items())]
+        missing = _missing(states, record)
+        absent = f"{ranks_text(missing)} never came" if missing else "no rank is missing"
+        lines.append(f"{what}{'; '.join(brings)}; {absent}.")
+    return lines
+
+
+def _oldest(states: Sequence[RankState | None]) -> list[CollectiveRecord]:
+    """The oldest unfinished collective of each rank; one that several are in counts once."""
     oldest: dict[tuple[str, int], CollectiveRecord] = {}
     for state in states:
         for record in (state.unfinished if state else [])[:1]:
             oldest.setdefault((record.group, record.number), record)
-    silent = [rank for rank, state in enumerate(states) if state is None]
-    lines = []
-    for (_, number), record in sorted(oldest.items()):
-        records = _records(states, record)
-        missing = _missing(states, record)
-        absent = f"{ranks_text(missing)} never came" if missing else "no rank is missing"
-        if silent:
-            absent += f"; nothing is known about {ranks_text(silent)}"
-        where = f"collective {number} of {_group_name(record.group)}"
-        if not _is_mismatch(records.values()):
-            lines.append(f"{record.name}, {where}: {ranks_text(records)} came, {absent}.")
-        elif len({c.name for c in records.values()}) > 1:
-            calls = "; ".join(f"rank {r} calls {c.name}" for r, c in sorted(records.items()))
-            lines.append(f"Mismatch at {where}: {calls}; {absent}.")
-        else:
-            sizes = "; ".join(f"rank {r} brings {c.tensors}" for r, c in sorted(records.items()))
-            lines.append(f"Mismatch in {record.name}, {where}: {sizes}; {absent}.")
-    if not any(s is None or s.waits or s.stage == "is starting" for s in states):
-        lines.append("No rank waits for another: they may just need more time (timeout_s).")
-    return lines
+    return [record for _, record in sorted(oldest.items())]
+
+
+def _which(record: CollectiveRecord) -> str:
+    return f"collective {record.number} of {_group_name(record.group)}"
 
 
 def _records(
@@ -146,13 +221,18 @@ def _is_mismatch(records: Collection[CollectiveRecord]) -> bool:
 
 def _missing(states: Sequence[RankState | None], wanted: CollectiveRecord) -> list[int]:
     """Members of the group that have not started that collective."""
-    name = wanted.group.partition("/")[0]
-    members = {rank for s in states if s for rank in s.members.get(name, [])}
     return [
         rank
-        for rank in sorted(members)
-        if (state := states[rank]) and state.last_number(wanted.group) < wanted.number
+        for rank in sorted(_members(states, wanted))
+        if (state := states[rank])
+        and state.stage != STOPPED
+        and state.last_number(wanted.group) < wanted.number
     ]
+
+
+def _members(states: Sequence[RankState | None], wanted: CollectiveRecord) -> set[int]:
+    name = wanted.group.partition("/")[0]
+    return {rank for s in states if s for rank in s.members.get(name, [])}
 
 
 def _group_name(group: str) -> str:

@@ -86,7 +86,7 @@ def run(
     rank_output = RankOutput(nprocs, by_rank=output == "by rank")
     with RankProcesses(jobs, call, rank_output) as processes:
         try:
-            _follow(processes, START_LIMIT_S, lambda rank: rank.joined)
+            _follow(processes, START_LIMIT_S, lambda rank: rank.joined is not None)
             _follow(processes, timeout_s, lambda rank: rank.outcome is not None)
         except KeyboardInterrupt:
             where = hangs.explain(processes.ask_states(time_s=1), failures.name_file)
@@ -137,6 +137,8 @@ def _raise_failure(processes: RankProcesses) -> None:
         if all(map(failures.has_lost_peer, filter(failures.has_failed, processes.ranks))):
             # They have lost a rank whose own end has yet to be noticed.
             until_s = min(time.monotonic() + 0.2, began_s + 5)
+    if any(rank.died for rank in processes.ranks):
+        processes.ask_states(time_s=1)
     raise failures.failure_error(processes.ranks, processes.scratch)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import getclosurevars, isfunction
 from pathlib import Path
+from types import CodeType
 from typing import IO, Any
 
 import cloudpickle
@@ -33,6 +34,9 @@ class Job:
 @dataclass
 class Joined:
     """The rank has its process group; the function begins."""
+
+    pid: int
+    """Of the rank itself: its parent may know the guard above it alone."""
 
 
 @dataclass
@@ -72,8 +76,16 @@ def crash_path(scratch: Path, rank: int) -> Path:
     return scratch / f"crash-{rank}.txt"
 
 
+def _code_in_its_file(make: Callable[..., CodeType], parts: tuple[Any, ...], name: str) -> CodeType:
+    return make(*parts).replace(co_filename=name)
+
+
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, CodeType):
+            # From 3.1.3 on cloudpickle drops the name of the file, which tracebacks and reports show.
+            make, parts = self.dispatch_table[CodeType](obj)
+            return _code_in_its_file, (make, parts, obj.co_filename)
         device = obj
         if isinstance(obj, torch.Tensor) or type(obj).__module__.startswith("vgpu."):
             device = getattr(obj, "device", None)

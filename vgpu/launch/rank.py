@@ -1,6 +1,7 @@
 """The child's side of ``launch.run``: one rank, from its start to the end of its process group."""
 
 import atexit
+import ctypes
 import faulthandler
 import gc
 import linecache
@@ -26,7 +27,7 @@ import torch.distributed as dist
 import vgpu
 from vgpu import backend
 from vgpu.launch import guard
-from vgpu.launch.call_sites import rank_state
+from vgpu.launch.call_sites import count_messages, rank_state
 from vgpu.launch.forkserver import SOCKETS_FOLDER
 from vgpu.launch.messages import (
     Failure,
@@ -87,9 +88,31 @@ class _Rank:
         while True:
             message = self.receive()
             if message == "state":
-                self.send(rank_state(self._main_thread, self.stage))
+                self._send_state()
             elif message == "release":
                 self.released.set()
+
+    def _send_state(self) -> None:
+        self.send(rank_state(self._main_thread, self.stage))
+
+    def tell_before_cpp_aborts(self) -> None:
+        """Tell the parent where the rank is before an exception that C++ catches nowhere ends it.
+
+        gloo throws in a thread of its own where ranks bring unequally many bytes to a collective.
+        The parent then knows the collectives of every rank, as in a hang.
+        """
+        cpp = ctypes.CDLL("libstdc++.so.6")
+        set_terminate = cpp._ZSt13set_terminatePFvvE
+        set_terminate.restype = handler_type = ctypes.CFUNCTYPE(None)
+        process = os.getpid()
+
+        def tell() -> None:
+            if os.getpid() == process:  # not in a fork of the rank
+                self._send_state()
+            before()  # writes the exception, and ends the process
+
+        self._tell = handler_type(tell)  # C++ keeps its address alone
+        before = set_terminate(self._tell)
 
     def _end_with_parent(self) -> NoReturn:
         # Children of a forkserver outlive the notebook's kernel. A killed kernel cleans nothing
@@ -126,6 +149,8 @@ def main(control: Connection, output: Connection, scratch: Path) -> None:
     redirect(output)
     _rank = _Rank(control, scratch)
     job: Job = _rank.receive()
+    if sys.platform == "linux":
+        _rank.tell_before_cpp_aborts()
     threading.Thread(target=_rank.serve, name="launch-serve", daemon=True).start()
     with crash_path(scratch, job.rank).open("w") as crash:
         faulthandler.enable(crash)
@@ -168,6 +193,7 @@ def _prepare(job: Job) -> None:
         vgpu.enable(job.world_size, spec, memory_bytes)
     # A DataLoader in a rank starts its workers in the usual way, not as this process was started.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
+    count_messages()
 
 
 def _outcome(rank: _Rank, job: Job) -> Result | Failure:
@@ -178,7 +204,7 @@ def _outcome(rank: _Rank, job: Job) -> Result | Failure:
             function, args = pickle.load(file)
         kind = "raised"
         _join_group(job, rank.scratch)
-        rank.send(Joined())
+        rank.send(Joined(os.getpid()))
         rank.stage = "runs"
         value = function(job.rank, job.world_size, *args)
         rank.stage = "has returned"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vgpu.hardware.specs import GPUSpec
+from vgpu.hardware import GPUSpec
 from vgpu.memory import blocks as memory
 from vgpu.memory.blocks import DeviceMemory
 

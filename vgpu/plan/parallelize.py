@@ -164,7 +164,9 @@ class ParallelModel:
 def _recomputed(forward: Any, recompute: str) -> Any:
     if recompute == "none":
         return forward
-    options = {"context_fn": _keep_every_second_product} if recompute == "selective" else {}
+    options: dict[str, Any] = (
+        {"context_fn": _keep_every_second_product} if recompute == "selective" else {}
+    )
     return functools.partial(checkpoint, forward, use_reentrant=False, **options)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vgpu.memory import gpus
@@ -47,6 +48,7 @@ def _named_for_users(text: str) -> str:
 def install(changes: Changes) -> None:
     enter = functools.partial(_entering, changes=changes, seen=set())
     changes.wrap(TorchDispatchMode, "__enter__", enter)
+    changes.wrap(DeviceContext, "__torch_function__", _leaving_out)
     changes.wrap(torch.Tensor, "device", _device)
     changes.wrap(torch.Tensor, "get_device", _get_device)
     changes.wrap(torch.Tensor, "new_tensor", _new_tensor)
@@ -86,6 +88,20 @@ def _handed_names(plain: Callable[..., Any]) -> Callable[..., Any]:
         return plain(mode, func, types, args, kwargs or {})
 
     return __torch_dispatch__
+
+
+def _leaving_out(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The default device, which C++ compares with that of ``out=``: a virtual tensor brings its own."""
+
+    def __torch_function__(
+        context: DeviceContext, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        out = kwargs and kwargs.get("out")
+        if isinstance(out, torch.Tensor) and out.device.type == context.device.type:
+            return func(*args, **(kwargs or {}))
+        return plain(context, func, types, args, kwargs)
+
+    return __torch_function__
 
 
 # Inside torch.func.grad and vmap C++ wraps each tensor once more. The wrapper is no virtual tensor,

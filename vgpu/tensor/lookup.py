@@ -16,7 +16,7 @@ import torch
 from vgpu.tensor.methods import SHAPES, TensorMethods
 from vgpu.tensor.operator_info import OperatorInfo
 from vgpu.tensor.operators import Args, Kwargs, tensors_in
-from vgpu.tensor.refusals import refuse_mixed_layer_norm
+from vgpu.tensor.refusals import refuse_mixed_batch_norm, refuse_mixed_layer_norm
 
 Signature = tuple[object, ...]
 
@@ -235,10 +235,16 @@ def _of_one_type(args: Args, kwargs: Kwargs, result: Any) -> Any:
     return result
 
 
+def _of_fit_types(args: Args, kwargs: Kwargs, result: Any) -> Any:
+    refuse_mixed_batch_norm(torch.ops.aten.native_batch_norm_backward.default, args, kwargs)
+    return result
+
+
 # Where torch's function for meta tensors does not give what CUDA does.
 _AS_CUDA: dict[str, Callable[[Args, Kwargs, Any], Any]] = {
     "aten::log_sigmoid_forward": _without_buffer,
     "aten::native_layer_norm": _of_one_type,
+    "aten::native_batch_norm_backward": _of_fit_types,
 }
 
 

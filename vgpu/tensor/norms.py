@@ -14,7 +14,7 @@ import torch
 from vgpu.tensor.cuda_kernels import HALF, widened
 from vgpu.tensor.operator_info import handler
 from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments
-from vgpu.tensor.refusals import refuse_mixed_layer_norm
+from vgpu.tensor.refusals import refuse_mixed_batch_norm, refuse_mixed_layer_norm
 from vgpu.tensor.tensor import run, run_unrecorded, wrap_result
 from vgpu.torch_patches.undo import Changes
 
@@ -62,6 +62,7 @@ def batch_norm(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 @handler("aten::native_batch_norm_backward")
 def batch_norm_backward(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    refuse_mixed_batch_norm(func, args, kwargs)
     named = named_arguments(func, args, kwargs)
     if kwargs or named["input"].dtype not in HALF:
         return run_unrecorded(func, args, kwargs)

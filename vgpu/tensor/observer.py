@@ -59,7 +59,7 @@ class Observer(Protocol):
 
 
 recording: Observer | None = None
-"""The recording that is on; ``vgpu.time.recording._switch_to`` sets it, and nothing else does."""
+"""The recording that is on; ``vgpu.time.recording._switched_to`` sets it, and nothing else does."""
 
 
 def virtual_among(values: Iterable[Any]) -> list[Any]:

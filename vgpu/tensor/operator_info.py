@@ -131,6 +131,7 @@ class OperatorInfo:
         "schema_name",
         "shape_handler",
         "unchanged",
+        "unreturned",
         "waits",
         "with_generator",
         "writes",
@@ -155,6 +156,11 @@ class OperatorInfo:
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         self.writes = bool(self.written_places)
+        # Single tensors that it writes to and does not return: it may give them another size.
+        single = {one.name for one in schema.arguments if isinstance(one.type, torch.TensorType)}
+        self.unreturned = (
+            [] if self.aliases else [place for place in self.written_places if place[1] in single]
+        )
         # Whether the size of what it writes to may have changed afterwards.
         writes_out = any(argument.is_out for argument in schema.arguments)
         resizes = self.name in _RESIZING or torch.Tag.inplace_view in func.tags

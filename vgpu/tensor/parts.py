@@ -8,12 +8,89 @@ nobody counts it. What CUDA's kernels for sorting, scanning and reducing take as
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from vgpu.tensor.operator_info import in_parts
 from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments
 from vgpu.tensor.tensor import is_shape
 
 aten = torch.ops.aten
+
+
+# Products and convolutions copy an operand whose strides the libraries of CUDA cannot take.
+
+
+def copies_factor(args: Args, kwargs: Kwargs) -> bool:
+    """Whether one of the last two arguments, a matrix each or a batch of them, is copied.
+
+    cuBLAS cannot read it where neither its rows nor its columns lie in one piece each, as in what
+    ``expand`` gives, such as the gradient of a sum (``prepare_matrix_for_cublas`` and
+    ``prepare_batch_matrix_for_cublas`` in ATen/native/cuda/Blas.cpp).
+    """
+    left, right = args[-2:]
+    return (not left.is_contiguous() and _needs_copy(left)) or (
+        not right.is_contiguous() and _needs_copy(right)
+    )
+
+
+def _needs_copy(factor: torch.Tensor) -> bool:
+    strides = factor.stride()
+    if len(strides) < 2:  # no matrix: cuBLAS is not asked
+        return False
+    down, along = strides[-2:]
+    if along == 1:
+        return down < factor.size(-1)
+    return not (down == 1 and along >= factor.size(-2))
+
+
+@in_parts("aten::mm", "aten::addmm", "aten::addmm_", when=copies_factor)
+@in_parts("aten::bmm", "aten::baddbmm", "aten::baddbmm_", when=copies_factor)
+def product(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    factors = [one.contiguous() if _needs_copy(one) else one for one in args[-2:]]
+    return func(*args[:-2], *factors, **kwargs)
+
+
+def is_reformatted(args: Args, kwargs: Kwargs) -> bool:
+    """Whether an operand of a convolution is not in the memory format that cuDNN computes in."""
+    operands = _operands(args)
+    if all(args[position].is_contiguous() for position in operands):
+        return False
+    in_format = _cudnn_format(args)
+    return not all(args[p].is_contiguous(memory_format=in_format) for p in operands)
+
+
+def _operands(args: Args) -> tuple[int, ...]:
+    """Which arguments a convolution reads, or the gradients that are asked of it."""
+    if len(args) == _FORWARD:
+        return _INPUT_AND_WEIGHT
+    of_input, of_weight, _ = args[-1]
+    return 0, *([1] if of_weight else []), *([2] if of_input else [])
+
+
+_FORWARD, _INPUT_AND_WEIGHT = 9, (0, 1)  # in the backward pass behind the result's gradient
+
+
+def _cudnn_format(args: Args) -> torch.memory_format:
+    """``cudnn_conv_suggest_memory_format`` in ATen/native/ConvUtils.h."""
+    for operand in args[:2] if len(args) == _FORWARD else args[1:3]:
+        found: torch.memory_format = suggest_memory_format(operand)
+        if found is not torch.contiguous_format and operand.dtype is not torch.float64:
+            return found
+    return torch.contiguous_format
+
+
+@in_parts("aten::convolution", "aten::convolution_backward", when=is_reformatted)
+def convolution(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    operands, in_format = _operands(args), _cudnn_format(args)
+    return func(
+        *(
+            one.contiguous(memory_format=in_format) if position in operands else one
+            for position, one in enumerate(args)
+        ),
+        **kwargs,
+    )
+
+
 _NONE, _MEAN = 0, 1  # at::Reduction
 
 

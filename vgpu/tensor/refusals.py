@@ -276,6 +276,37 @@ def refuse_mixed_layer_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
             )
 
 
+def refuse_mixed_batch_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
+    """RuntimeError where CUDA's backward kernel takes statistics of another type only.
+
+    It is compiled for float32 parameters and statistics if the first of them, the weight, has another
+    type than the input, and else for the input's (``is_mixed_type`` in ATen/native/cuda/Normalization.cu).
+    The kernels for channels at the end, such as those of (N, C), read no running statistics.
+    """
+    named = named_arguments(func, args, kwargs)
+    input, (of_input, *of_parameters) = named["input"], named["output_mask"]
+    channels_last = _CHANNELS_LAST.get(input.dim())
+    if (input.is_contiguous() and input.stride(1) == 1) or (
+        channels_last is not None and input.is_contiguous(memory_format=channels_last)
+    ):
+        return
+    if not of_input or not (named["train"] or any(of_parameters)):
+        return
+    names = ("weight", "running_mean", "running_var")
+    dtypes = {name: named[name].dtype for name in names if named[name] is not None}
+    expected = input.dtype
+    if next(iter(dtypes.values()), expected) is not expected and expected is not torch.float64:
+        expected = torch.float32
+    for name, dtype in dtypes.items():
+        if dtype is not expected:
+            raise RuntimeError(
+                f"Expected {name} to have type {_NAMES.get(expected, expected)} but got "
+                f"{_NAMES.get(dtype, dtype)}. A batch norm on a GPU needs parameters and running "
+                f"statistics of one type, its input's or float32; the input is {input.dtype}"
+            )
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _NAMES = {
     torch.float16: "Half",
     torch.bfloat16: "BFloat16",

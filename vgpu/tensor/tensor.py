@@ -215,6 +215,8 @@ def run(
         except RuntimeError as error:
             _clean_up(info, args, kwargs, gpu, error)
             raise
+        if info.unreturned:
+            _refresh_unreturned(info, args, kwargs)
         if info.aliases is not None:
             outputs = _wrap_arguments(info, info.aliases, result, args, kwargs, gpu)
         elif gpu is not None and type(result) is torch.Tensor:
@@ -411,6 +413,14 @@ def _wrap_arguments(
             refresh(written, info.name)
         outputs.append(written)
     return tuple(outputs) if several else outputs[0]
+
+
+def _refresh_unreturned(info: OperatorInfo, args: Args, kwargs: Kwargs) -> None:
+    """Show new sizes of what an operation wrote to and does not return, such as observers' ranges."""
+    for place in info.unreturned:
+        written = argument(place, args, kwargs)
+        if isinstance(written, VirtualTensor) and written._inner.size() != written.size():
+            refresh(written, info.name)
 
 
 def _clean_up(

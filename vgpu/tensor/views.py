@@ -118,7 +118,7 @@ def swap_insides(tensor: Any, other: Any) -> None:
 
 def holders_of(grad: torch.Tensor) -> list[torch.Tensor]:
     """The tensors whose gradient is ``grad``."""
-    if grad._use_count() == 1:  # C++ does not hold it
+    if grad._use_count() == 1:  # type: ignore[attr-defined, unused-ignore]  # C++ does not hold it
         return []
     tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
     return [one for one in tensors if _grad_of(one) is grad]

@@ -26,10 +26,16 @@ from torch.utils.flop_counter import flop_registry
 
 from vgpu.collectives import table as collectives
 from vgpu.collectives.table import Route
-from vgpu.hardware import efficiency as products
-from vgpu.hardware.efficiency import Product
-from vgpu.hardware.links import Link, Network, get_link, get_network
-from vgpu.hardware.specs import GPUSpec, get_spec
+from vgpu.hardware import (
+    GPUSpec,
+    Link,
+    Network,
+    Product,
+    get_link,
+    get_network,
+    get_spec,
+    product_seconds,
+)
 from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments, tensors_in
 
 # What an operation computes with: the float32 units; tensor cores, in two formats of 16 bits and in
@@ -213,7 +219,7 @@ class CostModel:
         bytes_per_s = spec.memory_bandwidth_bytes_per_s * self.memory_share
         if work.product is None:
             return max(arithmetic_s, work.size_bytes / bytes_per_s) + self.kernel_s
-        product_s = products.seconds(
+        product_s = product_seconds(
             work.product,
             arithmetic_s,
             (work.size_bytes - work.product.written_bytes) / bytes_per_s,

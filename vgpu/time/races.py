@@ -1,7 +1,7 @@
 """Races: whether a stream uses memory that another has written or read, and forgot to wait.
 
 On CUDA a forgotten wait gives right values on some days and garbage on others. Here it is always
-reported, whatever the times are: vector clocks say what happens before what (happens_before.py). If
+reported, whatever the times are: vector clocks say what happens before what (program.py). If
 the times say that a value is not written yet when it is read, the reader gets NaN (or the smallest
 number of a type that has no NaN).
 
@@ -25,10 +25,9 @@ from vgpu.memory.gpus import in_backward
 from vgpu.tensor import tensor
 from vgpu.tensor.operators import Args, Kwargs
 from vgpu.tensor.tensor import VirtualTensor
-from vgpu.time.call_sites import HostThread, current_module
 from vgpu.time.costs import touched_bytes
-from vgpu.time.happens_before import Enqueued, RecordedStream
-from vgpu.time.recorder import Recorder
+from vgpu.time.host_threads import HostThread, current_module
+from vgpu.time.program import Enqueued, GrowingProgram, RecordedStream
 from vgpu.time.timeline import FreedInUse, Race, Timeline
 
 
@@ -67,8 +66,8 @@ class Uses:
 class Accesses:
     """The accesses of one recording, and the races among them."""
 
-    def __init__(self, recorder: Recorder, timeline: Timeline) -> None:
-        self._recorder = recorder
+    def __init__(self, program: GrowingProgram, timeline: Timeline) -> None:
+        self._program = program
         self._timeline = timeline
         # Of blocks freed since the last operation: who wrote one on its own stream, and who used
         # it on another.
@@ -88,17 +87,17 @@ class Accesses:
         Returns the tensors that are not written yet when the operation starts.
         """
         late: list[VirtualTensor] = []
-        if not self._recorder.several_streams:
+        if not self._program.several_streams:
             return late
-        if self.freed_in_use and not host.backward:
+        if self.freed_in_use and not host.by.backward:
             self._check_freed(stream)
         for used in read:
             write = _last_write(tensor.block_of(used))
             if write is None or write.stream is stream:
                 continue
             if self._races(name, stream, write):
-                written_s = self._recorder.time_s(write.event)
-                if written_s > self._recorder.ready_s(stream, host):
+                written_s = self._program.time_s(write.event)
+                if written_s > self._program.ready_s(stream, host):
                     late.append(used)
         for used in written:
             block = tensor.block_of(used)
@@ -110,23 +109,15 @@ class Accesses:
 
     def _races(self, name: str, stream: RecordedStream, before: Enqueued) -> bool:
         """Whether the stream's next operation may start before ``before`` has ended."""
-        if not self._is_of_this(before) or self._recorder.happens_before(before, stream):
+        if not self._is_of_this(before) or self._program.happens_before(before, stream):
             return False
         if in_backward():
-            self._recorder.break_graph(stream)
-            self._recorder.break_graph(before.stream)
-            self._recorder.wait_operation(stream, before)
+            self._program.break_graph(stream)
+            self._program.break_graph(before.stream)
+            self._program.wait_operation(stream, before)
             return False
-        self._report(
-            Race(
-                operation=name,
-                device=stream.device,
-                stream=stream.number,
-                other_operation=before.operation,
-                other_stream=before.stream.number,
-                module=current_module(),
-            )
-        )
+        other, module = before.stream.number, current_module()
+        self._report(Race(name, stream.device, stream.number, before.operation, other, module))
         return True
 
     def _report(self, race: Race) -> None:
@@ -144,7 +135,7 @@ class Accesses:
         for used in read:  # also while there is one stream: others may write it later
             block = tensor.block_of(used)
             reads = Uses.of(block).reads
-            if reads and next(iter(reads)).recording is not self._recorder.recording:
+            if reads and next(iter(reads)).recording is not self._program.recording:
                 reads.clear()
             reads[operation.stream] = reading
             self._watch(block, operation)
@@ -177,8 +168,7 @@ class Accesses:
         return write if write is not None and self._is_of_this(write) else None
 
     def _is_of_this(self, operation: Enqueued) -> bool:
-        """Whether it belongs to this recording."""
-        return operation.stream.recording is self._recorder.recording
+        return operation.stream.recording is self._program.recording
 
     def _check_freed(self, stream: RecordedStream) -> None:
         """Whether the stream has waited for those that used its freed blocks.
@@ -193,16 +183,9 @@ class Accesses:
                 if self._is_of_this(writer):
                     self.freed_in_use.append((writer, use))
                 continue
-            if self._is_of_this(use) and not self._recorder.happens_before(use, stream):
-                self._report(
-                    FreedInUse(
-                        operation=writer.operation,
-                        device=stream.device,
-                        stream=stream.number,
-                        other_operation=use.operation,
-                        other_stream=use.stream.number,
-                    )
-                )
+            if self._is_of_this(use) and not self._program.happens_before(use, stream):
+                name, other = writer.operation, use.stream.number
+                self._report(FreedInUse(name, stream.device, stream.number, use.operation, other))
 
 
 def is_whole(part: VirtualTensor) -> bool:

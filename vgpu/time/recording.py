@@ -1,87 +1,137 @@
-"""One recording of virtual time, and which one is on.
+"""``record()``: what happens on virtual GPUs in its block, as steps; and ``spend()``.
 
-A recording is told of every operation on a virtual GPU, before and after it has run, with values or
-as shapes only (vgpu/tensor/observer.py). call_sites.py says who issues it: which stream, which thread
-of the host, which module, in which pass. The recorder then gets one step.
+A recording is told of every operation, before and after it has run, with values or as shapes only
+(vgpu/tensor/observer.py). It finds out who issued it (host_threads.py), whether what it reads is ready
+(races.py) and what it costs (costs.py), and appends one step to the program (program.py). If the costs
+say ``fuses``, elementwise operations are deferred: their steps say what a pass has to know
+(compiler_passes.py), which is what each of them reads, and when somebody needs a result in memory.
 
 Left out: operations on the CPU take no virtual time (``spend`` adds some).
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from vgpu.collectives.calls import Call
+from vgpu.memory import gpus
 from vgpu.memory.gpus import VirtualGPU, in_backward
 from vgpu.tensor import copies, observer
 from vgpu.tensor.lookup import Result, signature_of
 from vgpu.tensor.observer import Operation, virtual_among
-from vgpu.tensor.tensor import VirtualTensor
-from vgpu.time.call_sites import CallSites
-from vgpu.time.costs import CostModel, Workload, work_of
-from vgpu.time.happens_before import Enqueued, RecordedStream
-from vgpu.time.launching import Launching
-from vgpu.time.races import Accesses, poisoned, replaced
-from vgpu.time.recorder import Recorder
-from vgpu.time.timeline import Timeline
+from vgpu.tensor.tensor import VirtualTensor, block_of
+from vgpu.time.costs import CostModel, Workload, touched_bytes, work_of
+from vgpu.time.host_threads import CallSites, HostThread, modules_tracked
+from vgpu.time.program import Enqueued, GrowingProgram, RecordedStream
+from vgpu.time.races import Accesses, is_whole, poisoned, replaced
+from vgpu.time.simulate import rarely_collected, run
+from vgpu.time.steps import (
+    UNKNOWN_OPERANDS,
+    Copy,
+    Deferred,
+    Factors,
+    GroupCollective,
+    Kernel,
+    LocalCollective,
+    NeedResults,
+    Operands,
+    Read,
+)
+from vgpu.time.timeline import HOST, Timeline, in_order
+
+assumed: dict[str, Any] = {}
+"""Fields of CostModel that a virtual cluster gives to every recording."""
 
 under_way: "Recording | None" = None
 
 
 @contextmanager
-def begun(recording: "Recording") -> Iterator[None]:
-    """The recording is on in the block, in all threads; RuntimeError inside another."""
+def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]:
+    """Record the virtual time of what the block computes on virtual GPUs.
+
+    costs: times from this model in place of the enabled GPU's. Any of its fields can be given by
+    name, such as ``arithmetic_share=0.3`` or ``link="PCIe 4"``, as in ``replay``. The timeline is complete when the
+    block ends; with ``async_tp`` it is timed then, and what the program asks for before that
+    (``event.elapsed_time``) is of collectives and products in one piece. RuntimeError inside another
+    recording, or without virtual GPUs.
+    """
+    costs = (costs or CostModel(gpus.by_index(0).spec)).changed(assumed).changed(changes)
+    devices = [gpus.by_index(index).device for index in range(gpus.device_count())]
+    timeline = Timeline(costs.spec.name.removeprefix("Virtual "), devices)
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    timeline.ranks = [rank]
     if under_way is not None:
         raise RuntimeError("a recording is under way already: end its block before the next one")
-    _switch_to(recording)
+    recording = Recording(costs, timeline, rank)
     try:
-        yield
+        with _switched_to(recording), modules_tracked(), rarely_collected():
+            yield timeline
     finally:
-        _switch_to(None)
+        gpus.streams_of_nodes.clear()
+        with rarely_collected():
+            program = recording.program.end()
+            # With async_tp, what a product waits for is known only now: simulate all steps again.
+            simulator = run(program) if costs.async_tp else recording.program.simulated()
+        program.races = [(r.device.index, replace(r, device=HOST)) for r in timeline.races]
+        timeline.programs = (program,)
+        timeline.host_s, timeline.makespan_s = simulator.end()
+        timeline.events = in_order(simulator.trace)
+
+
+def spend(duration_s: float) -> None:
+    """In a recording, let the host compute for so long: making a batch, say. Else nothing."""
+    if under_way is not None:
+        under_way.program.spend(duration_s)
+
+
+def sharing_the_interpreter(parallel_apply: Callable[..., Any]) -> Callable[..., Any]:
+    """``parallel_apply``, whose threads share one interpreter in a recording as well."""
+
+    @functools.wraps(parallel_apply)
+    def applied(modules: Any, *args: Any, **kwargs: Any) -> Any:
+        if under_way is None or len(modules) < 2:
+            return parallel_apply(modules, *args, **kwargs)
+        program = under_way.program
+        program.threads.fork(program.host(), len(modules))
+        try:
+            return parallel_apply(modules, *args, **kwargs)
+        finally:
+            program.threads.join(program.host())
+
+    return applied
 
 
 @contextmanager
-def paused() -> Iterator[None]:
-    """What happens in the block is not recorded, because the caller records it as a whole."""
-    recording = under_way
-    _switch_to(None)
+def _switched_to(recording: "Recording | None") -> Iterator[None]:
+    """Another recording, or none, is on in the block, in all threads."""
+    global under_way
+    before = under_way
+    observer.recording = under_way = recording
     try:
         yield
     finally:
-        _switch_to(recording)
+        observer.recording = under_way = before
 
 
-def _switch_to(recording: "Recording | None") -> None:
-    global under_way
-    observer.recording = under_way = recording
-
-
-class Part(Protocol):
-    """This rank's part of a collective."""
-
-    inputs: list[torch.Tensor]
-    outputs: list[torch.Tensor]
-    made: list[torch.Tensor]  # outputs that are new
-
-    size_bytes: int
-
-    @property
-    def ranks(self) -> list[int]: ...
-
-    @property
-    def group_name(self) -> str: ...
+def paused() -> Any:
+    """What happens in the block is not recorded, because the caller records it as a whole."""
+    return _switched_to(None)
 
 
 class Recording:
-    """Call sites, launches and races around a recorder."""
+    """One recording: what an operation tells it becomes a step."""
 
     def __init__(self, costs: CostModel, timeline: Timeline, rank: int = 0) -> None:
-        self.recorder = Recorder(costs, rank)
-        self.call_sites = CallSites(self.recorder)
-        self._accesses = Accesses(self.recorder, timeline)
-        self._launching = Launching(self.recorder, self._accesses)
+        self.program = GrowingProgram(costs, rank)
+        self.call_sites = CallSites(self.program)
         self.stream_numbers: dict[tuple[Any, ...], int] = {}  # of process groups
+        self._accesses = Accesses(self.program, timeline)
+        self._fuses = costs.fuses
         self._kept: list[object] = []
         self._work: dict[tuple[Any, ...], Workload] = {}
 
@@ -89,13 +139,13 @@ class Recording:
 
     def before(self, operation: Operation) -> None:
         """Find the stream and the thread; what is read too early becomes garbage."""
-        info, inputs, gpu = operation.info, operation.inputs, operation.gpu
+        info, inputs, written = operation.info, operation.inputs, operation.written
         if info.launches_nothing:
-            self.call_sites.note(info.name, gpu)
+            self.call_sites.note(info.name, operation.gpu)
             return
-        stream, host = operation.stream, operation.host = self.call_sites.of(info.name, gpu)
-        written = operation.written
-        self._launching.before(stream, host, inputs, written)
+        stream, host = self.call_sites.of(info.name, operation.gpu)
+        operation.stream, operation.host = stream, host
+        self._need_before(stream, host, inputs, written)
         late = self._accesses.check(info.name, inputs, written, stream, host)
         if late and not late[0]._inner.is_meta:
             operation.args, operation.kwargs = replaced(
@@ -107,29 +157,30 @@ class Recording:
         info, inputs, written = operation.info, operation.inputs, operation.written
         if info.launches_nothing:
             if info.allocates:
-                done = self._allocation(info.name, operation.gpu)
+                stream, host = self.call_sites.of(info.name, operation.gpu)
+                done = self.program.allocation(info.name, stream, host.by.backward)
                 self._accesses.note_allocations(done, virtual_among((outputs,)))
             return
         stream, host = operation.stream, operation.host
-        work = result.work if result is not None else None
-        work = work or self._work_of(operation, outputs, result)
-        done = self._launching.kernel(info.name, info.fuses, stream, host, inputs, work)
+        work = self._work_of(operation, outputs, result)
+        done = self._launch(info.name, info.fuses, stream, host, inputs, work)
         self._accesses.note(done, inputs, written)
         if result is not None and result.alone is not None and not written:
             outputs._block.made = done  # note_allocations, for most shapes
         elif not (written and outputs is written[0]):  # an in-place operation returns its argument
             made = virtual_among((outputs,))
-            self._accesses.note_allocations(
-                done, [one for one in made if not _is_among(one, written)]
-            )
+            new = [one for one in made if not any(one is other for other in written)]
+            self._accesses.note_allocations(done, new)
         if (info.waits or info.indexes) and info.waits_for(operation.args):
-            self.recorder.host_waits([stream], info.name, host)
+            self.program.host_waits([stream], info.name, host)
 
     def _work_of(self, operation: Operation, outputs: Any, result: Result | None) -> Workload:
         """What an operation costs; known by its signature, which shapes have looked up."""
         info, args, kwargs = operation.info, operation.args, operation.kwargs
         if result is not None:
-            work = result.work = work_of(info.func, args, kwargs, outputs)
+            work: Workload | None = result.work
+            if work is None:
+                work = result.work = work_of(info.func, args, kwargs, outputs)
             return work
         try:
             signature = signature_of(info, args, kwargs, [])
@@ -140,22 +191,47 @@ class Recording:
             known = self._work[signature] = work_of(info.func, args, kwargs, outputs)
         return known
 
-    def _allocation(self, name: str, gpu: VirtualGPU) -> Enqueued:
-        stream, host = self.call_sites.of(name, gpu)
-        return self.recorder.allocation(name, stream, host.backward)
-
     def record_stream(self, used: VirtualTensor, stream: torch.Stream) -> None:
         """``used.record_stream(stream)``; nothing to do for a shape on the host."""
         if gpu_of(used) is not None:
-            time = self.recorder.stream(used._gpu, stream.stream_id)
-            self._accesses.record_stream(used, time)
+            self._accesses.record_stream(used, self.program.stream(used._gpu, stream.stream_id))
+
+    def _launch(
+        self,
+        name: str,
+        fuses: bool,
+        stream: RecordedStream,
+        host: HostThread,
+        read: Sequence[VirtualTensor],
+        work: Workload,
+    ) -> Enqueued:
+        """Launch one operation, or defer it. fuses: whether it may be part of a chain."""
+        if not (fuses and self._fuses):
+            operands = self._operands(name, read, host)
+            work = work.with_current_tf32()
+            step = Kernel(name, host.by, stream.index, work, operands)
+            return self.program.enqueue(name, step, stream, host.by.backward)
+        reads: list[Read] = []
+        written_bytes = work.size_bytes
+        for tensor in read:
+            size_bytes = touched_bytes(tensor)
+            written_bytes -= size_bytes
+            if isinstance(tensor._gpu, VirtualGPU):
+                write = self._accesses.last_write(tensor)
+                writer = None if write is None else write.event
+                offset = int(tensor._inner.storage_offset())
+                reads.append(Read(writer, id(block_of(tensor)), offset, size_bytes))
+        deferred = Deferred(name, host.by, stream.index, tuple(reads), written_bytes)
+        return self.program.defer(deferred, stream)
+
+    # Copies
 
     def before_copy(self, source: torch.Tensor) -> torch.Tensor:
         """What a copy reads: ``source``, or garbage where it is not written yet; a race is noted."""
         if not isinstance(source, VirtualTensor) or gpu_of(source) is None:
             return source
         stream, host = self.call_sites.of("copy", source._gpu, note=False)
-        self._launching.before(stream, host, [source], [])
+        self._need_before(stream, host, [source], [])
         late = self._accesses.check("copy", [source], [], stream, host)
         return poisoned(source) if late and not source._inner.is_meta else source
 
@@ -166,75 +242,84 @@ class Recording:
         source_gpu, target_gpu = gpu_of(source), gpu_of(target)
         read = [source] if source_gpu and isinstance(source, VirtualTensor) else []
         written = [target] if target_gpu and isinstance(target, VirtualTensor) else []
+        overwritten, made = (written, []) if in_place else ([], written)
         size_bytes = source.numel() * source.element_size()
-        overwritten = written if in_place else []
         if source_gpu is target_gpu:
             if source_gpu is None:
                 return
-            stream, host = self.call_sites.of("copy", source_gpu)
-            self._launching.before(stream, host, [], overwritten)
-            self._accesses.check("copy", [], overwritten, stream, host)
+            stream, host = self._stream_to_write(source_gpu, overwritten)
             work = Workload(0, size_bytes + target.numel() * target.element_size())
-            done = self._launching.kernel("copy", True, stream, host, read, work)
-            self._accesses.note(done, read, overwritten)
-            if not in_place:
-                self._accesses.note_allocations(done, written)
-            return
-        there = here = None
-        operands = self._launching.operands("copy", read, self.recorder.host())
-        if target_gpu is not None:
-            there, host = self.call_sites.of("copy", target_gpu)
-            self._launching.before(there, host, [], overwritten)
-            self._accesses.check("copy", [], overwritten, there, host)
-        if source_gpu is not None:
-            here, host = self.call_sites.of("copy", source_gpu)
-        pinned = source_gpu is not None or copies.is_cpu_pinned(source)
-        between = source_gpu is not None and target_gpu is not None
-        blocking = not between and (waits or not pinned)
-        dones = self.recorder.copy(here, there, host, size_bytes, blocking, operands)
-        if between and target_gpu is not None and in_backward():
-            # The next node runs in the thread of the target's device.
-            engine = self.recorder.threads.engine(target_gpu.index)
-            self.recorder.join_threads(engine, [host])
-        self._accesses.note(dones[0], read, [])
-        self._accesses.note(dones[-1], [], overwritten)
-        if not in_place:
-            self._accesses.note_allocations(dones[-1], written)
+            first = last = self._launch("copy", True, stream, host, read, work)
+        else:
+            here = there = None
+            operands = self._operands("copy", read, self.program.host())
+            if target_gpu is not None:
+                there, host = self._stream_to_write(target_gpu, overwritten)
+            if source_gpu is not None:
+                here, host = self.call_sites.of("copy", source_gpu)
+            streams = [stream for stream in (here, there) if stream is not None]
+            here_index, there_index = (end.index if end else None for end in (here, there))
+            step = Copy(host.by, size_bytes, here_index, there_index, operands)
+            done = self.program.enqueue_together("copy", step, streams, host.by.backward)
+            first, last = done[0], done[-1]
+            between = source_gpu is not None and target_gpu is not None
+            pinned = source_gpu is not None or copies.is_cpu_pinned(source)
+            if not between and (waits or not pinned):
+                self.program.host_waits(streams, "copy", host)
+            if between and target_gpu is not None and in_backward():
+                # The next node runs in the thread of the target's device.
+                engine = self.program.threads.engine(target_gpu.index)
+                self.program.join_threads(engine, [host])
+        self._accesses.note(first, read, [])
+        self._accesses.note(last, [], overwritten)
+        self._accesses.note_allocations(last, made)
 
-    def collective(self, name: str, size_bytes: int, gpus: Sequence[VirtualGPU]) -> None:
-        """Record one collective of the GPUs, on their current streams."""
-        places = [self.call_sites.of(name, gpu, note=False) for gpu in gpus]
-        streams = [stream for stream, _ in places]
+    def _stream_to_write(
+        self, gpu: VirtualGPU, overwritten: Sequence[VirtualTensor]
+    ) -> tuple[RecordedStream, HostThread]:
+        """Where and by whom a copy that overwrites these tensors is launched."""
+        stream, host = self.call_sites.of("copy", gpu)
+        self._need_before(stream, host, [], overwritten)
+        self._accesses.check("copy", [], overwritten, stream, host)
+        return stream, host
+
+    # Collectives
+
+    def local_collective(self, name: str, size_bytes: int, gpus: Sequence[VirtualGPU]) -> None:
+        """Record one collective of GPUs of this process, on their current streams."""
+        sites = [self.call_sites.of(name, gpu, note=False) for gpu in gpus]
+        streams, by = [stream for stream, _ in sites], sites[0][1].by
         for stream in streams:
-            self.recorder.break_graph(stream)
-        self.recorder.local_collective(name, streams, places[0][1], size_bytes)
+            self.program.break_graph(stream)
+        indices = tuple(stream.index for stream in streams)
+        step = LocalCollective(name, by, indices, size_bytes)
+        self.program.enqueue_together(name, step, streams, by.backward)
 
-    def joined(self, name: str, gpu: VirtualGPU, part: "Part", number: int) -> Enqueued:
-        """Record a collective of a process group, on the group's stream of this number.
+    def group_collective(self, call: Call, gpu: VirtualGPU, number: int) -> Enqueued:
+        """Record this rank's side of a collective, on its process group's stream of this number.
 
         The stream waits for the current one, as NCCL's does.
         """
+        name = call.name
         current, host = self.call_sites.of(name, gpu, note=False)
-        read, written, made = (
-            virtual_among(part.inputs),
-            virtual_among(part.outputs),
-            virtual_among(part.made),
-        )
-        stream = self.recorder.stream(gpu, number)
-        self._launching.before(stream, host, read, written)
-        operands = self._launching.operands(name, read, host)
-        self.recorder.wait_enqueued(stream, current)
+        read, written, made = map(virtual_among, (call.inputs, call.outputs, call.made))
+        stream = self.program.stream(gpu, number)
+        self._need_before(stream, host, read, written)
+        operands = self._operands(name, read, host)
+        self.program.wait_enqueued(stream, current)
         self._accesses.check(name, read, written, stream, host)
-        done = self.recorder.group_collective(
+        step = GroupCollective(
             name,
-            stream,
-            host,
-            part.size_bytes,
-            part.ranks,
-            part.group_name,
-            current,
+            host.by,
+            stream.index,
+            call.size_bytes,
+            tuple(call.ranks),
+            call.group_name,
+            current.index,
             operands,
         )
+        done = self.program.enqueue(name, step, stream, host.by.backward)
+        done = done._replace(clock=dict(stream.clock))
         self._accesses.note(done, read, [*written, *made])
         for used in (*read, *written, *made):  # NCCL's side keeps them until it has ended
             self._accesses.record_stream(used, stream)
@@ -247,10 +332,10 @@ class Recording:
         """
         current, host = self.call_sites.of("wait", gpu, note=False)
         if by_host:
-            self.recorder.host_waits([done.stream], done.operation, host)
+            self.program.host_waits([done.stream], done.operation, host)
         else:
-            self.recorder.break_graph(current)
-            self.recorder.wait_operation(current, done)
+            self.program.break_graph(current)
+            self.program.wait_operation(current, done)
 
     def wait_for_last_write(self, tensor: VirtualTensor) -> None:
         """``wait_tensor``: the current stream goes on when the tensor has been written.
@@ -260,7 +345,7 @@ class Recording:
         done = self._accesses.last_write(tensor) if gpu_of(tensor) is not None else None
         if done is not None:
             current, _ = self.call_sites.of("wait", tensor._gpu, note=False)
-            self.recorder.wait_operation(current, done)
+            self.program.wait_operation(current, done)
 
     def keep(self, work: object) -> None:
         """Let something live as long as the recording."""
@@ -269,12 +354,59 @@ class Recording:
     def synchronize(self, streams: Sequence[RecordedStream]) -> None:
         """The host goes on when all work given to the streams has ended."""
         for stream in streams:
-            self.recorder.break_graph(stream)
-        self.recorder.host_waits(streams, "synchronize", self.recorder.host())
+            self.program.break_graph(stream)
+        self.program.host_waits(streams, "synchronize", self.program.host())
+
+    # Where elementwise operations are fused
+
+    def _need_before(
+        self,
+        stream: RecordedStream,
+        host: HostThread,
+        read: Sequence[VirtualTensor],
+        written: Sequence[VirtualTensor],
+    ) -> None:
+        """What is deferred is needed, if an operation on ``stream`` cannot be fused with it."""
+        if not self._fuses:
+            return
+        if self.program.several_streams:  # nothing fuses across streams
+            writes = self._writes_of(_on_gpus((*read, *written)))
+            self._need([write for write in writes if write and write.stream is not stream], host)
+        if written:  # what was deferred for the rest of their blocks is not lost
+            parts = [part for part in _on_gpus(written) if not is_whole(part)]
+            self._need(self._writes_of(parts), host)
+
+    def _operands(self, name: str, read: Sequence[VirtualTensor], host: HostThread) -> Operands:
+        """What an operation reads, which is needed in memory; ``name`` tells a product."""
+        if not self._fuses:
+            return UNKNOWN_OPERANDS
+        on_gpus = _on_gpus(read)
+        writes = self._writes_of(on_gpus)
+        self._need(writes, host)
+        writers = [None if write is None else write.event for write in writes]
+        factors = None
+        if name == "mm" and len(on_gpus) == 2:  # not into a given tensor
+            left, right = on_gpus
+            if left.layout is torch.strided and left.stride(1) == 1:
+                factors = Factors(writers[0], touched_bytes(left), touched_bytes(right))
+        return Operands(tuple(w for w in writers if w is not None), factors=factors)
+
+    def _writes_of(self, tensors: Iterable[VirtualTensor]) -> list[Enqueued | None]:
+        return [self._accesses.last_write(tensor) for tensor in tensors]
+
+    def _need(self, writes: Iterable[Enqueued | None], host: HostThread) -> None:
+        events: list[int] = []
+        for write in writes:
+            if write is not None and write.deferred is not None and not write.deferred.is_needed:
+                write.deferred.is_needed = True
+                events.append(write.deferred.event)
+        if events:
+            self.program.steps.append(NeedResults(tuple(events), host.by))
 
 
-def _is_among(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
-    return any(tensor is other for other in others)
+def _on_gpus(tensors: Iterable[VirtualTensor]) -> list[VirtualTensor]:
+    """Without those that are on the host, such as a number."""
+    return [tensor for tensor in tensors if isinstance(tensor._gpu, VirtualGPU)]
 
 
 def gpu_of(value: torch.Tensor) -> VirtualGPU | None:

@@ -9,7 +9,8 @@ Ranks that are not in the simulation are taken to be ready as soon as those that
 import bisect
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -181,31 +182,24 @@ def place_together(resources: Sequence[Resource], ready_s: float, duration_s: fl
 # Queues
 
 
+@dataclass(eq=False, slots=True)
 class SimulatedStream:
     """One stream: when it is free, and what is queued on it."""
 
-    __slots__ = ("compute", "device", "free_s", "has_priority", "last_kernel", "number", "queue")
-
-    def __init__(
-        self, device: torch.device, number: int, compute: Processors, has_priority: bool
-    ) -> None:
-        self.device = device
-        self.number = number
-        self.compute = compute  # shared by all streams of the device
-        self.has_priority = has_priority  # whether its kernels overtake those of others
-        self.free_s = 0.0
-        self.last_kernel: int | None = None  # its place among the simulator's trace events
-        self.queue: deque[QueuedWork] = deque()  # the first one waits for something
+    device: torch.device
+    number: int
+    compute: Processors  # shared by all streams of the device
+    has_priority: bool  # whether its kernels overtake those of others
+    free_s: float = 0.0
+    last_kernel: int | None = None  # its place among the simulator's trace events
+    queue: "deque[QueuedWork]" = field(default_factory=deque)  # the first one waits for something
 
 
-class QueuedWork:
+class QueuedWork(NamedTuple):
     """Work that is queued on each of some streams, and runs when it is first on all of them."""
 
-    __slots__ = ("run", "streams")
-
-    def __init__(self, streams: Sequence[SimulatedStream], run: Callable[[], bool]) -> None:
-        self.streams = streams
-        self.run = run  # returns False as long as it has to wait
+    streams: Sequence[SimulatedStream]
+    run: Callable[[], bool]  # returns False as long as it has to wait
 
 
 class Queues:
@@ -270,26 +264,22 @@ class Queues:
 Key = tuple[Any, ...]
 
 
+@dataclass(eq=False, slots=True)
 class PendingCollective:
     """One rank's side of a collective that has not ended."""
 
-    __slots__ = ("event", "has_ended", "launch_s", "ready_s", "simulator", "step", "stream")
+    simulator: "Simulator"
+    step: GroupCollective
+    stream: SimulatedStream
+    launch_s: float
+    event: int
+    ready_s: float | None = None  # None until the rank has arrived
+    has_ended: bool = False
 
-    def __init__(
-        self,
-        simulator: "Simulator",
-        step: GroupCollective,
-        stream: SimulatedStream,
-        launch_s: float,
-        event: int,
-    ) -> None:
-        self.simulator = simulator
-        self.step = step
-        self.stream = stream
-        self.launch_s = launch_s
-        self.event = event
-        self.ready_s: float | None = None  # None until the rank has arrived
-        self.has_ended = False
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks that take part."""
+        return [rank for rank in self.step.ranks if rank != self.simulator.rank]
 
 
 class Rendezvous:
@@ -317,25 +307,27 @@ class Rendezvous:
     def _key(self, collective: PendingCollective) -> Key:
         """The same for all sides of one collective: a group's collectives have an order."""
         step, rank = collective.step, collective.simulator.rank
-        ends: Key = tuple(sorted(step.ranks))
+        ends = sorted(step.ranks)
         if step.name == "send":
-            ends = (rank, *(other for other in step.ranks if other != rank))
+            ends = [rank, *collective.peers]
         elif step.name == "recv":
-            ends = (*(other for other in step.ranks if other != rank), rank)
-        is_message = step.name in ("send", "recv")
-        key = (step.group, is_message, ends)
-        self._counts[(rank, step.name == "send", *key)] += 1
-        return (*key, self._counts[(rank, step.name == "send", *key)])
+            ends = [*collective.peers, rank]
+        key = (step.group, step.is_message, tuple(ends))
+        of_rank = (rank, step.name == "send", *key)
+        self._counts[of_rank] += 1
+        return (*key, self._counts[of_rank])
 
 
 def _start(sides: list[PendingCollective]) -> None:
     step = sides[0].step
-    ready_s = max(side.launch_s if side.ready_s is None else side.ready_s for side in sides)
+    ready_s = max(side.ready_s for side in sides if side.ready_s is not None)
     duration_s = max(
         side.simulator.costs.group_time_s(step.name, side.step.size_bytes, step.ranks)
         for side in sides
     )
-    wires = [wire for side in sides for wire in side.simulator.wires(side)]
+    wires = [
+        wire for side in sides for wire in side.simulator.wires(side.stream.device.index, side.step)
+    ]
     start_s = place_together(wires, ready_s, duration_s)
     for side in sides:
         side.simulator.end_collective(side, start_s, start_s + duration_s)

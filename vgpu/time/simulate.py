@@ -7,17 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from vgpu.memory import gpus
-from vgpu.time.async_tp import in_pieces
+from vgpu.time.compiler_passes import in_pieces
 from vgpu.time.resources import PendingCollective, Rendezvous
 from vgpu.time.simulator import Simulator
 from vgpu.time.steps import BeginStream, GroupCollective, Program
 from vgpu.time.timeline import Timeline, TraceEvent, in_order
-
-SHOW_PROGRESS_FROM = 300_000
-"""Steps that are simulated in about a second; from here on a bar shows the progress."""
 
 
 class Deadlock(RuntimeError):
@@ -90,10 +86,10 @@ def joined(timelines: Sequence[Timeline]) -> Timeline:
 
 def run(program: Program, others: Iterable[TraceEvent] = ()) -> Simulator:
     """The program of a rank that is alone, simulated. others: as for ``replay_beside``."""
-    simulator, steps = Simulator(program.costs, program.rank), in_pieces(program)
+    simulator = Simulator(program.costs, program.rank)
     simulator.occupy(others, program.gpu)
-    with rarely_collected(), _bar(len(steps)) as bar:
-        simulator.run(_counted(steps, bar))
+    with rarely_collected():
+        simulator.run(in_pieces(program))
     return simulator
 
 
@@ -117,18 +113,6 @@ def _timeline(programs: Sequence[Program], count: int) -> Timeline:
     )
 
 
-def _bar(total: int) -> Any:
-    hidden = total < SHOW_PROGRESS_FROM
-    return tqdm(desc="simulating", total=total, leave=False, disable=hidden, unit="step")
-
-
-def _counted(steps: Sequence[Any], bar: Any) -> Iterator[Any]:
-    for number, step in enumerate(steps):
-        if number % 10_000 == 9_999:
-            bar.update(10_000)
-        yield step
-
-
 # Several ranks
 
 
@@ -141,14 +125,12 @@ def _together(programs: Sequence[Program]) -> Timeline:
         Simulator(program.costs, program.rank, rendezvous, position)
         for position, program in enumerate(programs)
     ]
-    steps = [in_pieces(program) for program in programs]
-    with _bar(sum(map(len, steps))) as bar:
-        _run_all(
-            {
-                simulator: simulator.run_beside_others(_counted(of_rank, bar))
-                for simulator, of_rank in zip(simulators, steps, strict=True)
-            }
-        )
+    _run_all(
+        {
+            simulator: simulator.run_beside_others(in_pieces(program))
+            for simulator, program in zip(simulators, programs, strict=True)
+        }
+    )
     timeline = _timeline(programs, len(simulators))
     ends = [simulator.end() for simulator in simulators]
     timeline.host_s, timeline.makespan_s = (max(times) for times in zip(*ends, strict=True))
@@ -190,12 +172,11 @@ def _who_waits(simulators: Sequence[Simulator]) -> str:
 
 
 def _named(collective: PendingCollective) -> str:
-    step, rank = collective.step, collective.simulator.rank
-    where = f" in {step.module}" if step.module else ""
-    if step.name in ("send", "recv"):
-        (peer,) = (other for other in step.ranks if other != rank)
+    step = collective.step
+    where = f" in {step.by.module}" if step.by.module else ""
+    if step.is_message:
         way = "send to" if step.name == "send" else "recv from"
-        return f"{way} rank {peer} of {step.size_bytes:,} bytes{where}"
+        return f"{way} rank {collective.peers[0]} of {step.size_bytes:,} bytes{where}"
     return f"{step.name} of {step.size_bytes:,} bytes among ranks {list(step.ranks)}{where}"
 
 
@@ -216,7 +197,7 @@ def _check(programs: Sequence[Program]) -> None:
                 "one each"
             )
         for step in program.steps:
-            if isinstance(step, GroupCollective) and step.name in ("send", "recv"):
+            if isinstance(step, GroupCollective) and step.is_message:
                 lonely = [rank for rank in step.ranks if rank not in ranks]
                 if lonely and len(programs) > 1:
                     raise ValueError(

@@ -14,6 +14,7 @@ host goes on until it needs that event itself.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -45,15 +46,13 @@ from vgpu.time.steps import (
 from vgpu.time.timeline import HOST, TraceEvent
 
 
+@dataclass(slots=True)
 class SimulatedThread:
     """One thread of the host: its time, and how long it takes to launch an operation."""
 
-    __slots__ = ("launch_s", "now_s", "number")
-
-    def __init__(self, number: int, now_s: float, launch_s: float) -> None:
-        self.number = number
-        self.now_s = now_s
-        self.launch_s = launch_s
+    number: int
+    now_s: float
+    launch_s: float
 
 
 class Simulator(Queues):
@@ -81,7 +80,7 @@ class Simulator(Queues):
         self._position = position
         self._awaited: int | None = None  # the event for which the host waits
         self._processors: dict[int, Processors] = {}
-        self._links: dict[tuple[int, int], Resource] = {}
+        self._links: dict[tuple[int | None, ...], Resource] = {}
         # Of a GPU: inside its host or out of it, and out of or into the GPU.
         self._wires: dict[tuple[int, bool, str], Resource] = {}
         self._durations_s: dict[Workload, float] = {}
@@ -134,10 +133,9 @@ class Simulator(Queues):
         """Collectives were begun before the program, and still occupy what they use of a GPU."""
         for event in sorted(others, key=lambda event: event.start_s):
             start_s = max(0.0, event.start_s)
-            for wire in self._wires_of(gpu, event.name, event.ranks):
+            for wire in self.wires(gpu, event):
                 wire.place(start_s, event.end_s - start_s)
-            processors = self._processors_of(gpu)
-            self._take_processors(processors, event.name, event.ranks, start_s, event.end_s)
+            self._take_processors(self._processors_of(gpu), event)
 
     # Threads
 
@@ -157,17 +155,9 @@ class Simulator(Queues):
     def _host_wait(self, step: HostWait) -> None:
         thread, time_s = self.threads[step.thread], self.time_s(step.event)
         if time_s > thread.now_s:
-            self.trace.append(
-                TraceEvent(
-                    name=step.name,
-                    kind="wait",
-                    device=HOST,
-                    stream=thread.number if self._position is None else self._position,
-                    start_s=thread.now_s,
-                    end_s=time_s,
-                    launch_s=thread.now_s,
-                )
-            )
+            row, now_s = self._position, thread.now_s
+            row = thread.number if row is None else row
+            self.trace.append(TraceEvent(step.name, "wait", HOST, row, now_s, time_s, now_s))
             thread.now_s = time_s
 
     def _query_event(self, step: QueryEvent) -> None:
@@ -216,7 +206,7 @@ class Simulator(Queues):
         self.enqueue((stream,), run)
 
     def _kernel(self, step: Kernel) -> None:
-        thread = self.threads[step.thread]
+        thread = self.threads[step.by.thread]
         thread.now_s += thread.launch_s
         launch_s = thread.now_s
         event = self.begin_event()
@@ -250,8 +240,8 @@ class Simulator(Queues):
                 start_s,
                 end_s,
                 launch_s,
-                step.module,
-                step.backward,
+                step.by.module,
+                step.by.backward,
                 work.flop,
                 work.size_bytes,
             )
@@ -275,69 +265,44 @@ class Simulator(Queues):
         return start_s
 
     def _local_collective(self, step: LocalCollective) -> None:
-        thread = self.threads[step.thread]
+        thread = self.threads[step.by.thread]
         streams = [self.streams[stream] for stream in step.streams]
         thread.now_s += thread.launch_s * len(streams)
-        launch_s, event = thread.now_s, self.begin_event()
-
-        def run() -> bool:
-            duration_s = self.costs.collective_time_s(step.name, step.size_bytes, len(streams))
-            start_s = max(launch_s, *(stream.free_s for stream in streams))
-            traced = TraceEvent(
-                name=step.name,
-                kind="collective",
-                device=HOST,
-                stream=0,
-                start_s=start_s,
-                end_s=start_s + duration_s,
-                launch_s=launch_s,
-                module=step.module,
-                backward=step.backward,
-                size_bytes=step.size_bytes,
-            )
-            self._finish(streams, traced, event)
-            return True
-
-        self.enqueue(streams, run)
+        duration_s = self.costs.collective_time_s(step.name, step.size_bytes, len(streams))
+        self._transfer(streams, _traced(step, "collective", duration_s, thread.now_s))
 
     def _copy(self, step: Copy) -> None:
-        thread = self.threads[step.thread]
+        thread = self.threads[step.by.thread]
         source = None if step.source is None else self.streams[step.source]
         target = None if step.target is None else self.streams[step.target]
-        streams = [stream for stream in (source, target) if stream is not None]
         thread.now_s += thread.launch_s
-        launch_s, event = thread.now_s, self.begin_event()
+        is_between = source is not None and target is not None
+        time_s = self.costs.copy_time_s if is_between else self.costs.host_copy_time_s
+        traced = _traced(step, "copy", time_s(step.size_bytes), thread.now_s)._replace(
+            source=source.device if source else HOST, target=target.device if target else HOST
+        )
+        streams = [stream for stream in (source, target) if stream is not None]
+        self._transfer(streams, traced, self._link(source, target))
+
+    def _transfer(
+        self, streams: Sequence[SimulatedStream], traced: TraceEvent, link: Resource | None = None
+    ) -> None:
+        """Occupy all of the streams at once, and the link. traced: its times begin at 0."""
+        event, duration_s = self.begin_event(), traced.end_s
 
         def run() -> bool:
-            among = self.costs.copy_time_s if len(streams) == 2 else self.costs.host_copy_time_s
-            duration_s = among(step.size_bytes)
-            ready_s = max(launch_s, *(stream.free_s for stream in streams))
-            start_s = self._link(source, target).place(ready_s, duration_s)
-            traced = TraceEvent(
-                name="copy",
-                kind="copy",
-                device=HOST,
-                stream=0,
-                start_s=start_s,
-                end_s=start_s + duration_s,
-                launch_s=launch_s,
-                module=step.module,
-                backward=step.backward,
-                size_bytes=step.size_bytes,
-                source=HOST if source is None else source.device,
-                target=HOST if target is None else target.device,
-            )
-            self._finish(streams, traced, event)
+            start_s = max(traced.launch_s, *(stream.free_s for stream in streams))
+            if link is not None:
+                start_s = link.place(start_s, duration_s)
+            timed = traced._replace(start_s=start_s, end_s=start_s + duration_s)
+            self._finish(streams, timed, event)
             return True
 
         self.enqueue(streams, run)
 
     def _link(self, source: SimulatedStream | None, target: SimulatedStream | None) -> Resource:
         """The way from one device to another; copies in one direction take turns on it."""
-        key = (
-            -1 if source is None else source.device.index,
-            -1 if target is None else target.device.index,
-        )
+        key = tuple(end.device.index if end else None for end in (source, target))
         return self._links.setdefault(key, Resource())
 
     def _finish(self, streams: Sequence[SimulatedStream], traced: TraceEvent, event: int) -> None:
@@ -350,7 +315,7 @@ class Simulator(Queues):
     # Collectives
 
     def _group_collective(self, step: GroupCollective) -> None:
-        thread = self.threads[step.thread]
+        thread = self.threads[step.by.thread]
         thread.now_s += thread.launch_s
         event = self.begin_event()
         stream = self.streams[step.stream]
@@ -364,47 +329,49 @@ class Simulator(Queues):
             self._rendezvous.arrive(collective)
         return collective.has_ended
 
-    def wires(self, collective: PendingCollective) -> list[Resource]:
+    def wires(self, gpu: int, step: GroupCollective | TraceEvent) -> list[Resource]:
         """What a collective occupies of this rank: the ways out of and into its GPU, or one of them."""
-        return self._wires_of(
-            collective.stream.device.index, collective.step.name, collective.step.ranks
-        )
-
-    def _wires_of(self, gpu: int, name: str, ranks: Sequence[int]) -> list[Resource]:
-        between = self._is_between_hosts(ranks)
-        ways = {"send": ("out",), "recv": ("in",)}.get(name, ("out", "in"))
+        between = self._is_between_hosts(step.ranks)
+        ways = {"send": ("out",), "recv": ("in",)}.get(step.name, ("out", "in"))
         return [self._wires.setdefault((gpu, between, way), Resource()) for way in ways]
 
     def end_collective(self, collective: PendingCollective, start_s: float, end_s: float) -> None:
         """A collective has its times."""
         step, stream = collective.step, collective.stream
-        assert collective.ready_s is not None
-        traced = TraceEvent(
-            name=step.name,
-            kind="collective",
-            device=stream.device,
-            stream=stream.number,
+        traced = _traced(step, "collective", end_s, collective.launch_s)._replace(
             start_s=start_s,
-            end_s=end_s,
-            launch_s=collective.launch_s,
-            module=step.module,
-            backward=step.backward,
-            size_bytes=step.size_bytes,
             ranks=step.ranks,
             link=self.costs.link_name(step.ranks),
             ready_s=collective.ready_s,
         )
-        self._take_processors(stream.compute, step.name, step.ranks, start_s, end_s)
+        self._take_processors(stream.compute, traced)
         collective.has_ended = True
         del self.pending[collective.event]
         self._finish([stream], traced, collective.event)
 
-    def _take_processors(
-        self, compute: Processors, name: str, ranks: Sequence[int], start_s: float, end_s: float
-    ) -> None:
+    def _take_processors(self, compute: Processors, traced: TraceEvent) -> None:
         """A collective takes multiprocessors from the kernels beside it."""
-        if name not in ("send", "recv", "permute"):  # copy engines do those
-            compute.note_collective(start_s, end_s, self._is_between_hosts(ranks))
+        if traced.name not in ("send", "recv", "permute"):  # copy engines do those
+            between = self._is_between_hosts(traced.ranks)
+            compute.note_collective(max(0.0, traced.start_s), traced.end_s, between)
 
     def _is_between_hosts(self, ranks: Sequence[int]) -> bool:
         return len(self.costs.hosts_of(ranks)) > 1
+
+
+def _traced(
+    step: Copy | LocalCollective | GroupCollective, kind: str, end_s: float, launch_s: float
+) -> TraceEvent:
+    """What is known of a copy or a collective before it starts."""
+    return TraceEvent(
+        name="copy" if isinstance(step, Copy) else step.name,
+        kind=kind,
+        device=HOST,
+        stream=0,
+        start_s=0.0,
+        end_s=end_s,
+        launch_s=launch_s,
+        module=step.by.module,
+        backward=step.by.backward,
+        size_bytes=step.size_bytes,
+    )

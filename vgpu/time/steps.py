@@ -4,14 +4,21 @@ A program is a list of steps. Threads, streams and events are numbered in the or
 begin them: ``BeginThread`` begins a thread of the host, ``BeginStream`` a stream, and each kernel,
 copy, collective, deferred operation or recorded event an event: the moment when it has ended. Nothing
 here depends on the GPU or the network, so the same program can be simulated on others (simulate.py).
-
-Passes make other steps of them: fusion.py, if elementwise operations are fused, and async_tp.py.
+Compiled code has other steps: compiler_passes.py makes them.
 """
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vgpu.time.costs import CostModel, Workload
+
+
+class Issuer(NamedTuple):
+    """Who launches something."""
+
+    thread: int
+    module: str  # "layer1.0.conv1"; empty outside every module
+    backward: bool  # whether autograd's engine asked for it
 
 
 class Factors(NamedTuple):
@@ -64,23 +71,19 @@ class BeginStream(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A thread launches an operation on a stream."""
+    """An operation is launched on a stream."""
 
     name: str
-    thread: int
+    by: Issuer
     stream: int
-    module: str
-    backward: bool
     work: Workload
     operands: Operands = UNKNOWN_OPERANDS
 
 
 class Copy(NamedTuple):
-    """A thread launches a copy; source or target is None on the host's side."""
+    """A copy is launched; source or target is None on the host's side."""
 
-    thread: int
-    module: str
-    backward: bool
+    by: Issuer
     size_bytes: int
     source: int | None
     target: int | None
@@ -91,26 +94,26 @@ class LocalCollective(NamedTuple):
     """One thread launches a collective among several GPUs of its process."""
 
     name: str
-    thread: int
+    by: Issuer
     streams: tuple[int, ...]
-    module: str
-    backward: bool
     size_bytes: int
 
 
 class GroupCollective(NamedTuple):
-    """A thread launches this rank's side of a process group's collective, or of a message."""
+    """This rank's side of a process group's collective, or of a message, is launched."""
 
     name: str
-    thread: int
+    by: Issuer
     stream: int
-    module: str
-    backward: bool
     size_bytes: int
     ranks: tuple[int, ...]  # of a message: this rank, and the one at its other end
     group: str
-    issued_on: int | None = None  # the stream that was current, for which the group's has waited
+    issued_on: int  # the stream that was current, for which the group's has waited
     operands: Operands = UNKNOWN_OPERANDS
+
+    @property
+    def is_message(self) -> bool:
+        return self.name in ("send", "recv")
 
 
 class RecordEvent(NamedTuple):
@@ -142,7 +145,7 @@ class QueryEvent(NamedTuple):
     event: int
 
 
-# Where elementwise operations are fused there are four more, which fusion.py replaces.
+# Where elementwise operations are fused there are four more, which a pass replaces.
 
 
 class Read(NamedTuple):
@@ -158,30 +161,24 @@ class Deferred(NamedTuple):
     """An elementwise operation or a reduction, to be launched in one kernel with its neighbors."""
 
     name: str
-    thread: int
+    by: Issuer
     stream: int
-    module: str
-    backward: bool
     reads: tuple[Read, ...]
     written_bytes: int
 
 
 class NeedResults(NamedTuple):
-    """A thread needs the results of deferred operations in memory."""
+    """The results of deferred operations are needed in memory."""
 
     events: tuple[int, ...]
-    thread: int
-    module: str
-    backward: bool
+    by: Issuer
 
 
 class GraphBreak(NamedTuple):
     """A compiled program ends: what is deferred on a stream, or on all if None, is launched."""
 
     stream: int | None
-    thread: int
-    module: str
-    backward: bool
+    by: Issuer
 
 
 class Release(NamedTuple):
@@ -190,27 +187,22 @@ class Release(NamedTuple):
     event: int
 
 
+EventStep = Kernel | Copy | LocalCollective | GroupCollective | RecordEvent | Deferred
+"""The steps that begin an event."""
+
 ProgramStep = (
-    BeginThread
+    EventStep
+    | BeginThread
     | JoinThreads
     | HostWork
     | BeginStream
-    | Kernel
-    | Copy
-    | LocalCollective
-    | GroupCollective
-    | RecordEvent
     | WaitEvent
     | HostWait
     | QueryEvent
-    | Deferred
     | NeedResults
     | GraphBreak
     | Release
 )
-
-BEGIN_EVENTS = (Kernel, Copy, LocalCollective, GroupCollective, RecordEvent, Deferred)
-"""The steps that begin an event."""
 
 
 @dataclass

@@ -15,8 +15,7 @@ from vgpu.memory import blocks as memory
 from vgpu.memory import gpus
 from vgpu.memory.gpus import current_stream_number, set_streams
 from vgpu.time import recording
-from vgpu.time.happens_before import RecordedEvent, RecordedStream
-from vgpu.time.recorder import Recorder
+from vgpu.time.program import GrowingProgram, RecordedEvent, RecordedStream
 
 _PlainStream, _PlainEvent = torch.Stream, torch.Event
 _stream_ids = itertools.count(1)
@@ -50,24 +49,24 @@ class Stream(torch.Stream):
 
     def query(self) -> bool:
         """Whether all work given to this stream has ended."""
-        now = _recorder()
+        now = _program()
         return now is None or now.query_stream(_recorded(self, now))
 
     def synchronize(self) -> None:
         """Wait until all work given to this stream has ended."""
         if recording.under_way is not None:
             now = recording.under_way
-            now.synchronize([_recorded(self, now.recorder)])
+            now.synchronize([_recorded(self, now.program)])
 
     def wait_event(self, event: torch.Event) -> None:
         """Work given later starts after ``event`` has happened."""
-        now = _recorder()
+        now = _program()
         if now is not None:
             now.wait_event(_recorded(self, now), getattr(event, "_recorded", None))
 
     def wait_stream(self, stream: torch.Stream) -> None:
         """Work given later starts after all work that ``stream`` has got so far."""
-        now = _recorder()
+        now = _program()
         if now is not None:
             now.wait_stream(_recorded(self, now), _recorded(stream, now))
 
@@ -110,7 +109,7 @@ class Event(torch.Event):
 
     def record(self, stream: torch.Stream | None = None) -> None:
         """The event happens when what ``stream``, or the current one, has got so far has ended."""
-        now = _recorder()
+        now = _program()
         self._host_time_s = self._recorded = None
         if now is None:
             self._host_time_s = time.perf_counter()
@@ -120,19 +119,19 @@ class Event(torch.Event):
 
     def query(self) -> bool:
         """Whether the event has happened; one that was never recorded has."""
-        now = _recorder()
+        now = _program()
         return now is None or now.query_event(self._recorded)
 
     def wait(self, stream: torch.Stream | None = None) -> None:
         """Work given later to ``stream``, or to the current one, starts after the event."""
-        now = _recorder()
+        now = _program()
         if now is not None:
             waiting = _recorded(current_stream() if stream is None else stream, now)
             now.wait_event(waiting, self._recorded)
 
     def synchronize(self) -> None:
         """Wait until the event has happened."""
-        now = _recorder()
+        now = _program()
         if now is not None:
             now.host_waits_for_event(self._recorded)
 
@@ -165,7 +164,7 @@ class Event(torch.Event):
             assert self._host_time_s is not None
             return self._host_time_s
         if self._recorded.time_s is None:  # the recording is under way
-            now = _recorder()
+            now = _program()
             assert now is not None
             return now.time_s(self._recorded.operation.event)
         return self._recorded.time_s
@@ -197,13 +196,13 @@ def set_stream(stream: Stream) -> None:
     set_streams()[stream.device_index] = stream
 
 
-def _recorder() -> Recorder | None:
+def _program() -> GrowingProgram | None:
     """That of the recording that is under way, if there is one."""
-    return None if recording.under_way is None else recording.under_way.recorder
+    return None if recording.under_way is None else recording.under_way.program
 
 
-def _recorded(stream: torch.Stream, recorder: Recorder) -> RecordedStream:
-    return recorder.stream(gpus.by_index(stream.device_index), stream.stream_id)
+def _recorded(stream: torch.Stream, program: GrowingProgram) -> RecordedStream:
+    return program.stream(gpus.by_index(stream.device_index), stream.stream_id)
 
 
 def make_stream(*args: Any, **kwargs: Any) -> torch.Stream:

@@ -19,7 +19,7 @@ from torch.nn.parallel import comm
 
 from vgpu.memory import gpus
 from vgpu.tensor.tensor import VirtualTensor
-from vgpu.time import record, recording
+from vgpu.time import recording
 from vgpu.torch_patches import device_module
 from vgpu.torch_patches.undo import Changes
 
@@ -31,7 +31,7 @@ def install(changes: Changes) -> None:
         changes.set(comm, function.__name__, function)
     changes.wrap(torch.cuda.nccl, "is_available", nccl_is_available)
     changes.set(torch.nn.parallel._functions, "_get_stream", copy_stream)
-    parallel_apply = record.sharing_the_interpreter(torch.nn.parallel.parallel_apply)
+    parallel_apply = recording.sharing_the_interpreter(torch.nn.parallel.parallel_apply)
     changes.set(torch.nn.parallel, "parallel_apply", parallel_apply)
     # Alone of torch.nn.parallel it asks torch.cuda for an index, which takes no other devices.
     module = sys.modules["torch.nn.parallel.parallel_apply"]
@@ -182,4 +182,4 @@ def _as_collective(
         yield
     taking_part = [gpus.by_index(device.index) for device in devices]
     for begin_bytes in range(0, size_bytes, buffer_bytes):
-        now.collective(name, min(size_bytes - begin_bytes, buffer_bytes), taking_part)
+        now.local_collective(name, min(size_bytes - begin_bytes, buffer_bytes), taking_part)

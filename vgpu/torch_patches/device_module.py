@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vgpu.hardware.specs import GPUSpec
+from vgpu.hardware import GPUSpec
 from vgpu.memory import gpus
 from vgpu.memory.blocks import DeviceMemory
 from vgpu.memory.gpus import current_index as current_device
@@ -82,7 +82,7 @@ def synchronize(device: Any = None) -> None:
     """Wait for all work on a device; in a recording of virtual time the host waits."""
     gpu, now = meant_by(device), recording.under_way
     if now is not None:
-        now.synchronize(now.recorder.streams_of(gpu))
+        now.synchronize(now.program.streams_of(gpu))
 
 
 def get_device_name(device: Any = None) -> str:

@@ -157,7 +157,7 @@ RELIANCES = (
     Reliance(
         "knowing in a backward pass which one it is, and which forward operation it undoes",
         "Names of modules and passes in a timeline rest on it, and the stream of a backward "
-        "operation (memory/gpus.py, time/call_sites.py): a backward pass on the forward's stream can be "
+        "operation (memory/gpus.py, time/host_threads.py): a backward pass on the forward's stream can be "
         "had from tensor hooks.",
         (
             "torch._C._autograd._get_sequence_nr",
@@ -179,6 +179,7 @@ RELIANCES = (
             "torch._functorch.eager_transforms",
             "torch._utils._handle_complex",
             "torch.autograd.forward_ad._current_level",
+            "torch.utils._device.DeviceContext",
             "torch.utils._device._device_constructors",
         ),
     ),

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -226,10 +227,38 @@ if rank == 0: net(torch.ones(1, 2))""",
         "a rank that is stopped",
         "if rank: os.kill(os.getpid(), signal.SIGSTOP)\ndist.barrier()",
         launch.RanksHung,
-        ["rank 1 did not answer", "nothing is known about rank 1"],
-        timeout_s=1.0,
+        ["2 of 2 ranks had not returned and never would have", "rank 1 is stopped"],
+    ),
+    Fault(
+        "a ring of receives",
+        "dist.recv(torch.ones(2), 1 - rank)",
+        launch.RanksHung,
+        [
+            "never would have",
+            "rank 0 waits in recv from rank 1",
+            "rank 1 waits in recv from rank 0",
+        ],
+    ),
+    Fault(
+        "a group that one rank makes alone",
+        "if rank: dist.new_group([0, 1])\ndist.barrier()",
+        launch.RanksHung,
+        ["never would have", "new_group([0, 1]): rank 1 came, rank 0 never came"],
     ),
 ]
+if sys.platform == "linux":  # elsewhere nobody says what the rank that died had brought
+    TABLE.append(
+        Fault(
+            "types that differ",
+            "dist.all_reduce(torch.ones(4, dtype=torch.float64 if rank else torch.float32))",
+            launch.RankDied,
+            [
+                "SIGABRT",
+                "Mismatch in all_reduce",
+                "rank 0 brings [[4]] Float; rank 1 brings [[4]] Double",
+            ],
+        )
+    )
 
 
 @pytest.fixture(autouse=True)

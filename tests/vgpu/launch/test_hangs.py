@@ -1,9 +1,10 @@
 """Which hangs are certain, and who is reported missing, from where the ranks are."""
 
 import math
+from collections import Counter
 
-from vgpu.launch.call_sites import CallSite, CollectiveRecord, RankState
-from vgpu.launch.hangs import explain, is_deadlock
+from vgpu.launch.call_sites import CallSite, CollectiveRecord, Message, RankState
+from vgpu.launch.hangs import STOPPED, explain, is_deadlock, mismatches
 
 LINE = CallSite("train.py", 3, "dist.all_reduce(t)")
 BOTH = {"0": [0, 1]}
@@ -80,6 +81,65 @@ def test_as_many_elements_in_another_shape_are_no_mismatch():
     assert not is_deadlock(ranks) and "Mismatch" not in explain(ranks, str)
     uneven = [waiting(started(1, name="all_gather", shape=(n,))) for n in (2, 3)]
     assert not is_deadlock(uneven), "NCCL gathers unequal shares"
+
+
+def test_different_types_in_one_all_reduce_are_a_mismatch():
+    wide = CollectiveRecord("0/gloo", 1, "all_reduce", LINE, "[2] Double", ((2, "Double"),), False)
+    (line,) = mismatches([waiting(started(1)), waiting(wide)])
+    assert "rank 0 brings [2] Float; rank 1 brings [2] Double" in line
+
+
+def messaging(rank, source, target, *, others=(), tag=0):
+    """Blocked in a send or recv; others: what it has sent before."""
+    message = Message("0", source, target, tag)
+    state = RankState("runs", LINE, "recv", True, [], BOTH, message=message)
+    (state.received if rank == target else state.sent)[message] += 1
+    state.sent.update(others)
+    return state
+
+
+def test_ranks_that_all_receive_from_the_next_wait_for_ever():
+    ring = [messaging(rank, (rank + 1) % 3, rank) for rank in range(3)]
+    assert is_deadlock(ring)
+    assert not is_deadlock([*ring[:2], None])
+    sent = Message("0", 1, 0, 0)
+    assert not is_deadlock([ring[0], messaging(1, 2, 1, others=[sent]), ring[2]]), "on its way"
+    other_tag = [sent._replace(tag=1)]
+    assert is_deadlock([ring[0], messaging(1, 2, 1, others=other_tag), ring[2]])
+
+
+def test_a_message_to_or_from_a_rank_that_has_returned_is_certain():
+    assert is_deadlock([messaging(0, 1, 0), returned()])
+    assert is_deadlock([messaging(0, 0, 1), returned()])
+    took_any = returned()
+    took_any.received = Counter([Message("0", -1, 1, 0)])
+    assert not is_deadlock([messaging(0, 0, 1), took_any])
+
+
+def test_a_stopped_rank_keeps_those_that_wait_for_it():
+    assert is_deadlock([waiting(started(1)), RankState(STOPPED)])
+    assert is_deadlock([messaging(0, 1, 0), RankState(STOPPED)])
+    assert not is_deadlock([computing(), RankState(STOPPED)])
+    text = explain([waiting(started(1)), RankState(STOPPED)], str)
+    assert "rank 1 is stopped" in text and "nothing is known about rank 1" in text
+
+
+def making_group(ranks, made=2):
+    state = waiting()
+    state.new_group, state.groups_made = ranks, made
+    return state
+
+
+def test_a_new_group_that_a_member_never_makes_is_certain():
+    missing = returned()
+    missing.groups_made = 1
+    assert is_deadlock([making_group([0, 1]), missing])
+    assert is_deadlock([making_group([0, 1]), waiting(started(1))])
+    text = explain([making_group([0, 1]), missing], str)
+    assert "new_group([0, 1]): rank 0 came, rank 1 never came" in text
+    assert not is_deadlock([making_group([0, 1]), making_group([0, 1])])
+    missing.groups_made = 2  # it has made it and gone on
+    assert not is_deadlock([making_group([0, 1]), missing])
 
 
 def test_a_group_that_gives_up_in_time_is_left_to_say_so():

@@ -53,6 +53,37 @@ def test_values_come_out_as_on_the_cpu(name, context):
     assert found.device.type == ("vgpu" if name == "new_tensor" else "cpu")
 
 
+FILLED = {
+    "arange": lambda out: torch.arange(4, out=out),
+    "eye": lambda out: torch.eye(2, 3, out=out),
+    "full": lambda out: torch.full((4,), 2.0, out=out),
+    "linspace": lambda out: torch.linspace(0, 1, 4, out=out),
+    "rand": lambda out: torch.rand(4, out=out),
+    "zeros": lambda out: torch.zeros(4, out=out),
+    "nn.init.eye_": lambda out: torch.nn.init.eye_(out.resize_(2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_constructors_fill_a_tensor_under_a_default_device(name):
+    def filled(device):
+        torch.manual_seed(0)
+        with torch.device(device):
+            return FILLED[name](torch.empty(0))
+
+    found = filled("vgpu:1")
+    assert str(found.device) == "vgpu:1"
+    torch.testing.assert_close(found.cpu(), filled("cpu"))
+
+
+def test_a_tensor_on_the_cpu_is_not_filled_under_a_default_device():
+    with (
+        torch.device("vgpu:1"),
+        pytest.raises(RuntimeError, match="device type vgpu does not match"),
+    ):
+        torch.zeros(4, out=torch.empty(4, device="cpu"))
+
+
 def test_a_tensor_for_a_gpu_made_of_one_on_another():
     a = torch.tensor(1.5, device="vgpu:0")
     made = torch.tensor([a, 2.0], device="vgpu:1")

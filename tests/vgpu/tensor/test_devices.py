@@ -352,6 +352,23 @@ def test_in_backward_the_current_device_is_the_nodes():
     assert torch.vgpu.current_device() == 0
 
 
+def test_observers_by_channel_get_their_size():
+    """The operator resizes them, which its schema does not say."""
+
+    def observed(device):
+        x = torch.arange(12.0, device="cpu").reshape(3, 4).to(device)
+        on, zero_point = torch.ones(1, dtype=torch.long), torch.zeros(1, dtype=torch.int32)
+        state = [torch.empty(0), torch.empty(0), torch.ones(1), zero_point]  # minima first
+        on, *state = (one.to(device) for one in (on, *state))
+        fake_quant = torch.fused_moving_avg_obs_fake_quant
+        return [fake_quant(x, on, on, *state, 0.01, 0, 255, 0, True), *state]
+
+    found, expected = observed("vgpu:0"), observed("cpu")
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one.cpu(), other)
+
+
 def test_the_old_constructor_keeps_the_device():
     x = torch.ones(3, device="vgpu:1")
     for made, shape in ((x.new(2, 4), (2, 4)), (x.new(), (0,)), (x.new([1, 2]), (2,))):

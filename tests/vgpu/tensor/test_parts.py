@@ -175,6 +175,40 @@ def test_wrong_masks_get_the_cpus_words(name):
     assert str(found.value) == str(expected.value)
 
 
+# Each on a matrix and one number, and how many copies of the matrix CUDA's libraries need.
+COPIES = {
+    "mm": (0, lambda x, s: x @ x),
+    "mm turned": (0, lambda x, s: x.t() @ x),
+    "mm of rows apart": (0, lambda x, s: x[: N // 2, : N // 2] @ x[: N // 2, : N // 2]),
+    "mm expanded": (1, lambda x, s: s.expand(N, N) @ x),
+    "mm expanded on the right": (1, lambda x, s: x @ s.expand(N, N)),
+    "mm of rows repeated": (1, lambda x, s: x[:1].expand(N, N) @ x),
+    "mm of every other column": (0.5, lambda x, s: x[:, ::2] @ x[: N // 2]),
+    "addmm expanded": (1, lambda x, s: torch.addmm(x, s.expand(N, N), x)),
+    "bmm of one batch for all": (0, lambda x, s: x.expand(4, N, N).bmm(x.repeat(4, 1, 1))),
+    "bmm of one row for all": (4, lambda x, s: x[:1].expand(4, N, N).bmm(x.repeat(4, 1, 1))),
+    "linear": (1, lambda x, s: F.linear(x, (x * 1).requires_grad_()).sum().backward()),
+    "convolution": (0, lambda x, s: F.conv2d(x[None, None], x[None, None, :3, :3] + 1)),
+    "convolution turned": (1, lambda x, s: F.conv2d(x.t()[None, None], x[None, None, :3, :3] + 1)),
+}
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, vgpu.shapes_only])
+@pytest.mark.parametrize("name", COPIES)
+def test_an_operand_that_cudas_libraries_cannot_read_is_copied(name, mode):
+    copies, call = COPIES[name]
+    with mode():
+        x, scalar = torch.randn(N, N, device="vgpu:0"), torch.ones((), device="vgpu:0")
+        with vgpu.record_memory() as record, vgpu.record() as timeline:
+            result = call(x, scalar)
+    clones = [e for e in record.events if e.operation == "clone" and e.size_bytes > 0]
+    assert sum(e.size_bytes for e in clones) == pytest.approx(copies * x.nbytes, rel=0.01)
+    assert sum(e.name == "clone" for e in timeline.events) == len(clones)
+    if mode is contextlib.nullcontext and result is not None:
+        expected = call(x.cpu(), scalar.cpu())
+        torch.testing.assert_close(result.cpu(), expected, rtol=1e-4, atol=1e-3)
+
+
 def test_each_part_takes_its_time():
     x, t, m = inputs("vgpu:0")
     with vgpu.record() as timeline:

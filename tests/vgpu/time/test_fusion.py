@@ -11,7 +11,7 @@ from toy_gpu import COSTS, LAUNCH_S, SPEC, near
 
 import vgpu
 from vgpu.time import recording
-from vgpu.time.fusion import Fusion
+from vgpu.time.compiler_passes import Fusion
 
 FUSED = dataclasses.replace(COSTS, fuses=True)
 SIDE = 25
@@ -145,7 +145,7 @@ def test_a_read_does_not_keep_an_earlier_result_alive():
 def test_tensors_that_live_on_keep_no_recording_alive(costs):
     read, changed = matrix(), matrix()
     with vgpu.record(costs):
-        recorder = weakref.ref(recording.under_way.recorder)
+        recorder = weakref.ref(recording.under_way.program)
         made = read * 2
         changed.add_(1)
     gc.collect()
@@ -270,7 +270,7 @@ def test_a_replay_keeps_what_was_fused():
 def test_a_program_can_be_fused_in_parts():
     x, w = matrix(), matrix()
     with vgpu.record(FUSED) as timeline:
-        recorder = recording.under_way.recorder
+        recorder = recording.under_way.program
         y = (x * 2 + 1).relu() @ w
         y.neg()
         torch.vgpu.current_stream().record_event().synchronize()

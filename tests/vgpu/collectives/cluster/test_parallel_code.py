@@ -146,7 +146,7 @@ def test_no_plan_of_dtensor_of_a_frozen_process_outlives_a_cluster():
 def collectives_so_far():
     from vgpu.time import recording
 
-    return [e for e in recording.under_way.recorder.simulated().trace if e.kind == "collective"]
+    return [e for e in recording.under_way.program.simulated().trace if e.kind == "collective"]
 
 
 def test_dtensor_is_a_shape():

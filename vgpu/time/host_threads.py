@@ -1,4 +1,4 @@
-"""Who issues an operation: which thread, on which stream, in which module, forward or backward.
+"""Who issues an operation: which thread of the host, on which stream, in which module and pass.
 
 The host has several threads: the program's own, DataParallel's, and the autograd engine's, one for
 each GPU, which launches from C++, without the interpreter's lock. ``backward()`` has no completion
@@ -28,10 +28,10 @@ from vgpu.memory.gpus import (
     set_stream_number,
     stream_number_of_node,
 )
-from vgpu.time.happens_before import RecordedStream
+from vgpu.time.steps import Issuer
 
-if TYPE_CHECKING:  # the recorder has the threads
-    from vgpu.time.recorder import Recorder
+if TYPE_CHECKING:  # the program has the threads
+    from vgpu.time.program import GrowingProgram, RecordedStream
 
 
 # Threads
@@ -40,14 +40,17 @@ if TYPE_CHECKING:  # the recorder has the threads
 class HostThread:
     """One thread of the host."""
 
-    __slots__ = ("backward", "index", "module", "number")
+    __slots__ = ("by", "index", "number")
 
-    def __init__(self, index: int, number: int) -> None:
+    def __init__(self, index: int, number: int, backward: bool) -> None:
         self.index = index  # among the threads of the recording
         self.number = number  # its row in a trace
-        # Who issues its next operation (call_sites.py).
-        self.module = ""
-        self.backward = False
+        self.by = Issuer(index, "", backward)  # who issues its next operation
+
+    def enter(self, module: str) -> None:
+        """Its next operation is issued in a module."""
+        if self.by.module != module:
+            self.by = self.by._replace(module=module)
 
 
 class _Thread(threading.local):
@@ -57,9 +60,9 @@ class _Thread(threading.local):
 class HostThreads:
     """The threads of one recording, and its backward passes."""
 
-    def __init__(self, recorder: "Recorder") -> None:
-        self._recorder = recorder
-        self.main = recorder.begin_thread(0, None, 1)
+    def __init__(self, program: "GrowingProgram") -> None:
+        self._program = program
+        self.main = program.begin_thread(0, None, 1)
         self._engines: dict[int, HostThread] = {}  # those of the last backward pass
         self._of_thread = _Thread()
         self._of_thread.host = self.main
@@ -84,7 +87,7 @@ class HostThreads:
             return self._of_thread.host
         except AttributeError:
             number = gpus.current_index() + 1
-            host = self._recorder.begin_thread(number, self._parent, self._sharing)
+            host = self._program.begin_thread(number, self._parent, self._sharing)
             self._of_thread.host = host
             self._forked.append(host)
             return host
@@ -94,7 +97,7 @@ class HostThreads:
         engine = self._engines.get(index)
         if engine is None:
             caller = getattr(self._of_thread, "host", self.main)
-            engine = self._recorder.begin_thread(caller.number, caller, 0)
+            engine = self._program.begin_thread(caller.number, caller, 0)
             self._engines[index] = engine
         return engine
 
@@ -106,12 +109,12 @@ class HostThreads:
         They share one interpreter, and each gets an equal part of it: by arithmetic, not by turns,
         so that nothing depends on how the real threads interleave.
         """
-        self._parent = self._recorder.begin_thread(0, caller, 1)
+        self._parent = self._program.begin_thread(0, caller, 1)
         self._sharing = threads
 
     def join(self, caller: HostThread) -> None:
         """The caller goes on when all threads since ``fork`` have ended."""
-        self._recorder.join_threads(caller, self._forked)
+        self._program.join_threads(caller, self._forked)
         self._forked.clear()
         self._parent, self._sharing = self.main, 1
 
@@ -132,16 +135,15 @@ class HostThreads:
             self._end_pass()
 
     def _end_pass(self) -> None:
-        """``backward()`` has returned: its caller waited until everything was launched."""
-        self._recorder.join_threads(self._current(), self._engines.values())
+        self._program.join_threads(self._current(), self._engines.values())
         self._engines.clear()
         self.join_callers_streams()
 
-    def note_stream(self, gpu: VirtualGPU, stream: RecordedStream) -> None:
+    def note_stream(self, gpu: VirtualGPU, stream: "RecordedStream") -> None:
         """The engine enqueues work on a stream of ``gpu``."""
         if stream not in self._callers_streams:
             number = callers_stream_number(gpu.index)
-            self._callers_streams[stream] = self._recorder.stream(gpu, number)
+            self._callers_streams[stream] = self._program.stream(gpu, number)
 
     def join_callers_streams(self) -> None:
         """The streams of a pass's caller wait for those on which gradients came."""
@@ -149,7 +151,7 @@ class HostThreads:
         for stream in sorted(ended, key=lambda s: (s.device.index, s.number)):
             current = ended[stream]
             if current is not stream:
-                self._recorder.wait_stream(current, stream)
+                self._program.wait_stream(current, stream)
 
 
 class _BackwardPass:
@@ -201,8 +203,7 @@ def _enter(module: nn.Module, inputs: Any) -> None:
     if not _stack.names:
         # Read again at each outermost call: a module may have changed, or its id be another's.
         _stack.of_module = {id(part): name for name, part in module.named_modules()}
-    name = _stack.of_module.get(id(module))
-    _stack.names.append(name if name else type(module).__name__)
+    _stack.names.append(_stack.of_module.get(id(module)) or type(module).__name__)
 
 
 def _leave(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -210,7 +211,7 @@ def _leave(module: nn.Module, inputs: Any, output: Any) -> None:
         _stack.names.pop()
 
 
-# Nodes of autograd's graph
+# Call sites
 
 _next_node_number = torch._C._autograd._get_sequence_nr
 
@@ -220,21 +221,63 @@ class _LastNode(threading.local):
     is_fork = True  # whether the recording's own thread has started it
 
 
-class _Nodes:
-    """The nodes of autograd's graphs in one recording: which module and which stream made them.
+class CallSites:
+    """Who issues the operations of one recording, and the nodes of autograd's graph that they make.
 
-    Each thread numbers its own, so those of DataParallel's threads are kept apart.
+    Each thread numbers its own nodes, so those of DataParallel's threads are kept apart.
     """
 
-    def __init__(self) -> None:
-        # Operation and module, by number.
+    def __init__(self, program: "GrowingProgram") -> None:
+        self._program = program
+        # Operation and module of nodes, by number.
         self._of_main: dict[int, tuple[str, str]] = {}
         self._of_forks: dict[int, tuple[str, str]] = {}
         self._of_thread = _LastNode()
         self._of_thread.is_fork = False
         self._of_thread.last = _next_node_number() - 1  # those before are none of these
 
-    def note(self, operation: str, module: str, gpu: int, stream: int) -> None:
+    def of(
+        self, name: str, gpu: VirtualGPU, note: bool = True
+    ) -> "tuple[RecordedStream, HostThread]":
+        """The stream of the next operation on ``gpu``, and the thread that issues it.
+
+        Sets the thread's module. note: False for the source of a copy, whose backward runs on the
+        target's stream.
+        """
+        if in_backward():
+            return self._of_backward(name, gpu, note)
+        host = self._program.host()
+        number = set_stream_number(gpu.index) or 0
+        module = current_module()
+        host.enter(module)
+        if note:
+            self._note(name, module, gpu.index, number)
+        return self._program.stream(gpu, number), host
+
+    def _of_backward(
+        self, name: str, gpu: VirtualGPU, note: bool
+    ) -> "tuple[RecordedStream, HostThread]":
+        threads = self._program.threads
+        threads.begin_pass_if_new()
+        module = self._module_of_running_node()
+        if torch._C._current_autograd_node() is None:  # behind the last one, in a callback
+            threads.join_callers_streams()
+        engine = threads.engine(gpu.index)
+        engine.enter(module)
+        number_set = set_stream_number(gpu.index)
+        number = stream_number_of_node(gpu.index) if number_set is None else number_set
+        if note:  # with create_graph, or in a checkpoint that computes its part again
+            self._note(name, current_module() or module, gpu.index, number)
+        stream = self._program.stream(gpu, number)
+        if number_set is None:
+            threads.note_stream(gpu, stream)
+        return stream, engine
+
+    def note(self, name: str, gpu: VirtualGPU) -> None:
+        """An operation launches nothing, but its node has a module and a stream as well."""
+        self._note(name, current_module(), gpu.index, current_stream_number(gpu.index))
+
+    def _note(self, operation: str, module: str, gpu: int, stream: int) -> None:
         """Remember the node that was made last, if it is new: torch makes it before the kernel.
 
         Without gradients as well: the node of a ``Function`` is made before its forward.
@@ -247,7 +290,7 @@ class _Nodes:
         if stream:
             gpus.streams_of_nodes[number] = (gpu, stream)
 
-    def module_of_running(self) -> str:
+    def _module_of_running_node(self) -> str:
         """The module of the node that runs; empty behind the last one."""
         node = torch._C._current_autograd_node()
         if node is None:
@@ -261,54 +304,3 @@ class _Nodes:
             if candidate and name.startswith(candidate[0].replace("_", "")):
                 return candidate[1]
         return ""
-
-
-# One call site
-
-
-class CallSites:
-    """Who issues the operations of one recording."""
-
-    def __init__(self, recorder: "Recorder") -> None:
-        self._recorder = recorder
-        self._nodes = _Nodes()
-
-    def of(
-        self, name: str, gpu: VirtualGPU, note: bool = True
-    ) -> tuple[RecordedStream, HostThread]:
-        """The stream of the next operation on ``gpu``, and the thread that issues it.
-
-        Sets the thread's module. note: False for the source of a copy, whose backward runs on the
-        target's stream.
-        """
-        if in_backward():
-            return self._of_backward(name, gpu, note)
-        host = self._recorder.host()
-        number = set_stream_number(gpu.index) or 0
-        host.module, host.backward = current_module(), False
-        if note:
-            self._nodes.note(name, host.module, gpu.index, number)
-        return self._recorder.stream(gpu, number), host
-
-    def _of_backward(
-        self, name: str, gpu: VirtualGPU, note: bool
-    ) -> tuple[RecordedStream, HostThread]:
-        threads = self._recorder.threads
-        threads.begin_pass_if_new()
-        module = self._nodes.module_of_running()
-        if torch._C._current_autograd_node() is None:  # behind the last one, in a callback
-            threads.join_callers_streams()
-        engine = threads.engine(gpu.index)
-        engine.module, engine.backward = module, True
-        number_set = set_stream_number(gpu.index)
-        number = stream_number_of_node(gpu.index) if number_set is None else number_set
-        if note:  # with create_graph, or in a checkpoint that computes its part again
-            self._nodes.note(name, current_module() or module, gpu.index, number)
-        stream = self._recorder.stream(gpu, number)
-        if number_set is None:
-            threads.note_stream(gpu, stream)
-        return stream, engine
-
-    def note(self, name: str, gpu: VirtualGPU) -> None:
-        """An operation launches nothing, but its node has a module and a stream as well."""
-        self._nodes.note(name, current_module(), gpu.index, current_stream_number(gpu.index))

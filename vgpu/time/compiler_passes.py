@@ -1,6 +1,18 @@
-"""Asynchronous tensor parallelism: a product's pieces run beside the pieces of its own collective.
+"""Passes over the steps of a program: what ``torch.compile`` makes of them.
 
-After torch.compile's pass (torch/_inductor/fx_passes/micro_pipeline_tp.py) and what it calls
+Fusion. An elementwise operation or a reduction is deferred until something else needs its result: a
+matrix product, a collective, another stream, or the host; or until its own stream waits for another,
+since compiled code ends there. Then one kernel reads what the chain began with and writes the result.
+Whatever else needs an intermediate result computes it again from the same beginnings, as
+torch.compile's partitioner has it between forward and backward pass; one that is never needed
+outside its chain is never written. The source of the limit on a chain's length is TorchInductor
+(torch/_inductor/config.py, ``realize_acc_reads_threshold``).
+
+Left out: what a compiled program saves of memory; templates that fuse into matrix products; CUDA
+graphs; kernels that are faster or slower than the ones they replace.
+
+Asynchronous tensor parallelism: a product's pieces run beside the pieces of its own collective,
+after torch.compile's pass (torch/_inductor/fx_passes/micro_pipeline_tp.py) and what it calls
 (``_pipelined_multi_all_gather_and_consume`` and ``_pipelined_produce_and_all2all`` in
 torch/distributed/_symmetric_memory). It takes two patterns, each among n GPUs of one host:
 
@@ -31,23 +43,176 @@ product, which keeps the two apart here; that torchtitan compiles blocks only, n
 and memory: neither the buffers nor what a copy that falls away would take.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from vgpu.time.costs import CostModel, Workload
+from vgpu.time.costs import FLOAT32, CostModel, Workload
 from vgpu.time.steps import (
-    BEGIN_EVENTS,
     Copy,
+    Deferred,
+    EventStep,
     Factors,
+    GraphBreak,
     GroupCollective,
     HostWait,
+    Issuer,
     Kernel,
+    NeedResults,
+    Operands,
     Program,
     ProgramStep,
     QueryEvent,
+    Read,
     RecordEvent,
+    Release,
     WaitEvent,
 )
+
+
+class _Pass:
+    """Makes other steps of a program's. Each of its events has a new one, with another number."""
+
+    def __init__(self) -> None:
+        self.number_of: list[int] = []
+        """By the number of an event before the pass: the number after it."""
+        self._made: list[ProgramStep] = []
+        self._events = 0
+
+    def _begin(self, step: EventStep) -> int:
+        self._made.append(step)
+        self._events += 1
+        return self._events - 1
+
+    def _keep(self, step: ProgramStep) -> None:
+        if isinstance(step, WaitEvent | HostWait | QueryEvent):
+            step = step._replace(event=self.number_of[step.event])
+        self._made.append(step)
+
+
+# Fusion
+
+# A chain that begins with more tensors than these has its inputs written first.
+_MOST_READS = 8
+
+# Operations that only reorder what they read; a copy may change the type, and its size tells.
+_MOVES = {"cat", "clone", "copy"}
+
+# What a chain begins with: bytes, and the event that wrote them, by who wrote them (or by their
+# block, where that was before the recording) and where in a block they are.
+_Reads = dict[tuple[bool, int, int], tuple[int, int | None]]
+
+
+class _Chain(NamedTuple):
+    """What launching one deferred operation takes."""
+
+    stream: int
+    reads: _Reads
+    written_bytes: int
+    moves: bool
+
+
+class Fusion(_Pass):
+    """Fuses a program's steps, which may be given in several parts, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._chains: dict[int, _Chain] = {}  # not launched, and not released
+        self._moved: dict[int, int] = {}  # of results that live: by their event, the kernel's
+
+    def steps(self, steps: Iterable[ProgramStep]) -> list[ProgramStep]:
+        """The next steps of the program, with fused kernels in place of deferred operations."""
+        self._made = []
+        for step in steps:
+            if isinstance(step, Deferred):
+                self._defer(step)
+            elif isinstance(step, NeedResults):
+                self._launch_each(step.events, step.by)
+            elif isinstance(step, GraphBreak):
+                self._launch_all(step)
+            elif isinstance(step, Release):
+                self._chains.pop(step.event, None)
+                self._moved.pop(step.event, None)
+            elif isinstance(step, EventStep):
+                if isinstance(step, Kernel | Copy | GroupCollective):
+                    step = step._replace(operands=self._renumbered(step.operands))
+                self.number_of.append(self._begin(step))
+            else:
+                self._keep(step)
+        return self._made
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """``Program.kept``, once all steps have been given."""
+        return frozenset(self._moved.values())
+
+    def _defer(self, step: Deferred) -> None:
+        moves = step.name in _MOVES and all(
+            self._chains[read.writer].moves for read in step.reads if read.writer in self._chains
+        )
+        reads = self._beginnings(step.reads)
+        if len(reads) > _MOST_READS:
+            self._launch_each([read.writer for read in step.reads], step.by)
+            reads = self._beginnings(step.reads)
+        self._chains[len(self.number_of)] = _Chain(step.stream, reads, step.written_bytes, moves)
+        self.number_of.append(self._begin(RecordEvent(step.stream)))
+
+    def _beginnings(self, reads: Iterable[Read]) -> _Reads:
+        """What a chain that reads these begins with."""
+        beginnings: _Reads = {}
+        for read in reads:
+            writer = read.writer
+            if writer is not None and writer in self._chains:
+                beginnings |= self._chains[writer].reads
+                continue
+            source = read.block if writer is None else writer
+            key = (writer is None, source, read.offset)
+            size_bytes = max(read.size_bytes, beginnings.get(key, (0, None))[0])
+            beginnings[key] = (size_bytes, writer)
+        return beginnings
+
+    def _launch_each(self, events: Iterable[int | None], by: Issuer) -> None:
+        for event in events:
+            if event is not None and event in self._chains:
+                self._launch([event], by)
+
+    def _launch_all(self, step: GraphBreak) -> None:
+        """One kernel for each stream makes what still lives."""
+        by_stream: dict[int, list[int]] = {}
+        for event, chain in self._chains.items():
+            if step.stream is None or chain.stream == step.stream:
+                by_stream.setdefault(chain.stream, []).append(event)
+        for events in by_stream.values():
+            self._launch(events, step.by)
+
+    def _launch(self, events: Sequence[int], by: Issuer) -> None:
+        """One kernel makes the results of these deferred operations of one stream."""
+        chains = [self._chains.pop(event) for event in events]
+        reads: _Reads = {}
+        for chain in chains:
+            reads |= chain.reads
+        size_bytes = sum(read for read, _ in reads.values())
+        size_bytes += sum(chain.written_bytes for chain in chains)
+        writers = {self.number_of[w]: None for _, w in reads.values() if w is not None}
+        moves = len(chains) == 1 and chains[0].moves
+        operands = Operands(tuple(writers), moves=moves)
+        work = Workload(0, size_bytes, FLOAT32)
+        number = self._begin(Kernel("fused", by, chains[0].stream, work, operands))
+        for event in events:
+            self.number_of[event] = number
+            if moves:
+                self._moved[event] = number
+
+    def _renumbered(self, operands: Operands) -> Operands:
+        if not operands.writers:
+            return operands
+        factors = operands.factors
+        if factors is not None and factors.left is not None:
+            factors = factors._replace(left=self.number_of[factors.left])
+        writers = tuple(self.number_of[writer] for writer in operands.writers)
+        return operands._replace(writers=writers, factors=factors)
+
+
+# Asynchronous tensor parallelism
 
 
 def in_pieces(program: Program) -> Sequence[ProgramStep]:
@@ -55,7 +220,7 @@ def in_pieces(program: Program) -> Sequence[ProgramStep]:
     if not program.costs.async_tp:
         return program.steps
     pairs = _Pairs(program)
-    return _Rewriting(pairs).steps(program.steps) if pairs.of else program.steps
+    return _InPieces(pairs).steps(program.steps) if pairs.of else program.steps
 
 
 class _Product(NamedTuple):
@@ -88,7 +253,7 @@ class _Pairs:
         self.of: dict[int, _Pair] = {}
         self.gone: set[int] = set()  # products, and copies that nobody needs any longer
         self._kept = program.kept
-        self._steps = [step for step in program.steps if isinstance(step, BEGIN_EVENTS)]
+        self._steps = [step for step in program.steps if isinstance(step, EventStep)]
         self._readers: dict[int, list[int]] = {}
         for event, step in enumerate(self._steps):
             if isinstance(step, Kernel | Copy | GroupCollective):
@@ -150,7 +315,7 @@ class _Pairs:
         step = self._steps[event]
         if not isinstance(step, Kernel) or step.operands.factors is None:
             return None
-        if (step.thread, step.stream) != (collective.thread, collective.issued_on):
+        if (step.by.thread, step.stream) != (collective.by.thread, collective.issued_on):
             return None
         return _Product(step, step.operands.factors)
 
@@ -166,26 +331,22 @@ def _is_in_a_host(collective: GroupCollective, costs: CostModel) -> bool:
     return len(collective.ranks) > 1 and len(costs.hosts_of(collective.ranks)) == 1
 
 
-class _Rewriting:
-    """A program's steps rewritten. Each old event has a new one, with another number."""
+class _InPieces(_Pass):
+    """Makes pieces of the collectives and products that are pairs."""
 
     def __init__(self, pairs: _Pairs) -> None:
+        super().__init__()
         self._pairs = pairs
-        self._rewritten: list[ProgramStep] = []
-        self._events = 0
-        self._number: list[int] = []  # the new one, by the old one
 
     def steps(self, steps: Sequence[ProgramStep]) -> list[ProgramStep]:
         for step in steps:
-            if isinstance(step, BEGIN_EVENTS):
-                self._number.append(self._with_pieces(len(self._number), step))
-            elif isinstance(step, WaitEvent | HostWait | QueryEvent):
-                self._rewritten.append(step._replace(event=self._number[step.event]))
+            if isinstance(step, EventStep):
+                self.number_of.append(self._with_pieces(len(self.number_of), step))
             else:
-                self._rewritten.append(step)
-        return self._rewritten
+                self._keep(step)
+        return self._made
 
-    def _with_pieces(self, event: int, step: ProgramStep) -> int:
+    def _with_pieces(self, event: int, step: EventStep) -> int:
         if event in self._pairs.gone:
             assert isinstance(step, Kernel)
             return self._begin(RecordEvent(step.stream))
@@ -198,18 +359,16 @@ class _Rewriting:
     def _gather(self, gather: GroupCollective, pair: _Pair) -> int:
         count, stream = len(gather.ranks), pair.products[0].kernel.stream
         piece_bytes = gather.size_bytes // count
-        own = _kernel("copy", gather, stream, 2 * piece_bytes)
-        self._rewritten.append(
-            WaitEvent(gather.stream, self._begin(own))
-        )  # to where others find it
+        own = Kernel("copy", gather.by, stream, Workload(0, 2 * piece_bytes))
+        self._made.append(WaitEvent(gather.stream, self._begin(own)))  # to where others find it
         for product in pair.products:
             for right in product.kernel.operands.writers[1:]:
-                self._rewritten.append(WaitEvent(stream, self._number[right]))
+                self._made.append(WaitEvent(stream, self.number_of[right]))
         last = 0
         for number in range(count):
             if number:
                 last = self._begin(gather._replace(name="permute", size_bytes=piece_bytes))
-                self._rewritten.append(WaitEvent(stream, last))
+                self._made.append(WaitEvent(stream, last))
             for product in pair.products:
                 self._begin(product.piece(count))
         return self._begin(own) if pair.is_read else last
@@ -221,17 +380,8 @@ class _Rewriting:
         for number in range(count):
             multiplied = self._begin(product.piece(count))
             if number < count - 1:
-                self._rewritten.append(WaitEvent(scatter.stream, multiplied))
+                self._made.append(WaitEvent(scatter.stream, multiplied))
                 last = self._begin(scatter._replace(name="permute", size_bytes=piece_bytes))
-        self._rewritten.append(WaitEvent(stream, last))
-        return self._begin(_kernel("sum", scatter, stream, scatter.size_bytes + piece_bytes))
-
-    def _begin(self, step: ProgramStep) -> int:
-        self._rewritten.append(step)
-        self._events += 1
-        return self._events - 1
-
-
-def _kernel(name: str, beside: GroupCollective, stream: int, size_bytes: int) -> Kernel:
-    work = Workload(0, size_bytes)
-    return Kernel(name, beside.thread, stream, beside.module, beside.backward, work)
+        self._made.append(WaitEvent(stream, last))
+        summed = Workload(0, scatter.size_bytes + piece_bytes)
+        return self._begin(Kernel("sum", scatter.by, stream, summed))

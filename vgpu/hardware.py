@@ -1,0 +1,316 @@
+"""GPUs, links and networks from datasheets, and how well a matrix product fills a GPU.
+
+To add one, add an entry to ``PRESETS``, ``LINKS`` or ``NETWORKS``; everything else reads it from there.
+The rates are the makers' peaks, which no program reaches: ``CostModel`` says what share of each it
+assumes.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+_Preset = TypeVar("_Preset")
+
+
+# Links and networks: rates are for one direction, before any protocol's own bytes; both directions work
+# at once.
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction out of a GPU, to other GPUs or to its host.
+
+    All links of one GPU and those between two GPUs are two figures. Since the A100, NVSwitch lets any
+    pair use all of both GPUs' links. In a DGX-1 the links are wires: of a P100's four, one leads to each
+    of four neighbors; of a V100's six, at most two lead to the same GPU, and some pairs have none.
+    """
+
+    name: str
+    bandwidth_bytes_per_s: float  # all links of the GPU together
+    latency_s: float
+    source: str
+    pair_bytes_per_s: float | None = None  # those that lead to one other GPU; None means all
+
+    def among_bytes_per_s(self, count: int) -> float:
+        """What one of ``count`` GPUs can send to the others: over all links that lead to them."""
+        if self.pair_bytes_per_s is None:
+            return self.bandwidth_bytes_per_s
+        return min(self.bandwidth_bytes_per_s, (count - 1) * self.pair_bytes_per_s)
+
+
+@dataclass(frozen=True)
+class Network:
+    """The adapters of one host, in one direction.
+
+    Left out: switches with too few uplinks, neighbors, routes that collide. Clusters fall behind their
+    adapters there: the Ultra-Scale Playbook (2025) measured an all-reduce of 256 MB on H100s at 362, 160
+    and 33 GB/s a GPU over 2, 4 and 64 hosts, where adapters allow 400.
+    """
+
+    name: str
+    adapter_bytes_per_s: float
+    latency_s: float  # of one step from host to host
+    source: str
+    adapters_per_host: int | None = None  # None means one for each GPU
+
+    def bytes_per_s_per_gpu(self, gpus_per_host: int) -> float:
+        """A GPU's part of its host's adapters, when all GPUs of the host send at once."""
+        adapters = gpus_per_host if self.adapters_per_host is None else self.adapters_per_host
+        return adapters * self.adapter_bytes_per_s / gpus_per_host
+
+
+def _pcie(generation: int, transfers_per_s: float, coding: float) -> Link:
+    return Link(
+        name=f"PCIe {generation}.0 x16",
+        bandwidth_bytes_per_s=16 * transfers_per_s * coding / 8,
+        latency_s=10e-6,
+        source=f"PCI-SIG, PCI Express base specification {generation}.0",
+    )
+
+
+# PCI-SIG base specifications (16 lanes, 8b/10b coding in generation 2 and 128b/130b after it), and
+# NVIDIA's datasheets and whitepapers for NVLink, which print both directions together; here is half of
+# that. A copy's fixed cost of some 10 µs (PCIe) or 5 µs (NVLink) is an order of magnitude that
+# p2pBandwidthLatencyTest of NVIDIA's CUDA samples prints on such machines, not a datasheet's.
+LINKS: dict[str, Link] = {
+    "PCIe 2": _pcie(2, 5e9, 8 / 10),
+    "PCIe 3": _pcie(3, 8e9, 128 / 130),
+    "PCIe 4": _pcie(4, 16e9, 128 / 130),
+    "PCIe 5": _pcie(5, 32e9, 128 / 130),
+    # Without peer access a copy goes to the host's memory first, and from there to the other GPU.
+    "PCIe 3 via host": Link(
+        "PCIe 3.0 x16 via the host", 16 * 8e9 * 128 / 130 / 8 / 2, 20e-6, "as PCIe 3, twice in turn"
+    ),
+    "NVLink 1": Link(
+        "NVLink 1 (4 links)", 80e9, 5e-6, "NVIDIA Tesla P100 whitepaper", pair_bytes_per_s=20e9
+    ),
+    "NVLink 2": Link(
+        "NVLink 2 (6 links)", 150e9, 5e-6, "NVIDIA Tesla V100 whitepaper", pair_bytes_per_s=50e9
+    ),
+    "NVLink 3": Link("NVLink 3 (12 links)", 300e9, 5e-6, "NVIDIA A100 whitepaper"),
+    "NVLink 4": Link("NVLink 4 (18 links)", 450e9, 5e-6, "NVIDIA H100 whitepaper"),
+}
+
+
+def _gbit(gigabits_per_s: float) -> float:
+    return gigabits_per_s * 1e9 / 8
+
+
+# Latencies are those of one step of a ring over the network in NCCL's own model (src/graph/tuning.cc,
+# ring, LL128: 4 µs), and an order of magnitude more for TCP.
+_INFINIBAND = "InfiniBand Trade Association roadmap, four lanes"
+
+NETWORKS: dict[str, Network] = {
+    "InfiniBand EDR": Network("InfiniBand EDR", _gbit(100), 4e-6, _INFINIBAND),
+    "InfiniBand HDR": Network("InfiniBand HDR", _gbit(200), 4e-6, _INFINIBAND),
+    "InfiniBand NDR": Network("InfiniBand NDR", _gbit(400), 4e-6, _INFINIBAND),
+    "RoCE 400": Network("RoCE, 400 Gb/s Ethernet", _gbit(400), 4e-6, "IEEE 802.3bs"),
+    "EFA p4d": Network(
+        "EFA of a p4d.24xlarge", _gbit(100), 15e-6, "AWS EC2 P4d: 400 Gb/s a host", 4
+    ),
+    "EFA p5": Network(
+        "EFA of a p5.48xlarge", _gbit(100), 15e-6, "AWS EC2 P5: 3200 Gb/s a host", 32
+    ),
+    "Ethernet 25": Network("Ethernet, 25 Gb/s, TCP", _gbit(25), 50e-6, "IEEE 802.3by", 1),
+    "Ethernet 100": Network("Ethernet, 100 Gb/s, TCP", _gbit(100), 50e-6, "IEEE 802.3ba", 1),
+}
+
+
+# GPUs
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class GPUSpec:
+    """One GPU as PyTorch sees it (a K80 board holds two).
+
+    ``memory_bytes`` takes the datasheet's gigabytes as GiB, which is how boards are built. Left out: the
+    few hundred MiB that a driver keeps for itself.
+
+    FLOP/s of a type are those of dense matrices of it; None where the GPU's tensor cores lack it.
+    """
+
+    name: str
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    fp32_flop_per_s: float
+    tensor_flop_per_s: float  # float16, and bfloat16 where it has it; fp32's without tensor cores
+    multi_processor_count: int
+    compute_capability: tuple[int, int]
+    source: str
+    link: Link = LINKS["PCIe 3"]  # to the other GPUs of such a machine
+    host_link: Link = LINKS["PCIe 3"]
+    tf32_flop_per_s: float | None = None  # float32 on tensor cores, from the A100 on
+    fp8_flop_per_s: float | None = None  # float8 on tensor cores, where they have it
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether tensor cores take bfloat16 (CUDA programming guide: compute capability 8.0)."""
+        return self.compute_capability >= (8, 0)
+
+
+# Datasheets since the A100 also print twice the rates of tensor cores, for matrices with two zeros in
+# each four entries. H100's and H200's print only those: 989 TFLOP/s of TF32, 1979 of float16 and
+# bfloat16, 3958 of float8. Compute capabilities are from https://developer.nvidia.com/cuda-gpus.
+PRESETS: dict[str, GPUSpec] = {
+    "K80": GPUSpec(
+        name="Virtual Tesla K80",
+        memory_bytes=12 * GIB,
+        memory_bandwidth_bytes_per_s=240e9,
+        fp32_flop_per_s=4.37e12,
+        tensor_flop_per_s=4.37e12,
+        multi_processor_count=13,
+        compute_capability=(3, 7),
+        source="NVIDIA Tesla K80 board specification BD-07317-001: half a board, GPU boost clock; "
+        "multiprocessors: 2496 cores of 192 each",
+    ),
+    "V100": GPUSpec(
+        name="Virtual Tesla V100-SXM2-16GB",
+        memory_bytes=16 * GIB,
+        memory_bandwidth_bytes_per_s=900e9,
+        fp32_flop_per_s=15.7e12,
+        tensor_flop_per_s=125e12,
+        multi_processor_count=80,
+        compute_capability=(7, 0),
+        source="NVIDIA V100 Tensor Core GPU datasheet, SXM2 column; multiprocessors: NVIDIA Tesla "
+        "V100 whitepaper WP-08608-001",
+        link=LINKS["NVLink 2"],
+        host_link=LINKS["PCIe 3"],
+    ),
+    "A100": GPUSpec(
+        name="Virtual A100-SXM4-40GB",
+        memory_bytes=40 * GIB,
+        memory_bandwidth_bytes_per_s=1555e9,
+        fp32_flop_per_s=19.5e12,
+        tensor_flop_per_s=312e12,
+        multi_processor_count=108,
+        compute_capability=(8, 0),
+        source="NVIDIA A100 Tensor Core GPU datasheet, 40 GB SXM column; multiprocessors: NVIDIA "
+        "A100 whitepaper",
+        link=LINKS["NVLink 3"],
+        host_link=LINKS["PCIe 4"],
+        tf32_flop_per_s=156e12,
+    ),
+    "H100": GPUSpec(
+        name="Virtual H100 80GB HBM3",
+        memory_bytes=80 * GIB,
+        memory_bandwidth_bytes_per_s=3.35e12,
+        fp32_flop_per_s=67e12,
+        tensor_flop_per_s=989e12,
+        multi_processor_count=132,
+        compute_capability=(9, 0),
+        source="NVIDIA H100 Tensor Core GPU datasheet, SXM column; multiprocessors: NVIDIA H100 "
+        "whitepaper",
+        link=LINKS["NVLink 4"],
+        host_link=LINKS["PCIe 5"],
+        tf32_flop_per_s=494.5e12,
+        fp8_flop_per_s=1979e12,
+    ),
+    "H200": GPUSpec(
+        name="Virtual H200",
+        memory_bytes=141 * GIB,
+        memory_bandwidth_bytes_per_s=4.8e12,
+        fp32_flop_per_s=67e12,
+        tensor_flop_per_s=989e12,
+        multi_processor_count=132,
+        compute_capability=(9, 0),
+        source="NVIDIA H200 Tensor Core GPU datasheet, SXM column; multiprocessors: NVIDIA H100 "
+        "whitepaper",
+        link=LINKS["NVLink 4"],
+        host_link=LINKS["PCIe 5"],
+        tf32_flop_per_s=494.5e12,
+        fp8_flop_per_s=1979e12,
+    ),
+}
+
+
+def get_spec(gpu: str | GPUSpec) -> GPUSpec:
+    """A preset by name, or the given spec itself; ValueError names the presets there are."""
+    return _get("GPU", PRESETS, gpu)
+
+
+def get_link(link: str | Link) -> Link:
+    """A preset by name, or the given link itself; ValueError names the presets there are."""
+    return _get("link", LINKS, link)
+
+
+def get_network(network: str | Network) -> Network:
+    """A preset by name, or the given network itself; ValueError names the presets there are."""
+    return _get("network", NETWORKS, network)
+
+
+def _get(kind: str, presets: Mapping[str, _Preset], wanted: str | _Preset) -> _Preset:
+    if not isinstance(wanted, str):
+        return wanted
+    if wanted not in presets:
+        raise ValueError(f"no {kind} preset {wanted!r}; there are {', '.join(presets)}")
+    return presets[wanted]
+
+
+# How well a matrix product fills a GPU
+
+
+class Product(NamedTuple):
+    """(batch, rows, inner) by (batch, inner, columns)."""
+
+    batch: int
+    rows: int
+    inner: int
+    columns: int
+    written_bytes: int  # of the result
+
+
+# Of cublasLtMatmulTile_t, both ways.
+_SIDES = ((256, 128), (128, 128), (128, 64), (64, 64), (64, 32), (32, 32))
+TILES = sorted({tile for sides in _SIDES for tile in (sides, sides[::-1])}, reverse=True)
+
+# What the level-2 cache hands out feeds an A100's tensor cores from 43 FLOPs a byte on, a V100's from
+# 40 (312 and 125 TFLOP/s; 7.2 and 3.1 TB/s, which is 5120 and 2048 bytes a clock: NVIDIA A100
+# whitepaper). It is taken for other GPUs too; float32 units need a tenth of it.
+_FLOP_PER_BYTE = 43
+
+_STEP = 64  # the least part of a sum: what kernels of 16 bits go along it at once
+
+
+def product_seconds(
+    product: Product,
+    arithmetic_s: float,
+    read_s: float,
+    bytes_per_s: float,
+    multi_processors: int,
+    on_tensor_cores: bool,
+) -> float:
+    """The least that a product takes, of all tiles: it is cut into tiles, one for each block of threads.
+
+    Tiles at the edges compute what nobody needs; the last wave of them lasts as long as a full one. A
+    tile is summed up first and written then, and its multiprocessor computes nothing meanwhile: the
+    longer the sums, the less that matters. Smaller tiles fill a GPU better, but read more for each
+    FLOP. Where there are too few tiles, each sum is split into parts (split-K), which are written as
+    float32 and added.
+
+    arithmetic_s: with all multiprocessors busy from begin to end. read_s: what is read, from memory.
+    There is something to sum. Left out: tiles of several waves at once on a multiprocessor, thread
+    block clusters, blocks that write one tile while they compute the next (CUTLASS's ping-pong kernels
+    on Hopper), and sizes that are no multiple of 16 bytes.
+
+    Source: NVIDIA, Matrix Multiplication Background User's Guide.
+    """
+    batch, rows, inner, columns, written_bytes = product
+    elements = batch * rows * columns
+    element_s = arithmetic_s * multi_processors / elements  # on one of them
+
+    def all_times() -> Iterator[float]:
+        for height, width in TILES:
+            height, width = min(height, rows), min(width, columns)
+            tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
+            speed = min(1.0, height * width / (height + width) / _FLOP_PER_BYTE)
+            tile_s = height * width * element_s / (speed if on_tensor_cores else 1.0)
+            for parts in {1, min(multi_processors // tiles, inner // _STEP)} - {0}:
+                waves = math.ceil(tiles * parts / multi_processors)
+                added_bytes = 0 if parts == 1 else 2 * 4 * parts * elements
+                busy_s = max(waves * tile_s / parts, read_s)
+                yield busy_s + (written_bytes + added_bytes) / bytes_per_s
+
+    return min(all_times())

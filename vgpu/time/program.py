@@ -1,0 +1,339 @@
+"""The program that is being recorded: its steps so far, and which operations are ordered.
+
+Steps have no times. A simulator (simulator.py) computes them when somebody asks: at the end of the
+recording, if the program itself asks (``event.query()``), or for a value that may not be written yet
+(races.py). Nothing here depends on real time or on how threads interleave.
+
+Which operations are sure to have ended before others begin, vector clocks say (Lamport, 1978; Mattern,
+1989), apart from the times: a race is a race even if the times happen to fit.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from vgpu.memory import gpus
+from vgpu.memory.gpus import VirtualGPU
+from vgpu.time.compiler_passes import Fusion
+from vgpu.time.costs import CostModel, check_seconds
+from vgpu.time.host_threads import HostThread, HostThreads
+from vgpu.time.simulator import Simulator
+from vgpu.time.steps import (
+    BeginStream,
+    BeginThread,
+    Deferred,
+    EventStep,
+    GraphBreak,
+    HostWait,
+    HostWork,
+    JoinThreads,
+    Program,
+    ProgramStep,
+    QueryEvent,
+    RecordEvent,
+    Release,
+    WaitEvent,
+)
+
+VectorClock = dict["RecordedStream", int]
+"""For each stream, how many of its operations are sure to have ended."""
+
+
+class RecordedStream:
+    """One stream in a recording, and which operations are sure to have ended before its next."""
+
+    __slots__ = ("clock", "count", "device", "index", "number", "recording")
+
+    def __init__(self, recording: object, index: int, device: torch.device, number: int) -> None:
+        self.recording = recording  # only compared, to tell its streams from another's
+        self.index = index  # among the streams of the recording
+        self.device = device
+        self.number = number  # 0 is the device's default stream
+        self.count = 0  # operations enqueued so far
+        self.clock: VectorClock = {}
+
+
+class Enqueued(NamedTuple):
+    """One operation that was enqueued on a stream."""
+
+    stream: RecordedStream
+    position: int  # how many operations had been enqueued on the stream, this one included
+    event: int  # the number of its end, among the events of the recording
+    operation: str
+    backward: bool = False
+    clock: VectorClock | None = None  # what is sure to have ended before it, where that is kept
+    deferred: "DeferredResult | None" = None
+
+
+class DeferredResult:
+    """The result of a deferred operation. It lives as long as a block of memory holds it."""
+
+    __slots__ = ("_program", "event", "is_needed")
+
+    def __init__(self, event: int, program: "GrowingProgram") -> None:
+        self.event = event
+        self.is_needed = False
+        self._program = weakref.ref(program)
+
+    def __del__(self) -> None:
+        program = self._program()
+        if program is not None:
+            program.steps.append(Release(self.event))
+
+
+class RecordedEvent:
+    """A ``torch.Event`` in a recording: its stream as it was then."""
+
+    __slots__ = ("operation", "time_s")
+
+    def __init__(self, operation: Enqueued) -> None:
+        self.operation = operation
+        self.time_s: float | None = None  # virtual; known from the end of the recording on
+
+    @property
+    def recording(self) -> object:
+        """Only compared, to tell this recording's events from another's."""
+        return self.operation.stream.recording
+
+
+class GrowingProgram:
+    """The steps of one recording so far. All times are seconds since it began."""
+
+    def __init__(self, costs: CostModel, rank: int = 0) -> None:
+        self.costs = costs
+        self.rank = rank
+        self.recording = object()
+        self.steps: list[ProgramStep] = []
+        self.several_streams = False  # whether a GPU has had more than its default stream
+        self._lock = threading.RLock()  # events are numbered, and DataParallel has several threads
+        self._events = 0
+        self._threads = 0
+        self._streams: dict[tuple[int, int], RecordedStream] = {}
+        self._host_clock: VectorClock = {}
+        self._timed: list[RecordedEvent] = []
+        self._gpu, self._gpus = gpus.current_index(), gpus.device_count()
+        self._simulator = Simulator(costs, rank)
+        self._simulated = 0
+        # Where elementwise operations are fused: the pass, how many steps it has had, and what it made.
+        self._fusion = Fusion() if costs.fuses else None
+        self._fused_from = 0
+        self._fused: list[ProgramStep] = []
+        self.threads = HostThreads(self)
+
+    def end(self) -> Program:
+        """The program, when its block has ended."""
+        self.host()  # goes on when its last backward pass has returned
+        self.break_graph(None)
+        for event in self._timed:
+            event.time_s = self.time_s(event.operation.event)
+        with self._lock:
+            steps = self._steps_after_fusion()
+        kept = self._fusion.kept if self._fusion else frozenset[int]()
+        return Program(self.costs, self.rank, self._gpu, self._gpus, steps, kept=kept)
+
+    # Times, when somebody asks
+
+    def time_s(self, event: int) -> float:
+        """When an event happens."""
+        simulator = self.simulated()
+        return simulator.time_s(self._fusion.number_of[event] if self._fusion else event)
+
+    def ready_s(self, stream: RecordedStream, host: HostThread) -> float:
+        """When the next operation could start on the stream at the earliest."""
+        simulator = self.simulated()
+        thread = simulator.threads[host.index]
+        return max(thread.now_s + thread.launch_s, simulator.streams[stream.index].free_s)
+
+    def simulated(self) -> Simulator:
+        """All steps so far, simulated."""
+        with self._lock:
+            steps = self._steps_after_fusion()
+            self._simulator.run(steps[self._simulated :])
+            self._simulated = len(steps)
+        return self._simulator
+
+    def _steps_after_fusion(self) -> list[ProgramStep]:
+        if self._fusion is None:
+            return self.steps
+        new = self.steps[self._fused_from :]
+        self._fused_from += len(new)
+        self._fused += self._fusion.steps(new)
+        return self._fused
+
+    # Threads
+
+    def host(self) -> HostThread:
+        """The calling thread; in a backward pass, the engine's that runs the node."""
+        return self.threads.issuing()
+
+    def begin_thread(self, number: int, parent: HostThread | None, sharing: int) -> HostThread:
+        """A thread of the host begins, as ``BeginThread`` says."""
+        with self._lock:
+            self.steps.append(BeginThread(number, parent.index if parent else None, sharing))
+            self._threads += 1
+            return HostThread(self._threads - 1, number, backward=not sharing)
+
+    def join_threads(self, host: HostThread, others: Iterable[HostThread]) -> None:
+        """A thread goes on when the others have got as far."""
+        self.steps.append(JoinThreads(host.index, tuple(other.index for other in others)))
+
+    def spend(self, duration_s: float) -> None:
+        """The host computes something itself for so long."""
+        check_seconds("duration_s", duration_s)
+        self.steps.append(HostWork(self.host().index, duration_s))
+
+    def host_waits(self, streams: Iterable[RecordedStream], name: str, host: HostThread) -> None:
+        """The thread goes on when all that is enqueued on the streams has ended."""
+        for stream in streams:
+            event = self._begin_event(RecordEvent(stream.index))
+            self.steps.append(HostWait(host.index, event, name))
+            _merge(self._host_clock, stream, stream.count, stream.clock)
+
+    # Operations
+
+    def enqueue(
+        self, name: str, step: EventStep, stream: RecordedStream, backward: bool
+    ) -> Enqueued:
+        """Append what is launched on a stream."""
+        event = self._begin_event(step)
+        stream.count += 1
+        return Enqueued(stream, stream.count, event, name, backward)
+
+    def enqueue_together(
+        self, name: str, step: EventStep, streams: Sequence[RecordedStream], backward: bool
+    ) -> list[Enqueued]:
+        """Append what occupies all of the streams: what comes later on each starts after it."""
+        event = self._begin_event(step)
+        for stream in streams:
+            stream.count += 1
+        for stream in streams:
+            for other in streams:
+                if other is not stream:
+                    _merge(stream.clock, other, other.count, other.clock)
+        return [Enqueued(stream, stream.count, event, name, backward) for stream in streams]
+
+    def defer(self, step: Deferred, stream: RecordedStream) -> Enqueued:
+        """Append what is launched in one kernel with its neighbors, or never."""
+        event = self._begin_event(step)
+        stream.count += 1
+        result = DeferredResult(event, self)
+        return Enqueued(stream, stream.count, event, step.name, step.by.backward, None, result)
+
+    def allocation(self, name: str, stream: RecordedStream, backward: bool) -> Enqueued:
+        """Memory is allocated on the stream: what came before there may still use it."""
+        event = self._begin_event(RecordEvent(stream.index))
+        return Enqueued(stream, stream.count, event, name, backward)
+
+    def break_graph(self, stream: RecordedStream | None) -> None:
+        """Compiled code ends here: nothing stays deferred on a stream, or on any for None."""
+        if self._fusion is not None:
+            self.steps.append(GraphBreak(stream.index if stream else None, self.host().by))
+
+    def _begin_event(self, step: EventStep) -> int:
+        with self._lock:
+            self.steps.append(step)
+            self._events += 1
+            return self._events - 1
+
+    # Streams and events
+
+    def stream(self, gpu: VirtualGPU, number: int) -> RecordedStream:
+        """A stream of ``gpu``; 0 is the default one."""
+        self.threads.end_pass_if_returned()
+        key = (gpu.index, number)
+        stream = self._streams.get(key)
+        if stream is None:
+            with self._lock:
+                priority = gpus.stream_priorities.get(number, 0)
+                self.steps.append(BeginStream(gpu.index, number, priority))
+                stream = RecordedStream(self.recording, len(self._streams), gpu.device, number)
+                self._streams[key] = stream
+            self.several_streams = self.several_streams or number != 0
+        return stream
+
+    def streams_of(self, gpu: VirtualGPU) -> list[RecordedStream]:
+        """Those on which something was enqueued in this recording."""
+        return [stream for stream in self._streams.values() if stream.device == gpu.device]
+
+    def wait_stream(self, stream: RecordedStream, other: RecordedStream) -> None:
+        """What comes later on ``stream`` starts after all that is on ``other``: a program's wait.
+
+        Compiled code ends there, on both.
+        """
+        self.break_graph(stream)
+        self.break_graph(other)
+        self.wait_enqueued(stream, other)
+
+    def wait_enqueued(self, stream: RecordedStream, other: RecordedStream) -> None:
+        """The same for a collective within compiled code: it goes on."""
+        event = self._begin_event(RecordEvent(other.index))
+        self.steps.append(WaitEvent(stream.index, event))
+        _merge(stream.clock, other, other.count, other.clock)
+
+    def wait_operation(self, stream: RecordedStream, done: Enqueued) -> None:
+        """What comes later on ``stream`` starts after one operation of another stream."""
+        self.steps.append(WaitEvent(stream.index, done.event))
+        _merge(stream.clock, done.stream, done.position, done.clock or {})
+
+    def record_event(self, stream: RecordedStream, is_timed: bool) -> RecordedEvent:
+        """An event after what is on the stream so far. is_timed: whether its time may be asked."""
+        self.break_graph(stream)
+        event = self._begin_event(RecordEvent(stream.index, self.host().index))
+        clock = dict(stream.clock)
+        recorded = RecordedEvent(Enqueued(stream, stream.count, event, "event", False, clock))
+        if is_timed:
+            self._timed.append(recorded)
+        return recorded
+
+    def wait_event(self, stream: RecordedStream, event: RecordedEvent | None) -> None:
+        """What comes later on the stream starts after the event, if this recording has it."""
+        self.break_graph(stream)  # what was enqueued before does not wait
+        if event is not None and event.recording is self.recording:
+            self.wait_operation(stream, event.operation)
+
+    def host_waits_for_event(self, event: RecordedEvent | None) -> None:
+        """The calling thread goes on after the event, if this recording has it."""
+        if event is not None and event.recording is self.recording:
+            done = event.operation
+            self.steps.append(HostWait(self.host().index, done.event, "synchronize"))
+            _merge(self._host_clock, done.stream, done.position, done.clock or {})
+
+    def query_stream(self, stream: RecordedStream) -> bool:
+        """Whether all that is enqueued on the stream has ended; then the host knows of it."""
+        self.break_graph(stream)
+        event = self._begin_event(RecordEvent(stream.index))
+        return self._query(Enqueued(stream, stream.count, event, "query", False, stream.clock))
+
+    def query_event(self, event: RecordedEvent | None) -> bool:
+        """Whether the event has happened; one of no or another recording has."""
+        if event is None or event.recording is not self.recording:
+            return True
+        return self._query(event.operation)
+
+    def _query(self, operation: Enqueued) -> bool:
+        host = self.host()
+        end_s = self.time_s(operation.event)
+        has_ended = self._simulator.threads[host.index].now_s >= end_s
+        self.steps.append(QueryEvent(host.index, operation.event))
+        if has_ended:
+            clock = operation.clock or {}
+            _merge(self._host_clock, operation.stream, operation.position, clock)
+        return has_ended
+
+    def happens_before(self, operation: Enqueued, stream: RecordedStream) -> bool:
+        """Whether the next operation of ``stream`` is sure to start after this one has ended."""
+        return (
+            operation.stream is stream
+            or stream.clock.get(operation.stream, 0) >= operation.position
+            or self._host_clock.get(operation.stream, 0) >= operation.position
+        )
+
+
+def _merge(clock: VectorClock, stream: RecordedStream, position: int, other: VectorClock) -> None:
+    """``stream``'s first ``position`` operations have ended, and all that ``other`` says."""
+    for key, count in ((stream, position), *other.items()):
+        if clock.get(key, 0) < count:
+            clock[key] = count
