@@ -109,7 +109,7 @@ def test_a_script_ends_as_under_python(kinds, options, tmp_path):
         )
         code, out, error = run(*options, script, cwd=tmp_path)
         unused = UNUSED if kind in ("a number", "a text", "nothing") else ""
-        assert (code, out, error) == (done.returncode, done.stdout, done.stderr + unused), kind
+        assert (code, out, error) == (done.returncode, done.stdout, unused + done.stderr), kind
 
 
 def test_ctrl_c_ends_a_script_as_under_python(tmp_path):
