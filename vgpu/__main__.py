@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             run_script(Path(name), settings)
     finally:
-        if is_first:
+        if is_first and not run_report.is_first_process():  # It has begun.
             _report(options.cuda_is_vgpu)
 
 

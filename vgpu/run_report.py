@@ -84,7 +84,7 @@ def begin() -> None:
 
 
 def is_first_process() -> bool:
-    """Before ``begin``: whether no process of the run has begun yet."""
+    """Whether no process of the run has come to ``begin`` yet."""
     return _FILE not in os.environ
 
 
@@ -104,6 +104,8 @@ def _at_exit() -> None:
 
 
 def _add_line() -> None:
+    if not os.path.exists(os.environ[_FILE]):
+        return  # The first process has ended before this one.
     with open(os.environ[_FILE], "a", encoding="utf-8") as file:
         file.write(json.dumps(_of_this_process()) + "\n")
 

@@ -367,6 +367,24 @@ def test_a_python_s_own_options_are_told_from_its_program(command, flags, progra
     assert runpy.run_path(path)["split"](command.split()) == (flags, program)
 
 
+@pytest.mark.parametrize(
+    ("program", "wanted"),
+    [
+        (["train.py"], True),
+        (["-m", "torch.distributed.run"], True),
+        (["-c", "import train"], True),
+        (["-c", "import gc; from multiprocessing.forkserver import main; main()"], False),
+        (["-c", "import sys;exec(eval(sys.stdin.readline()))"], False),
+        (["-m", "vgpu", "train.py"], False),
+        (["-m", "vgpu.plan"], False),
+        (["/lib/torch/_inductor/compile_worker/__main__.py"], False),
+    ],
+)
+def test_processes_that_run_no_program_of_the_user_s_stay_as_they_are(program, wanted):
+    path = ROOT / "vgpu" / "for_children" / "sitecustomize.py"
+    assert runpy.run_path(path)["is_wanted"](program) == wanted
+
+
 def test_a_missing_module_is_named_in_one_line(tmp_path):
     code, _, error = run("-m", "nosuch", cwd=tmp_path)
     assert (code, error) == (1, "ModuleNotFoundError: No module named 'nosuch'\n")

@@ -66,7 +66,7 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def is_wanted(program: list[str]) -> bool:
     if program[0] == "-c":
-        return not program[1].startswith(_COMMANDS)
+        return not any(command in program[1] for command in _COMMANDS)
     if program[0] == "-m":
         return not f"{program[1]}.".startswith(tuple(f"{name}." for name in _MODULES))
     return os.path.join("torch", "_inductor") not in program[0]
