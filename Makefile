@@ -6,7 +6,7 @@ CELL_SECONDS := 600
 # They would send Python to modules outside of the environment, or switch assertions off.
 unexport PYTHONHOME PYTHONPATH PYTHONSAFEPATH PYTHONOPTIMIZE
 
-.PHONY: help venv lab wheels test test-all test-browser test-gpu test-foreign check format bench student solved exam class \
+.PHONY: help venv lab wheels test test-all test-browser test-gpu test-foreign check format bench student solved workshop exam class \
   slides book lesson clean
 help:
 	@echo "make lab      set up and open JupyterLab at lesson 00 (ARGS=\"--no-browser --port 9999\")"
@@ -22,6 +22,7 @@ ifneq ($(wildcard teaching),)
 	@echo "make bench    measure, and write benchmarks/RESULTS.md (ARGS=\"launch\")"
 	@echo "make student  an edition without solutions, to hand out (OUT=folder or file.zip)"
 	@echo "make solved   the same, solved"
+	@echo "make workshop the cores of seven lessons for half a day or a day, and its timetable"
 	@echo "make exam     the exam's sheet, without solutions and checks (OUT=file.ipynb)"
 	@echo "make class CLASS=folder   check the exercises that a class handed in"
 	@echo "make slides   slides of each lesson in build/slides"
@@ -91,6 +92,9 @@ student: venv
 
 solved: venv
 	$(BIN)/python -m teaching.editions solved "$(or $(OUT),build/solved.zip)"
+
+workshop: venv
+	$(BIN)/python -m teaching.workshop "$(or $(OUT),build/workshop)"
 
 exam: venv
 	$(BIN)/python -m teaching.exam "$(or $(OUT),build/99_exam.ipynb)"

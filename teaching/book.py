@@ -135,14 +135,19 @@ def write_sources(source: Path, cache: Path) -> None:
     verdicts = [claim.verdict for claim in ledger]
     overview = course.overview(lessons.ROOT / "notebooks")
     links = overview.links or {}
-    rows = ["| lesson | minutes |", "|---|---|"]
-    rows += [f"| [{row[0]}]({links[str(row[0])]}) | {row[1]} |" for row in overview.rows]
+    rows = ["| lesson | core, minutes | everything, minutes |", "|---|---|---|"]
+    rows += [
+        f"| [{name}]({links[str(name)]}) | {core} | {whole} |"
+        for name, core, whole, *_ in overview.rows
+    ]
     routes = course.routes(lessons.ROOT / "notebooks")
     ways = [f"| {' | '.join(map(str, row))} |" for row in routes.rows]
     text = (PAGES / "index.md").read_text(encoding="utf-8")
     for name, value in {
         "lessons": "\n".join(rows),
-        "routes": "\n".join(["| route | lessons | hours |", "|---|---|---|", *ways]),
+        "routes": "\n".join(
+            ["| route | lessons | core, hours | everything, hours |", "|---|---|---|---|", *ways]
+        ),
         "count": str(len(ledger)),
         "dated": str(verdicts.count("dated")),
         "false": str(verdicts.count("false")),

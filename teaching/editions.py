@@ -14,9 +14,11 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from helpers.course import sections
 from teaching import lessons
 
 PARTS = (
@@ -73,6 +75,26 @@ def edition(notebook: dict[str, Any], kind: str) -> dict[str, Any]:
     return made
 
 
+def _core_alone(cells: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """A lesson's core, with plain text in place of links to what is left out."""
+    kept = sections.core(cells)
+    prose = [sections.source(cell) for cell in kept if cell["cell_type"] == "markdown"]
+    headings = re.findall(r"^#+ (.*)$", "\n".join(prose), re.MULTILINE)
+    places = {"#" + heading.replace(" ", "-") for heading in headings}
+
+    def text_or_link(link: re.Match[str]) -> str:
+        target = link["target"]
+        there = ":" in target or target in places or (folder / target).is_file()
+        return link[0] if there else link["text"]
+
+    for cell in kept:
+        if cell["cell_type"] == "markdown":
+            text = _LINK.sub(text_or_link, sections.source(cell))
+            text = re.sub(r"(\*\*Time:\*\* .*), or \d+ with \*more\*", r"\1", text)
+            cell["source"] = text.splitlines(keepends=True)
+    return kept
+
+
 def _solution(notebook: dict[str, Any], exercise_id: str) -> str:
     for cell in notebook["cells"]:
         if f"solution-{exercise_id}" in cell["metadata"].get("tags", ()):
@@ -81,8 +103,11 @@ def _solution(notebook: dict[str, Any], exercise_id: str) -> str:
 
 
 def _trim(readme: Path) -> None:
-    """Leave out what needs a clone, and from the list of folders what is not in this one."""
+    """Leave out what needs a clone, lessons and folders that are not in this one."""
     text = re.sub(r"\n{3,}", "\n\n", _OF_A_CLONE.sub("", readme.read_text(encoding="utf-8")))
+    for name in re.findall(r"^\| \[.*\]\((notebooks/.*\.ipynb)\) \| ", text, re.MULTILINE):
+        if not (readme.parent / name).exists():
+            text = re.sub(rf"^\| .*\({re.escape(name)}\).*\n", "", text, flags=re.MULTILINE)
     before, fence, tree = text.partition("## What is where\n\n```\n")
     listed, end, after = tree.partition("```")
     kept, parent = [], readme.parent
@@ -109,10 +134,10 @@ def _unlink(folder: Path) -> None:
         page.write_text(_LINK.sub(kept, page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def write(kind: str, target: Path) -> int:
+def write(kind: str, target: Path, cores_of: Sequence[str] = ()) -> int:
     """Write an edition into a new folder, or into a zip file where ``target`` ends in .zip.
 
-    Returns the number of exercises in it. Raises FileExistsError if the target exists, so that
+    With ``cores_of``, as ("00", "04"), it has only the cores of these lessons. Returns the number of exercises in it. Raises FileExistsError if the target exists, so that
     nobody's answers are overwritten.
     """
     if target.exists():
@@ -129,7 +154,12 @@ def write(kind: str, target: Path) -> int:
                 shutil.copy2(source, folder / part)
         count = 0
         for path in sorted((folder / "notebooks").glob("*.ipynb")):
+            if cores_of and lessons.number(path) not in cores_of:
+                path.unlink()
+        for path in sorted((folder / "notebooks").glob("*.ipynb")):
             notebook = edition(json.loads(path.read_text(encoding="utf-8")), kind)
+            if cores_of:
+                notebook["cells"] = _core_alone(notebook["cells"], path.parent)
             text = json.dumps(notebook, indent=1, ensure_ascii=False)
             path.write_text(text + "\n", encoding="utf-8")
             count += len(lessons.exercise_ids(path))

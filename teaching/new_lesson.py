@@ -14,6 +14,7 @@ from pathlib import Path
 
 import nbformat
 
+from helpers.course.sections import core_and_whole
 from teaching import lessons
 
 EXERCISES = (1, 2, 3)
@@ -26,7 +27,7 @@ TODO: what one meets at work that makes this lesson worth its time.
 **You will be able to**
 - TODO
 
-**Time:** about 45 minutes
+**Time:** about {minutes} minutes
 
 **You should know** TODO (lesson 00).
 """
@@ -45,12 +46,20 @@ PREDICT = """
 
 TODO: what the next cell does, and what to look for.
 
-**Predict:** TODO: a question whose answer stands nowhere above. Put your guess in place of the three dots.
+**Predict:** TODO: a question whose answer stands nowhere above.
 """
 
 OUTCOME = """
 numbers = torch.arange(4, device=gpus[0])
-guess_{n}a.compare(numbers.sum().item());
+guess_{n}a.compare(numbers.sum().item())
+"""
+
+WHY = """
+<details class="why-{n}a"><summary>Why?</summary>
+
+TODO: why it is so. The next cell asserts it.
+
+</details>
 """
 
 EXERCISE = """
@@ -121,7 +130,7 @@ WRONG = {{
 
 WRONG_ENTRY = '    "{n}.{k}": [("def todo_{k}(number):\\n    return 3 * number", "TODO")],'
 
-ROW = "| [{number} · {title}](notebooks/{stem}.ipynb) | 45 | TODO |\n"
+ROW = "| [{number} · {title}](notebooks/{stem}.ipynb) | {minutes} | {minutes} | TODO |\n"
 
 PART = """### {number} · {title}
 - **Ask:** TODO
@@ -131,8 +140,8 @@ PART = """### {number} · {title}
 """
 
 
-def notebook(number: str, title: str) -> nbformat.NotebookNode:
-    """The skeleton of a lesson's notebook."""
+def notebook(number: str, title: str, minutes: int) -> nbformat.NotebookNode:
+    """The skeleton of a lesson's notebook, which says that it takes so many minutes."""
     n = int(number)
     made = nbformat.v4.new_notebook(
         metadata={
@@ -151,13 +160,18 @@ def notebook(number: str, title: str) -> nbformat.NotebookNode:
             new(source.strip(), id=cell_id, metadata={"tags": [*tags]} if tags else {})
         )
 
-    add("markdown", "opening", OPENING.format(number=number, title=title), "opening")
+    add(
+        "markdown",
+        "opening",
+        OPENING.format(number=number, title=title, minutes=minutes),
+        "opening",
+    )
     add("code", "setup", SETUP, "setup")
     add("code", "describe", "devices.describe(2)")
     add("markdown", "todo-predict", PREDICT)
-    add("code", "todo-guess", f'guess_{n}a = guess("{n}a", ...)')
+    add("code", "todo-guess", f'guess_{n}a = guess("{n}a")')
     add("code", "todo-outcome", OUTCOME.format(n=n))
-    add("markdown", "todo-why", "TODO: why it is so. The next cell holds it fast.")
+    add("markdown", "todo-why", WHY.format(n=n))
     add("code", "todo-proof", "assert numbers.sum() == 6")
     for k in EXERCISES:
         add("markdown", f"exercise-todo-{k}", EXERCISE.format(n=n, k=k), f"exercise-{n}.{k}")
@@ -182,13 +196,15 @@ def write(title: str, root: Path = lessons.ROOT) -> list[Path]:
         if new.exists():
             raise FileExistsError(f"{new} is there already: is the last lesson numbered right?")
     n = int(number)
-    nbformat.write(notebook(number, title), path)
+    nbformat.write(notebook(number, title, 0), path)
+    minutes, _ = core_and_whole(path)
+    nbformat.write(notebook(number, title, minutes), path)
     text = CHECKS.format(number=number) + "".join(CHECK.format(n=n, k=k) for k in EXERCISES)
     checks.write_text(text, encoding="utf-8")
     entries = "\n".join(WRONG_ENTRY.format(n=n, k=k) for k in EXERCISES)
     wrong.write_text(WRONG.format(number=number, entries=entries), encoding="utf-8")
     last_row = re.compile(rf"^\| \[.*\(notebooks/{numbered[-1].name}\).*\n", re.MULTILINE)
-    row = ROW.format(number=number, title=title, stem=stem)
+    row = ROW.format(number=number, title=title, stem=stem, minutes=minutes)
     _insert(readme, last_row, row, after=True)
     _insert(guide, re.compile(r"^## After the day$", re.M), PART.format(number=number, title=title))
     return [path, checks, wrong, readme, guide]

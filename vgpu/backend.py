@@ -22,16 +22,18 @@ from vgpu import torch_releases
 from vgpu.collectives import dispatch, nccl_only, process_groups, wrappers
 from vgpu.hardware import GPUSpec, Link, get_link, get_spec
 from vgpu.memory import gpus
-from vgpu.tensor import device_names, kernels, norms, refusals, shapes
+from vgpu.tensor import cuda_kernels, kernels, methods, refusals, shapes
 from vgpu.time.simulate import simulate
 from vgpu.time.steps import Program
 from vgpu.time.timeline import Timeline
 from vgpu.torch_patches import (
     accelerator,
     attention,
+    compile,
     data_assignment,
     data_parallel,
     device_module,
+    flex_attention,
     functions,
     processes,
     serialization,
@@ -41,14 +43,16 @@ from vgpu.torch_patches.undo import Changes
 _PATCHES = (
     accelerator,
     attention,
+    compile,
+    cuda_kernels,
     data_assignment,
     data_parallel,
-    device_names,
     dispatch,
+    flex_attention,
     functions,
     kernels,
+    methods,
     nccl_only,
-    norms,
     process_groups,
     processes,
     refusals,

@@ -21,6 +21,7 @@ import torch
 
 from vgpu import cuda_is_vgpu, run_report
 from vgpu.backend import enable, is_enabled
+from vgpu.torch_patches import flash_attn
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class ProgramSettings:
             torch.manual_seed(self.seed)
         if self.cuda_is_vgpu:
             cuda_is_vgpu.install(self.read, self.not_read)
+            flash_attn.stand_in()
         self._let_children_have_them()
         run_report.begin()
 

@@ -1,9 +1,8 @@
-"""Bytes, seconds and rates as text that a person can read."""
+"""Bytes and seconds as text that a person can read."""
 
 import re
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 
 
 def format_bytes(size_bytes: float) -> str:
@@ -46,18 +45,6 @@ def format_seconds(time_s: float) -> str:
     return f"{_round(time_s * 1e9)} ns"
 
 
-def format_rate(per_second: float, unit: str) -> str:
-    """A rate with a decimal prefix: ``format_rate(1.57e13, "FLOP") == "15.7 TFLOP/s"``."""
-    value = float(per_second)
-    for prefix in _DECIMAL[:-1]:
-        if abs(value) < 1000:
-            return f"{_round(value)} {prefix}{unit}/s"
-        value /= 1000
-    return f"{_round(value)} {_DECIMAL[-1]}{unit}/s"
-
-
 def _round(value: float) -> str:
     """Three significant digits, without trailing zeros and without an exponent."""
-    if abs(value) >= 100:
-        return f"{value:.0f}"
-    return f"{value:.3g}"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

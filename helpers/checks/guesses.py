@@ -1,4 +1,8 @@
-"""Predictions: ``guess("4a", ...)`` takes yours down, and ``.compare(outcome)`` shows both.
+"""Predictions: ``guess("4a")`` asks for yours, and ``.compare(outcome)`` shows both.
+
+In JupyterLab a guess is made with a button or in a field, or skipped. Then its explanation opens,
+which the lesson keeps folded in ``<details class="why-4a">``. Nothing waits for a guess: all cells
+of a lesson can be run at once, and where there is no front end the outcome is shown alone.
 
 One small file a guess, beside the solved exercises, so that lesson 00 can count them.
 """
@@ -6,65 +10,159 @@ One small file a guess, beside the solved exercises, so that lesson 00 can count
 import html
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
 
+import ipywidgets
 from IPython.display import display
 
 from helpers.checks.records import GUESS_SUFFIX, folder
 
 _ID = re.compile(r"\d+[a-z]")
+_NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
 
 
 class Guess:
     """One prediction of the learner's; ``guess`` makes it."""
 
-    def __init__(self, guess_id: str, value: Any) -> None:
+    def __init__(self, guess_id: str, one_of: Sequence[Any], numbers: int) -> None:
         self.id = guess_id
-        self.value = value
+        self.one_of = one_of
+        self.numbers = numbers
+        self.value: Any = None
+        self.skipped = False
+        self._comparison: Comparison | None = None
+        self._shown: ipywidgets.Output | None = None
 
-    @property
-    def made(self) -> bool:
-        """Whether there is one: the ``...`` was replaced."""
-        return self.value is not ...
+    def answer(self, value: Any) -> None:
+        """Take a guess: one of the choices, or numbers, also as text (``"8,0"`` is ``(8, 0)``).
+
+        Raises ValueError for another choice, and for another number of numbers.
+        """
+        self.value = self._choice(value) if self.one_of else self._numbers(value)
+        self._show()
+
+    def skip(self) -> None:
+        """Go on without a guess."""
+        self.skipped = True
+        self._show()
 
     def compare(self, outcome: Any, *, within: float = 0.0, unit: str = "") -> None:
         """Show the guess beside what came out, and remember whether they agree.
 
-        within: how far a number may be off, as a share of the outcome; 0.25 is a quarter. Lists and
-        tuples are compared number by number. unit: written behind both, as in "ms".
+        within: how far a number may be off, as a share of the outcome; 0.25 is a quarter.
+        unit: written behind both, as in "ms". Before the guess is made or skipped, a line says so,
+        and gives way to both once it is. Raises ValueError for an outcome of more or fewer
+        numbers than the guess asks for.
         """
-        comparison = Comparison(self.id, self.value, outcome, within, unit)
-        if self.made:
-            comparison.remember()
-        display(comparison)
+        if not self.one_of and len(_flat(outcome)) != self.numbers:
+            raise ValueError(
+                f"guess {self.id} asks for {self.numbers}, and the outcome has "
+                f"{len(_flat(outcome))}: write guess({self.id!r}, numbers={len(_flat(outcome))})"
+            )
+        self._comparison = Comparison(self.id, outcome, within, unit)
+        if _in_jupyter():
+            self._shown = ipywidgets.Output()
+            self._show()
+            display(self._shown)
+        else:
+            self._comparison.meet(self.value)
+            display(self._comparison)
+
+    def controls(self) -> ipywidgets.Widget:
+        """A button for each choice, or a field for numbers; and one to skip the guess."""
+        skip = ipywidgets.Button(description="skip", layout={"width": "auto"})
+        message = ipywidgets.HTML()
+        if self.one_of:
+            makers = [
+                ipywidgets.Button(description=str(choice), layout={"width": "auto"})
+                for choice in self.one_of
+            ]
+        else:
+            such_as = ", ".join(["3"] * self.numbers)
+            asked = "a number" if self.numbers == 1 else f"{self.numbers} numbers, as in {such_as}"
+            # Sent when Enter is pressed or the field is left, not at each key.
+            makers = [ipywidgets.Text(placeholder=asked, continuous_update=False)]
+
+        def take(value: Any) -> None:
+            try:
+                self.skip() if value is skip else self.answer(value)
+            except ValueError as error:
+                message.value = html.escape(str(error))
+                return
+            taken = "skipped" if self.skipped else f"<b>{html.escape(_text(self.value))}</b>"
+            message.value = f"Guess {self.id}: {taken}. Run on."
+            for control in (*makers, skip):
+                control.disabled = True
+
+        skip.on_click(take)
+        if self.one_of:
+            for button, choice in zip(makers, self.one_of, strict=True):
+                button.on_click(lambda _, choice=choice: take(choice))
+        else:
+            makers[0].observe(lambda change: take(change["new"]), "value")
+        return ipywidgets.VBox([ipywidgets.HBox([*makers, skip]), message])
 
     def __repr__(self) -> str:
-        if self.made:
-            return f"Guess {self.id}: {self.value!r}. Run on, and see."
-        return f"Guess {self.id}: none yet. Put yours in place of the three dots, then run on."
+        return f"Guess {self.id}: {'none yet' if self.value is None else _text(self.value)}"
+
+    def _show(self) -> None:
+        if self._shown is None or self._comparison is None:
+            return
+        if self.value is None and not self.skipped:
+            data = {"text/plain": f"Make guess {self.id} above, or skip it: then this shows both."}
+            self._shown.outputs = ({"output_type": "display_data", "data": data, "metadata": {}},)
+            return
+        self._comparison.meet(self.value)
+        # A cell's prose is not the kernel's to change, so the page opens the explanation.
+        opening = (
+            f'document.querySelectorAll("details.why-{self.id}")'
+            ".forEach(explanation => { explanation.open = true; });"
+        )
+        bundles = (
+            {"text/plain": repr(self._comparison), "text/html": self._comparison._repr_html_()},
+            {"application/javascript": opening},
+        )
+        self._shown.outputs = tuple(
+            {"output_type": "display_data", "data": data, "metadata": {}} for data in bundles
+        )
+
+    def _choice(self, value: Any) -> Any:
+        for choice in self.one_of:
+            if _same_words(choice, value):
+                return choice
+        choices = ", ".join(map(str, self.one_of))
+        raise ValueError(f"guess {self.id}: choose one of {choices}; found {value}")
+
+    def _numbers(self, value: Any) -> list[float]:
+        texts = _NUMBER.findall(str(value))
+        if len(texts) != self.numbers:
+            raise ValueError(
+                f"guess {self.id} asks for {self.numbers} number{'s' * (self.numbers > 1)}; "
+                f"found {len(texts)} in {str(value)!r}"
+            )
+        return [float(text) for text in texts]
 
 
 class Comparison:
     """A guess and an outcome side by side."""
 
-    def __init__(self, guess_id: str, value: Any, outcome: Any, within: float, unit: str) -> None:
+    def __init__(self, guess_id: str, outcome: Any, within: float, unit: str) -> None:
         self.id = guess_id
-        self.agrees = value is not ... and agree(value, outcome, within)
-        self.yours = "no guess" if value is ... else _text(value, unit)
-        self.outcome = _text(outcome, unit)
-        self._attempted = value is not ...
+        self.outcome = outcome
+        self.within = within
+        self.unit = unit
+        self.value: Any = None
 
-    @property
-    def verdict(self) -> str:
-        if not self._attempted:
-            return "not guessed"
-        return "as you said" if self.agrees else "not as you said"
-
-    def remember(self) -> None:
-        """Keep it for lesson 00; a folder that cannot be written is told by ``check``."""
-        record = {"guess": self.yours, "outcome": self.outcome, "right": self.agrees}
+    def meet(self, value: Any) -> None:
+        """Take the guess, or None, and keep both for lesson 00."""
+        self.value = value
+        if value is None:
+            return
+        record = {"guess": self.yours, "outcome": self._came_out, "right": self.agrees}
+        # A folder that cannot be written is told by ``check`` too.
         try:
             folder().mkdir(parents=True, exist_ok=True)
             path = folder() / f"{self.id}{GUESS_SUFFIX}"
@@ -72,17 +170,35 @@ class Comparison:
         except OSError as error:
             print(f"The guess could not be noted in {folder()} ({error.strerror}).")
 
+    @property
+    def agrees(self) -> bool:
+        return self.value is not None and agree(self.value, self.outcome, self.within)
+
+    @property
+    def yours(self) -> str:
+        return "no guess" if self.value is None else _text(self.value, self.unit)
+
+    @property
+    def verdict(self) -> str:
+        if self.value is None:
+            return "not guessed"
+        return "as you said" if self.agrees else "not as you said"
+
+    @property
+    def _came_out(self) -> str:
+        return _text(self.outcome, self.unit)
+
     def __repr__(self) -> str:
         return (
-            f"Guess {self.id}: {self.verdict}\n  yours    {self.yours}\n  outcome  {self.outcome}"
+            f"Guess {self.id}: {self.verdict}\n  yours    {self.yours}\n  outcome  {self._came_out}"
         )
 
     def _repr_html_(self) -> str:
-        colour = "#009E73" if self.agrees else "#E69F00" if self._attempted else "#999999"
+        colour = "#999999" if self.value is None else "#009E73" if self.agrees else "#E69F00"
         rows = "".join(
             f"<tr><td style='text-align:left'>{name}</td><td style='text-align:left'>"
             f"<code style='white-space:pre-wrap'>{html.escape(text)}</code></td></tr>"
-            for name, text in (("yours", self.yours), ("outcome", self.outcome))
+            for name, text in (("yours", self.yours), ("outcome", self._came_out))
         )
         return (
             f"<div style='border-left:6px solid {colour};padding:4px 12px'>"
@@ -90,18 +206,23 @@ class Comparison:
         )
 
 
-def guess(guess_id: str, value: Any = ..., *, one_of: Sequence[Any] = ()) -> Guess:
-    """Take down a prediction; ``...`` means that there is none yet, and the lesson runs on.
+def guess(
+    guess_id: str, value: Any = None, *, one_of: Sequence[Any] = (), numbers: int = 1
+) -> Guess:
+    """Ask for a prediction; where the front end has no widgets, give it as ``value``.
 
-    guess_id: the lesson and a letter, as "4a". one_of: the answers to choose from. Raises
-    ValueError for another answer, or an id of another form.
+    guess_id: the lesson and a letter, as "4a". one_of: the answers to choose from; without them
+    it asks for ``numbers`` numbers. Raises ValueError for an id of another form, and as
+    ``Guess.answer`` does.
     """
     if not _ID.fullmatch(guess_id):
         raise ValueError(f"a guess's id is a lesson and a letter, as in '4a'; found {guess_id!r}")
-    if one_of and value is not ... and value not in one_of:
-        choices = ", ".join(map(repr, one_of))
-        raise ValueError(f"guess {guess_id}: choose one of {choices}; found {value!r}")
-    return Guess(guess_id, value)
+    asked = Guess(guess_id, one_of, numbers)
+    if value is not None:
+        asked.answer(value)
+    elif _in_jupyter():
+        display(asked.controls())
+    return asked
 
 
 def counts() -> dict[str, tuple[int, int]]:
@@ -116,25 +237,31 @@ def counts() -> dict[str, tuple[int, int]]:
 
 
 def agree(value: Any, outcome: Any, within: float = 0.0) -> bool:
-    """Whether a guess agrees with an outcome; numbers to the share ``within``."""
-    if isinstance(outcome, list | tuple):
-        if not isinstance(value, list | tuple) or len(value) != len(outcome):
-            return False
-        return all(agree(a, b, within) for a, b in zip(value, outcome, strict=True))
-    if isinstance(outcome, bool) or isinstance(value, bool):
-        return value is outcome
-    if isinstance(outcome, int | float) and isinstance(value, int | float):
-        return math.isclose(value, outcome, rel_tol=0.0, abs_tol=within * abs(outcome))
-    if isinstance(outcome, str) and isinstance(value, str):
-        return value.strip().casefold() == outcome.strip().casefold()
-    return bool(value == outcome)
+    """Whether a guess agrees with an outcome: words in any case, numbers to the share ``within``."""
+    mine, came_out = _flat(value), _flat(outcome)
+    return len(mine) == len(came_out) and all(
+        math.isclose(a, b, rel_tol=1e-9, abs_tol=within * abs(b))
+        if isinstance(a, int | float) and isinstance(b, int | float)
+        else _same_words(a, b)
+        for a, b in zip(mine, came_out, strict=True)
+    )
 
 
-def _text(value: Any, unit: str) -> str:
-    return f"{_number(value)} {unit}".strip()
+def _in_jupyter() -> bool:
+    """Whether somebody can answer: Jupyter's server names the notebook; nbclient and nbmake don't."""
+    return "JPY_SESSION_NAME" in os.environ
 
 
-def _number(value: Any) -> str:
+def _flat(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
-        return ", ".join(map(_number, value)) or "an empty list"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+        return [number for part in value for number in _flat(part)]
+    return [value]
+
+
+def _same_words(one: Any, other: Any) -> bool:
+    return str(one).strip(" \"'").casefold() == str(other).strip(" \"'").casefold()
+
+
+def _text(value: Any, unit: str = "") -> str:
+    parts = (f"{part:.3g}" if isinstance(part, float) else str(part) for part in _flat(value))
+    return f"{', '.join(parts)} {unit}".strip() or "nothing"

@@ -9,8 +9,12 @@ import torch
 from helpers.checks.blame import hint_in, own_line_in
 from helpers.checks.core import Wrong
 from vgpu import launch
-from vgpu.profiling import CollectiveCalls, count_collectives_on_gpu, own_gpu
-from vgpu.profiling.collective_counters import MAKE_IT_ON_THE_GPU
+from vgpu.profiling import (
+    MAKE_IT_ON_THE_GPU,
+    CollectiveCalls,
+    count_collectives_on_gpu,
+    own_gpu,
+)
 
 TIMEOUT_S = 3.0
 """From the moment all ranks have met; a right answer takes milliseconds."""

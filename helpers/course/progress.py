@@ -5,18 +5,16 @@ import re
 from pathlib import Path
 
 from helpers.checks import exercises, guesses, records
+from helpers.course.sections import core_and_whole
 from vgpu.tables import Table
 
-# Name and whom it is for, and its lessons; in brackets the part that is read, and its share.
+# Name and whom it is for, and its lessons; none are all of them.
 ROUTES = (
-    (
-        "quick: from one GPU to many by the shortest way",
-        ("00", ("01", "first half", 0.5), ("02", "first section", 0.2), *["04", "06", "07", "12"]),
-    ),
+    ("quick: from one GPU to many by the shortest way", ("00", "01", "04", "06", "07", "12")),
     ("old code: written before 2018, or with DataParallel", ("02", "03", "05")),
     (
         "large models: one GPU does not hold them",
-        tuple(["06", "07", "08", "11", "12", "13", "14", "15"]),
+        ("06", "07", "08", "11", "12", "13", "14", "15"),
     ),
     ("everything, in order", ()),
 )
@@ -25,8 +23,8 @@ ROUTES = (
 def overview(folder: Path | str = ".") -> Table:
     """The lessons in ``folder``: minutes, yours, what they build on, exercises, guesses.
 
-    The caption says where to go on. Appendices come last. Read from each notebook's opening cell,
-    so it cannot go stale. Raises FileNotFoundError for a folder without lessons.
+    The caption says where to go on. Appendices come last. Read from each notebook, so it cannot
+    go stale. Raises FileNotFoundError for a folder without lessons.
     """
     paths = _lessons(folder)
     paths += sorted(Path(folder).glob("appendix_*.ipynb"))
@@ -40,12 +38,15 @@ def overview(folder: Path | str = ".") -> Table:
         needed = ", ".join(sorted(set(re.findall(r"lesson (\d\d)", known)))) or "nothing"
         solved = f"{sum(name in done for name in own)} of {len(own)}" if own else ""
         yours = f"{spent[path.name[:2]]:.0f}" if path.name[:2] in spent else ""
-        stated = _minutes(opening)
+        core, whole = core_and_whole(path)
         count, right = guessed.get(path.name[:2], (0, 0))
         hits = f"{right} of {count}" if count else ""
-        rows.append((heading, stated, yours, needed, solved, hits))
+        rows.append((heading, core, whole, yours, needed, solved, hits))
         links[heading] = path.name
-    header = ("lesson", "minutes", "yours", "builds on", "exercises solved", "guesses right")
+    header = (
+        *("lesson", "core, minutes", "everything, minutes", "yours"),
+        *("builds on", "exercises solved", "guesses right"),
+    )
     return Table(header, rows, caption=go_on(), links=links)
 
 
@@ -54,18 +55,14 @@ def routes(folder: Path | str = ".") -> Table:
 
     A lesson that is not there is left out. Raises FileNotFoundError as ``overview`` does.
     """
-    minutes_of = {path.name[:2]: int(_minutes(_opening(path))) for path in _lessons(folder)}
+    minutes_of = {path.name[:2]: core_and_whole(path) for path in _lessons(folder)}
     rows = []
     for name, stops in ROUTES:
-        parts = [stop if isinstance(stop, tuple) else (stop, "", 1.0) for stop in stops]
-        there = [part for part in parts if part[0] in minutes_of]
-        shown = ", ".join(f"{lesson} ({which})" if which else lesson for lesson, which, _ in there)
-        if not stops:
-            there = [(lesson, "", 1.0) for lesson in minutes_of]
-            shown = f"{there[0][0]} to {there[-1][0]}"
-        whole = sum(minutes_of[lesson] * share for lesson, _, share in there)
-        rows.append((name, shown, f"{whole / 60:.1f}"))
-    return Table(("route", "lessons", "hours"), rows)
+        there = [lesson for lesson in stops or minutes_of if lesson in minutes_of]
+        shown = ", ".join(there) if stops else f"{there[0]} to {there[-1]}"
+        core, whole = (sum(minutes_of[lesson][i] for lesson in there) / 60 for i in (0, 1))
+        rows.append((name, shown, f"{core:.1f}", f"{whole:.1f}"))
+    return Table(("route", "lessons", "core, hours", "everything, hours"), rows)
 
 
 def go_on() -> str:
@@ -90,10 +87,6 @@ def _lessons(folder: Path | str) -> list[Path]:
 
 def _opening(path: Path) -> str:
     return "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
-
-
-def _minutes(opening: str) -> str:
-    return _found(r"\*\*Time:\*\* about (\d+)", opening)
 
 
 def _found(pattern: str, text: str) -> str:

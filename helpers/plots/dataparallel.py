@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
+from matplotlib.patheffects import withStroke
 
 from helpers.plots.memory import CAUSE_COLOURS, MIB
 from helpers.plots.style import (
@@ -208,7 +209,10 @@ def iteration(steps: Sequence[Snapshot]) -> None:
         stacked_bars(axes, range(len(steps)), sizes, CAUSE_COLOURS, width=0.7)
         peaks = [step.peak_bytes[gpu] / MIB for step in steps]
         places = range(len(steps))
-        axes.hlines(peaks, [x - 0.42 for x in places], [x + 0.42 for x in places], color="black")
+        # Its rim keeps the mark apart from dark parts of a bar.
+        rim = [withStroke(linewidth=4, foreground="white")]
+        ends = [x - 0.42 for x in places], [x + 0.42 for x in places]
+        axes.hlines(peaks, *ends, color="black", path_effects=rim)
         highest = max(places, key=lambda place: peaks[place])
         axes.annotate(
             f"peak {peaks[highest]:.1f}",

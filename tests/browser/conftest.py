@@ -70,12 +70,12 @@ def open_lesson(browser, address):
             pages.pop().close()
         lab.end_kernels(address)
 
-    def open_(start, **options):
+    def open_(start, expanded=True, **options):
         close()
         (path,) = (path for path in lessons.NOTEBOOKS if path.name.startswith(start))
         page = browser.new_page(viewport={"width": 1300, "height": 900}, **options)
         pages.append(page)
-        return lab.Lesson(page, address, path.name)
+        return lab.Lesson(page, address, path.name, expanded)
 
     yield open_
     close()

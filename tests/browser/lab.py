@@ -82,11 +82,13 @@ def _request(address: str, method: str, path: str) -> bytes:
 class Lesson:
     """One lesson open in JupyterLab."""
 
-    def __init__(self, page, address: str, name: str) -> None:
+    def __init__(self, page, address: str, name: str, expanded: bool) -> None:
         self.page = page
         page.goto(f"{address}lab/tree/{name}?token={TOKEN}&reset")
         page.wait_for_selector(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Cell", timeout=120_000)
         self.wait_for("p => p.sessionContext.session?.kernel?.status === 'idle'", 120)
+        if expanded:
+            self.command("notebook:expand-all-headings")
 
     def ask(self, function: str, *args):
         """The value of a JavaScript function of the notebook's panel (and ``args``)."""

@@ -1,13 +1,11 @@
 """``shapes_only()``: the same sizes, bytes and times as with values, and no values."""
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
 import torchvision
 from torch import nn
-from torch.nn import functional as F
 
 import vgpu
 
@@ -126,16 +124,6 @@ def test_values_are_never_overwritten_by_shapes():
     assert torch.equal(model.weight.detach().cpu(), before)
 
 
-def test_two_devices_do_not_mix():
-    with vgpu.shapes_only():
-        x, y = torch.ones(2, device="vgpu:0"), torch.ones(2, device="vgpu:1")
-        with pytest.raises(RuntimeError, match="at least two devices, vgpu:0 and vgpu:1"):
-            x + y
-        with pytest.raises(RuntimeError, match="at least two devices"):
-            x + torch.ones(2)
-        assert (x + torch.ones(())).device == torch.device("vgpu:0")
-
-
 def test_parameters_stay_the_same_objects_when_they_move():
     with vgpu.shapes_only():
         model = nn.Linear(4, 2)
@@ -173,51 +161,10 @@ def test_the_real_data_parallel():
         assert all(p.grad.shape == p.shape for p in model.parameters())
 
 
-def test_a_transformer():
-    with vgpu.shapes_only():
-        layer = nn.TransformerEncoderLayer(64, 4, batch_first=True).to("vgpu:0")
-        tokens = torch.randint(0, 100, (2, 16)).to("vgpu:0")
-        embedded = nn.Embedding(100, 64).to("vgpu:0")(tokens)
-        with vgpu.record() as timeline:
-            layer(embedded).sum().backward()
-        assert timeline.flop > 6 * 32 * (4 * 64 * 64)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_fused_attention_gives_numbers_beside_its_tensors(causal):
-    def sizes(context):
-        with context:
-            q = torch.randn(2, 4, 16, 8, device="vgpu:0", dtype=torch.float16, requires_grad=True)
-            output = F.scaled_dot_product_attention(q, q, q, is_causal=causal)
-            output.sum().backward()
-            return output.shape, output.dtype, q.grad.shape
-
-    assert sizes(vgpu.shapes_only()) == sizes(nullcontext())
-
-
 def test_it_needs_virtual_gpus():
     vgpu.disable()
     with pytest.raises(RuntimeError, match=r"vgpu.enable"), vgpu.shapes_only():
         pass
-
-
-def test_record_stream_needs_no_values():
-    with vgpu.shapes_only():
-        x = torch.randn(4, device="vgpu:0")
-        assert x.record_stream(torch.Stream("vgpu:0")) is None
-
-
-def test_an_lstm_takes_the_bytes_that_it_takes_with_values():
-    found = []
-    for block in (nullcontext, vgpu.shapes_only):
-        torch.vgpu.reset_peak_memory_stats(1)
-        with block():
-            model = nn.LSTM(64, 64, 2).to("vgpu:1")
-            output, _ = model(torch.randn(20, 8, 64, device="vgpu:1"))
-            output.sum().backward()
-        found.append((torch.vgpu.max_memory_allocated(1), torch.vgpu.memory_allocated(1)))
-        del model, output, _
-    assert found[0] == found[1]
 
 
 def test_deep_copies_share_what_their_originals_share():
@@ -252,16 +199,6 @@ def test_fused_optimizers_step(kind):
         model(torch.ones(2, 3, device="vgpu:1")).sum().backward()
         optimizer.step()
     assert any(event.name.startswith("_fused_") for event in timeline.events)
-
-
-def test_a_vision_transformer():
-    with vgpu.shapes_only():
-        model = torchvision.models.vit_b_16().to("vgpu:0")
-        scores = model(torch.randn(2, 3, 224, 224, device="vgpu:0"))
-        scores.sum().backward()
-    assert scores.shape == (2, 1000)
-    weight = torch.empty(1000)
-    assert nn.init.trunc_normal_(weight).std() > 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -302,3 +239,10 @@ def test_a_shape_whose_storage_is_resized_leaves_others_as_they_are():
         a.untyped_storage().resize_(4000)
         assert torch.vgpu.memory_allocated(0) == before + 4096
         assert c.shape == a.shape
+
+
+def test_a_truncated_normal_distribution_needs_no_values():
+    """torch draws until every value lies inside."""
+    with vgpu.shapes_only():
+        assert nn.init.trunc_normal_(torch.empty(4, device="vgpu:0")).shape == (4,)
+    assert nn.init.trunc_normal_(torch.empty(1000)).std() > 0.5

@@ -38,6 +38,7 @@ IMPORTED_LATE = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
+    "torch.nn.attention.flex_attention",
 )
 
 

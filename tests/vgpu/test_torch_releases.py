@@ -10,7 +10,7 @@ import torch
 
 import vgpu
 from vgpu import torch_releases
-from vgpu.collectives.imported import when_imported
+from vgpu.torch_patches.imported import when_imported
 from vgpu.torch_patches.undo import Changes
 
 NEWER = "2.99.0"

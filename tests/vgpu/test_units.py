@@ -2,7 +2,7 @@
 
 import pytest
 
-from vgpu.units import format_bytes, format_rate, format_seconds
+from vgpu.units import format_bytes, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,3 @@ def test_bytes(value, text):
 )
 def test_seconds(value, text):
     assert format_seconds(value) == text
-
-
-def test_rates():
-    assert format_rate(15.7e12, "FLOP") == "15.7 TFLOP/s"
-    assert format_rate(900e9, "B") == "900 GB/s"
-    assert format_rate(12, "it") == "12 it/s"

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from vgpu.collectives.imported import when_imported
 from vgpu.collectives.process_groups import BACKEND
 from vgpu.memory import gpus
 from vgpu.tensor.operator_info import handler
 from vgpu.tensor.operators import Args, Kwargs, Operator
 from vgpu.tensor.refusals import is_virtual_device
+from vgpu.torch_patches.imported import when_imported
 from vgpu.torch_patches.undo import Changes
 
 _SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"

@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vgpu import torch_releases
 from vgpu.collectives import process_groups
-from vgpu.collectives.imported import when_imported
 from vgpu.memory import gpus
 from vgpu.tensor import generators
 from vgpu.tensor.methods import cpp_device
 from vgpu.tensor.tensor import VirtualTensor
+from vgpu.torch_patches.imported import when_imported
 from vgpu.torch_patches.undo import Changes
 
 

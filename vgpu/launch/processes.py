@@ -117,10 +117,12 @@ class RankProcesses:
     def ask_states(self, time_s: float) -> list[RankState | None]:
         """Where each rank is; None for one that does not answer in that time.
 
-        One whose process has ended is where it last said that it was.
+        One that has failed or ended is where it last said that it was.
         """
+        before = {}
         for rank in self.ranks:
-            if rank.ended_ns is None:
+            if rank.ended_ns is None and not isinstance(rank.outcome, Failure):
+                before[rank.rank] = rank.state
                 rank.state = RankState(STOPPED) if rank.is_stopped else None
                 rank.send("state")
         until_s = time.monotonic() + time_s
@@ -128,6 +130,9 @@ class RankProcesses:
             if all(rank.state or rank.ended_ns is not None for rank in self.ranks):
                 break
             self.listen(until_s)
+        for rank in self.ranks:
+            if rank.ended_ns is not None and rank.state is None:
+                rank.state = before.get(rank.rank)
         return [rank.state for rank in self.ranks]
 
     def release(self, time_s: float) -> None:

@@ -88,11 +88,11 @@ class _Rank:
         while True:
             message = self.receive()
             if message == "state":
-                self._send_state()
+                self.send_state()
             elif message == "release":
                 self.released.set()
 
-    def _send_state(self) -> None:
+    def send_state(self) -> None:
         self.send(rank_state(self._main_thread, self.stage))
 
     def tell_before_cpp_aborts(self) -> None:
@@ -108,7 +108,7 @@ class _Rank:
 
         def tell() -> None:
             if os.getpid() == process:  # not in a fork of the rank
-                self._send_state()
+                self.send_state()
             before()  # writes the exception, and ends the process
 
         self._tell = handler_type(tell)  # C++ keeps its address alone
@@ -214,6 +214,8 @@ def _outcome(rank: _Rank, job: Job) -> Result | Failure:
     except SystemExit as error:
         return _failure("exited", error)
     except BaseException as error:
+        # What it had brought to a collective may explain why another rank died in it.
+        rank.send_state()
         return _failure(kind, error)
     return Result()
 

@@ -1,21 +1,24 @@
 """Operators called, collectives called and bytes sent; memory by cause in ``memory`` and ``peaks``."""
 
-from vgpu.profiling.collective_counters import (
+from vgpu.profiling.counters import (
+    MAKE_IT_ON_THE_GPU,
     CollectiveCalls,
     CollectiveCounter,
-    ParameterGatherCounter,
+    CollectiveObserver,
+    EagerDispatchMode,
+    OperatorLog,
     count_collectives,
     count_collectives_on_gpu,
     own_gpu,
 )
-from vgpu.profiling.operator_log import EagerDispatchMode, OperatorLog
 
 __all__ = [
+    "MAKE_IT_ON_THE_GPU",
     "CollectiveCalls",
     "CollectiveCounter",
+    "CollectiveObserver",
     "EagerDispatchMode",
     "OperatorLog",
-    "ParameterGatherCounter",
     "count_collectives",
     "count_collectives_on_gpu",
     "own_gpu",

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from vgpu.memory import gpus
 from vgpu.memory.blocks import rounded
-from vgpu.profiling.operator_log import EagerDispatchMode
+from vgpu.profiling.counters import EagerDispatchMode
 
 OTHER = "activations and other"
 ACTIVATIONS, TEMPORARY = "activations", "temporary"
@@ -95,20 +96,18 @@ def capacity(gpu: torch.device, size_bytes: int) -> Iterator[None]:
     if size_bytes <= 0 or (gpu.type != "cuda" and virtual is None):
         raise ValueError(f"a GPU can hold a number of bytes, got {size_bytes} for {gpu}")
     torch.get_device_module(gpu).empty_cache()
-    if gpu.type == "cuda":
-        whole = torch.cuda.get_device_properties(gpu).total_memory
-        torch.cuda.set_per_process_memory_fraction(size_bytes / whole, gpu)
-        try:
-            yield
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, gpu)
-    elif virtual is not None:
-        before_bytes = virtual.memory.capacity_bytes
+    if virtual is not None:
+        capacity_bytes = virtual.memory.capacity_bytes
         virtual.memory.set_capacity(size_bytes)
-        try:
-            yield
-        finally:
-            virtual.memory.set_capacity(before_bytes)
+        restore = partial(virtual.memory.set_capacity, capacity_bytes)
+    else:
+        limit = partial(torch.cuda.set_per_process_memory_fraction, device=gpu)
+        limit(size_bytes / torch.cuda.get_device_properties(gpu).total_memory)
+        restore = partial(limit, 1.0)
+    try:
+        yield
+    finally:
+        restore()
 
 
 @dataclass(frozen=True)
@@ -117,9 +116,8 @@ class Moment:
 
     phase: str
     operation: str  # its name in torch.ops.aten
-    module: str  # whose forward ran it, "" outside of any
     by_cause: dict[str, int]
-    activations_by_module: dict[str, int]
+    activations_by_module: dict[str, int]  # whose forward made them, "" outside of any
 
     @property
     def total_bytes(self) -> int:
@@ -173,7 +171,9 @@ class StepRecord(EagerDispatchMode):
     def __enter__(self) -> Self:
         self._before_bytes = self._allocated() - sum(self._known()[0].values())
         for name, module in self._model.named_modules():
-            enter = module.register_forward_pre_hook(lambda *_, name=name: self._enter(name))
+            enter = module.register_forward_pre_hook(
+                lambda *_, name=name: self._running.append(name)
+            )
             # Also when checkpointing ends a recomputation early, by an exception.
             leave = module.register_forward_hook(lambda *_: self._leave(), always_call=True)
             self._hooks += [enter, leave]
@@ -196,9 +196,6 @@ class StepRecord(EagerDispatchMode):
         if func.namespace == "aten":  # not the profiler's own marks
             self.moments.append(self._moment(func.overloadpacket.__name__))
         return result
-
-    def _enter(self, module: str) -> None:
-        self._running.append(module)
 
     def _leave(self) -> None:
         self._running.pop()
@@ -265,10 +262,8 @@ class StepRecord(EagerDispatchMode):
             if place not in places:
                 by_module[module] = by_module.get(module, 0) + size_bytes
         by_cause[ACTIVATIONS] = sum(by_module.values())
-        rest = self._allocated() - self._before_bytes - sum(by_cause.values())
-        by_cause[TEMPORARY] = rest
-        module = self._running[-1] if self._running else ""
-        return Moment(self._phase, operation, module, by_cause, by_module)
+        by_cause[TEMPORARY] = self._allocated() - self._before_bytes - sum(by_cause.values())
+        return Moment(self._phase, operation, by_cause, by_module)
 
 
 def _place(tensor: torch.Tensor) -> int:

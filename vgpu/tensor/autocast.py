@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vgpu.memory import gpus
-from vgpu.tensor.operators import Operator, named_arguments, operator_of_aten
+from vgpu.tensor.operators import Operator, operator_of_aten
 from vgpu.torch_patches.undo import Changes
 
 _KEY = "AutocastPrivateUse1"
@@ -32,7 +32,6 @@ def register(library: torch.library.Library) -> None:
         **dict.fromkeys(LOWER_PRECISION_FP, _in_lower_precision),
         **dict.fromkeys(FP32, _in_float32),
         **dict.fromkeys(FP32_SET_OPT_DTYPE, _giving_float32),
-        **dict.fromkeys(FP32_APPEND_DTYPE, _giving_float32_by_another),
         **dict.fromkeys(PROMOTE, _in_widest),
     }
     for name, policy in kernels.items():
@@ -79,20 +78,6 @@ def _giving_float32(func: Operator) -> Kernel:
             if copies:  # as their kernels for CUDA do; those of sums and norms read half precision
                 first = first.to(torch.float32)
             return func(first, *rest, *args[place + 1 :], **kwargs | {"dtype": torch.float32})
-
-    return kernel
-
-
-def _giving_float32_by_another(func: Operator) -> Kernel:
-    schema = func._schema.arguments
-    defaults = {one.name: one.default_value for one in schema if one.has_default_value()}
-    other = operator_of_aten(FP32_APPEND_DTYPE[func.name().removeprefix("aten::")])
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_KEYSET):
-            named = defaults | named_arguments(func, args, kwargs)
-            dtype = torch.float32 if _is_eligible(args[0]) else args[0].dtype
-            return other(*(named[argument.name] for argument in schema), dtype=dtype)
 
     return kernel
 
@@ -210,140 +195,45 @@ def _clearing(plain: Callable[[], None]) -> Callable[[], None]:
 
 # Which operators run in which type on CUDA: the ``AT_FORALL_...`` of ``ATen/autocast_mode.h``, with the
 # names of torch's own lists, overload by overload. ``tests/vgpu/tensor/test_autocast.py`` compares them
-# with the header of the torch that is installed.
+# with the header of the torch that is installed. Left out: norm.Scalar and norm.ScalarOpt_dim, which
+# torch.norm calls on a GPU no more.
 
 LOWER_PRECISION_FP = [
-    "_convolution.deprecated",
-    "_convolution",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_tbc",
-    "conv_transpose1d",
-    "conv_transpose2d.input",
-    "conv_transpose3d.input",
-    "convolution",
-    "prelu",
-    "addmm",
-    "addmv",
-    "addr",
-    "matmul",
-    "einsum",
-    "mm",
-    "mv",
-    "linalg_vecdot",
-    "linear",
-    "addbmm",
-    "baddbmm",
-    "bmm",
-    "chain_matmul",
-    "linalg_multi_dot",
-    "_thnn_fused_lstm_cell",
-    "_thnn_fused_gru_cell",
-    "lstm_cell",
-    "gru_cell",
-    "rnn_tanh_cell",
-    "rnn_relu_cell",
-    "_scaled_dot_product_flash_attention",
-    "scaled_dot_product_attention",
+    *("_convolution.deprecated", "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc"),
+    *("conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "convolution"),
+    *("prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot"),
+    *("linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot"),
+    *("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell"),
+    *("rnn_relu_cell", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention"),
 ]
 """All inputs in the type of autocast."""
 
 FP32 = [
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
-    "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor",
-    "pow.Scalar",
-    "softplus",
-    "layer_norm",
-    "native_layer_norm",
-    "rms_norm",
-    "group_norm",
-    "frobenius_norm.dim",
-    "nuclear_norm",
-    "nuclear_norm.dim",
-    "cosine_similarity",
-    "poisson_nll_loss",
-    "cosine_embedding_loss",
-    "nll_loss",
-    "nll_loss2d",
-    "hinge_embedding_loss",
-    "kl_div",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "mse_loss",
-    "margin_ranking_loss",
-    "multilabel_margin_loss",
-    "soft_margin_loss",
-    "triplet_margin_loss",
-    "multi_margin_loss",
-    "binary_cross_entropy_with_logits",
-    "dist",
-    "pdist",
-    "cdist",
-    "renorm",
-    "logsumexp",
-    "upsample_nearest1d",
-    "_upsample_nearest_exact1d",
-    "upsample_nearest2d",
-    "_upsample_nearest_exact2d",
-    "upsample_nearest3d",
-    "_upsample_nearest_exact3d",
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "_upsample_bilinear2d_aa",
-    "upsample_trilinear3d",
-    "upsample_bicubic2d",
-    "_upsample_bicubic2d_aa",
+    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p"),
+    *("reciprocal", "rsqrt", "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor"),
+    *("pow.Scalar", "softplus", "layer_norm", "native_layer_norm", "rms_norm", "group_norm"),
+    *("frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity"),
+    *("poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d"),
+    *("hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss"),
+    *("margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss"),
+    *("multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist"),
+    *("renorm", "logsumexp", "upsample_nearest1d", "_upsample_nearest_exact1d"),
+    *("upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_nearest3d"),
+    *("_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d"),
+    *("_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d"),
+    *("_upsample_bicubic2d_aa",),
 ]
 """All inputs in float32."""
 
 FP32_SET_OPT_DTYPE = [
-    "prod",
-    "prod.dim_int",
-    "softmax.int",
-    "log_softmax.int",
-    "cumprod",
-    "cumsum",
-    "linalg_vector_norm",
-    "linalg_matrix_norm",
-    "linalg_matrix_norm.str_ord",
-    "sum",
-    "sum.dim_IntList",
+    *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum"),
+    *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum"),
+    *("sum.dim_IntList",),
 ]
 """Inputs as they are; the argument ``dtype``, where it is left out, is float32."""
 
-FP32_APPEND_DTYPE = {
-    "norm.Scalar": "norm.ScalarOpt_dtype",
-    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
-}
-"""Inputs as they are; the overload that takes a ``dtype``, with float32, runs instead."""
-
 PROMOTE = [
-    "addcdiv",
-    "addcmul",
-    "atan2",
-    "bilinear",
-    "cross",
-    "dot",
-    "vdot",
-    "grid_sampler",
-    "index_put",
-    "tensordot",
-    "scatter_add",
+    *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler"),
+    *("index_put", "tensordot", "scatter_add"),
 ]
 """All inputs in the widest of their types."""

@@ -9,19 +9,17 @@ import torch
 
 from vgpu.memory import gpus
 from vgpu.tensor import observer
-from vgpu.tensor.composite import one_by_one
 from vgpu.tensor.compute import counting_versions
 from vgpu.tensor.generators import default_generator
 from vgpu.tensor.lookup import Output, look_up, signature_of
 from vgpu.tensor.methods import HOST, Place, has_values
 from vgpu.tensor.operator_info import ShapesMode, handler, in_parts, info_of, shape_handler
-from vgpu.tensor.operators import Args, Kwargs, Operator
+from vgpu.tensor.operators import Args, Kwargs, Operator, one_by_one
 from vgpu.tensor.refusals import refuse_tangents
 from vgpu.tensor.tensor import (
     ShapeTensor,
     VirtualTensor,
     make_shape,
-    named_values,
     refresh,
     unwrap,
     wrap,
@@ -224,15 +222,6 @@ def native_dropout(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     mask.bernoulli_(kept, generator=default_generator(source._gpu))
     result = values.mul(mask).mul_(1.0 / kept if kept else 0.0)
     return wrap_result((result, mask), source._gpu, "native_dropout")
-
-
-@handler("aten::_sparse_mm_reduce_impl")
-def sparse_mm_reduce(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Its kernel keeps what the backward pass reads only if an operand requires a gradient."""
-    named, gpu = named_values(func, args, kwargs)
-    with torch.enable_grad():
-        results = func(**{**named, "self": named["self"].detach().requires_grad_()})
-    return wrap_result([result.detach() for result in results], gpu, "_sparse_mm_reduce_impl")
 
 
 @in_parts("aten::_efficientzerotensor")

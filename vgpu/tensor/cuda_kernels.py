@@ -1,33 +1,49 @@
 """Operators whose kernel on CUDA takes other types than the CPU's, or hands out other results.
 
-Each is computed by the CPU's kernel, and given the types and the buffers of CUDA's.
+Each is computed by the CPU's kernel, and given the types and the buffers of CUDA's. Some are for GPUs
+alone in torch: the kernels behind RMSNorm, nn.SyncBatchNorm and fused attention.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from vgpu.memory.gpus import VirtualGPU
-from vgpu.tensor.composite import decompose
 from vgpu.tensor.operator_info import handler, in_parts
-from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments
-from vgpu.tensor.tensor import named_values, run_unrecorded, wrap, wrap_result
+from vgpu.tensor.operators import Args, Kwargs, Operator, decompose, named_arguments
+from vgpu.tensor.refusals import refuse_mixed_norm
+from vgpu.tensor.tensor import named_values, run, run_unrecorded, wrap, wrap_result
+from vgpu.torch_patches.undo import Changes
 
 HALF = (torch.float16, torch.bfloat16)
 
 
-# Computed in float32 and rounded, where the CPU has no kernel for float16 and bfloat16. The list is
-# torch's own, of where ``dtypesIfCUDA`` has more than ``dtypes`` in
-# torch/testing/_internal/common_methods_invocations.py. In it but not here: Fourier transforms, and
-# ``rrelu`` of float16, which stay errors of the CPU's.
+# Computed in float32 and rounded. Some the CPU has not for float16 and bfloat16: torch's own list is
+# where ``dtypesIfCUDA`` has more than ``dtypes`` in torch/testing/_internal/common_methods_invocations.py.
+# In it but not here: Fourier transforms, and ``rrelu`` of float16, which stay errors of the CPU's. Of
+# others the CPU keeps the statistics in the input's type, CUDA in float32: ``toAccumulateType(...,
+# is_cuda=true)`` says so, in ATen/native/cuda/layer_norm_kernel.cu and Normalization.cu. Group norm is
+# not here: there CUDA keeps the input's type, too.
 
-IN_FLOAT32 = (
-    *("_upsample_bicubic2d_aa", "_upsample_bicubic2d_aa_backward"),
-    *("_upsample_bilinear2d_aa", "_upsample_bilinear2d_aa_backward"),
-    *("avg_pool3d", "avg_pool3d_backward"),
-    *("multi_margin_loss", "multi_margin_loss_backward"),
-    *("multilabel_margin_loss_forward", "multilabel_margin_loss_backward"),
-)
+_INPUT = ("self",)
+IN_FLOAT32: dict[str, tuple[str | None, ...]] = {
+    "_upsample_bicubic2d_aa": _INPUT,
+    "_upsample_bicubic2d_aa_backward": ("grad_output",),
+    "_upsample_bilinear2d_aa": _INPUT,
+    "_upsample_bilinear2d_aa_backward": ("grad_output",),
+    "avg_pool3d": _INPUT,
+    "avg_pool3d_backward": _INPUT,
+    "multi_margin_loss": _INPUT,
+    "multi_margin_loss_backward": _INPUT,
+    "multilabel_margin_loss_forward": ("self", "self"),
+    "multilabel_margin_loss_backward": _INPUT,
+    "native_layer_norm": ("input", None, None),
+    "native_layer_norm_backward": ("input", "weight", "bias"),
+    "native_batch_norm_backward": ("input", "weight", "weight"),
+}
+"""For each result, the argument whose type it has; None for float32."""
 
 
 def widened(func: Operator, args: Args, kwargs: Kwargs) -> tuple[dict[str, Any], VirtualGPU]:
@@ -41,16 +57,22 @@ def widened(func: Operator, args: Args, kwargs: Kwargs) -> tuple[dict[str, Any],
 
 @handler(*(f"aten::{name}" for name in IN_FLOAT32))
 def in_float32(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    dtype = args[0].dtype
-    if kwargs or dtype not in HALF:  # out=
+    refuse_mixed_norm(func, args, kwargs)
+    name = func.name().removeprefix("aten::")
+    given = named_arguments(func, args, kwargs)
+    sources = IN_FLOAT32.get(name)  # none for out=
+    if sources is None or given[sources[0] or ""].dtype not in HALF:
         return run_unrecorded(func, args, kwargs)
     named, gpu = widened(func, args, kwargs)
     results = func(**named)
-    if isinstance(results, torch.Tensor):
-        results = results.to(dtype)
-    else:  # multilabel_margin_loss_forward: the second has the target's places, in its own type
-        results = tuple(result.to(dtype) for result in results)
-    return wrap_result(results, gpu, func.name().removeprefix("aten::"))
+    alone = isinstance(results, torch.Tensor)
+    cast = [
+        result
+        if result is None
+        else result.to(getattr(given.get(source or ""), "dtype", torch.float32))
+        for source, result in zip(sources, (results,) if alone else results, strict=True)
+    ]
+    return wrap_result(cast[0] if alone else tuple(cast), gpu, name)
 
 
 # Softmax of float16 with a float32 result: one kernel on a GPU, which makes no copy in float32.
@@ -74,7 +96,11 @@ def softmax(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 
 def register(kernels: torch.library.Library) -> None:
-    """Let ``softmax`` see its operators before autograd takes them apart."""
+    """Let ``softmax`` see its operators before autograd takes them apart.
+
+    And say that our devices have a kernel for RMSNorm: autograd then calls it, and not its parts.
+    """
+    kernels.impl(_RMS_NORM, lambda *args: run(_RMS_NORM, args, {}), "Lazy")
     for func in (torch.ops.aten.softmax.int, torch.ops.aten.log_softmax.int):
         kernels.impl(func, _softmax_of(func), "AutogradLazy")
 
@@ -128,21 +154,287 @@ def log_sigmoid_backward(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return wrap(func(named["grad_output"], named["self"], buffer), gpu, "log_sigmoid_backward")
 
 
-# ``F.embedding_bag`` keeps each index's bag, and places only for maxima. The CPU's has a way for sums
-# without the bags, and room for places that nobody reads (ATen/native/EmbeddingBag.cpp; for CUDA's
-# see meta_embedding_bag in torch/_meta_registrations.py).
-
-_MAXIMA = 2  # of the modes sum, mean and max
+# Norms
 
 
-@handler("aten::_embedding_bag", "aten::_embedding_bag_forward_only")
-def embedding_bag(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    named, gpu = named_values(func, args, kwargs)
-    output, bag_of, sizes, places = func(**named)
-    indices, offsets = named["indices"], named["offsets"]
-    if bag_of.numel() == 0 and indices.numel() > 0:
-        ends = torch.searchsorted(offsets, torch.arange(len(indices), device="cpu"), right=True)
-        bag_of = (ends - 1).to(indices.dtype)
-    if named.get("mode", 0) != _MAXIMA:
-        places = indices.new_empty(0)
-    return wrap_result((output, bag_of, sizes, places), gpu, "_embedding_bag")
+@handler("aten::native_batch_norm")
+def batch_norm(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """In evaluation CUDA hands the running statistics on, in float32; the CPU hands on nothing."""
+    named = named_arguments(func, args, kwargs)
+    dtype, training = named["input"].dtype, named["training"]
+    if kwargs or (training and dtype not in HALF):
+        return run_unrecorded(func, args, kwargs)
+    running = [named["running_mean"], named["running_var"]]
+    named, gpu = widened(func, args, kwargs)
+    output, *statistics = func(**named)
+    wide = [named["running_mean"], named["running_var"]]
+    if training:
+        for kept, computed in zip(running, wide, strict=True):
+            if kept is not None and kept._inner is not computed:
+                kept._inner.copy_(computed)
+    else:
+        mean, var = wide
+        statistics = [mean.clone(), (var + named["eps"]).rsqrt()]
+    return wrap_result((output.to(dtype), *statistics), gpu, "native_batch_norm")
+
+
+# RMSNorm: one kernel forward and one backward, which keep one number a row. Elsewhere torch makes it
+# of six operations. The values here are theirs, the bytes and the kernels CUDA's. Double backward
+# comes from torch's own formula.
+
+_RMS_NORM = torch.ops.aten._fused_rms_norm.default
+
+
+def _rms_norm_backward(
+    grad_out: torch.Tensor,
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[Any, Any]:
+    """The gradients of the input and of the weight, each in its own type; computed in float32."""
+    wide = torch.float64 if input.dtype is torch.float64 else torch.float32
+    rows = tuple(range(input.dim() - len(normalized_shape)))
+    within = tuple(range(len(rows), input.dim()))
+    rstd = rstd.to(wide).reshape(*input.shape[: len(rows)], *[1] * len(within))
+    grad, normal = grad_out.to(wide), input.to(wide) * rstd
+    of_input = of_weight = None
+    if output_mask[0]:
+        inner = grad if weight is None else grad * weight.to(wide)
+        along = (inner * normal).mean(within, keepdim=True) if math.prod(normalized_shape) else 0
+        of_input = ((inner - normal * along) * rstd).to(input.dtype).contiguous()
+    if output_mask[1] and weight is not None:
+        of_weight = (grad * normal).sum(rows) if rows else grad * normal
+        of_weight = of_weight.to(weight.dtype)
+    return of_input, of_weight
+
+
+# Without a handler, the forward pass would be taken for a composite operator, and run in parts.
+@handler("aten::_fused_rms_norm")
+def rms_norm(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    return run_unrecorded(func, args, kwargs)
+
+
+# The five operators behind nn.SyncBatchNorm, which torch has for GPUs only, on CPU tensors. What is
+# gathered over the ranks, and when, is torch's own (torch.nn.modules._functions). These do what its
+# CUDA kernels do (ATen/native/cuda/Normalization.cuh), each in its formula: statistics of the rank's
+# own part, the statistics of all parts together, the normalization, and the two halves of the
+# backward pass. ``C`` is the number of channels, dimension 1 of the input. Statistics and sums of
+# float16 and bfloat16 are float32, as there; outputs and gradients have their tensor's type.
+
+Optional = torch.Tensor | None
+
+
+def _sync_stats(input: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and 1 / sqrt(variance + eps) of this rank's part, each (C,)."""
+    input, others = _wide(input), _all_but_channels(input)
+    return input.mean(others), (input.var(others, correction=0) + eps).rsqrt()
+
+
+def _sync_gather_stats(
+    input: torch.Tensor,
+    mean: torch.Tensor,  # (ranks, C)
+    invstd: torch.Tensor,  # (ranks, C)
+    running_mean: Optional,
+    running_var: Optional,
+    momentum: float,
+    eps: float,
+    counts: torch.Tensor,  # (ranks,)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and 1 / sqrt(variance + eps) over all ranks; the running statistics move towards them."""
+    mean, invstd, counts = _wide(mean), _wide(invstd), _wide(counts)
+    share = (counts / counts.sum())[:, None]
+    whole = (share * mean).sum(0)
+    variance = (share * (invstd.square().reciprocal() - eps + (mean - whole).square())).sum(0)
+    if running_mean is not None:
+        running_mean.copy_(_wide(running_mean).lerp(whole, momentum))
+    if running_var is not None:
+        unbiased = variance * counts.sum() / (counts.sum() - 1)
+        running_var.copy_(_wide(running_var).lerp(unbiased, momentum))
+    return whole, (variance + eps).rsqrt()
+
+
+def _sync_normalize(
+    input: torch.Tensor,
+    weight: Optional,
+    bias: Optional,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    scale = invstd if weight is None else invstd * weight
+    out = (_wide(input) - _along_channels(mean, input)) * _along_channels(scale, input)
+    out = out if bias is None else out + _along_channels(bias, input)
+    return out.to(input.dtype)
+
+
+def _sync_backward_reduce(
+    grad_out: torch.Tensor,
+    input: torch.Tensor,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    weight: Optional,
+    input_g: bool,
+    weight_g: bool,
+    bias_g: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This rank's sums of dy and of dy * (x - mean), and its gradients of weight and bias."""
+    others, grad_out = _all_but_channels(input), _wide(grad_out)
+    sum_dy = grad_out.sum(others)
+    sum_dy_xmu = (grad_out * (input - _along_channels(mean, input))).sum(others)
+    own = sum_dy.dtype if weight is None else weight.dtype
+    return sum_dy, sum_dy_xmu, (sum_dy_xmu * invstd).to(own), sum_dy.to(own, copy=True)
+
+
+def _sync_backward(
+    grad_out: torch.Tensor,
+    input: torch.Tensor,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    weight: Optional,
+    sum_dy: torch.Tensor,
+    sum_dy_xmu: torch.Tensor,
+    count: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of the input, from the sums over all ranks."""
+    samples = count.sum()
+    centred = input - _along_channels(mean, input)
+    slope = _along_channels(invstd.square() * sum_dy_xmu / samples, input)
+    scale = invstd if weight is None else invstd * weight
+    away = grad_out - _along_channels(sum_dy / samples, input) - centred * slope
+    return (away * _along_channels(scale, input)).to(input.dtype)
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    """float16 and bfloat16 as float32: what a GPU computes them in."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def _all_but_channels(tensor: torch.Tensor) -> list[int]:
+    return [dim for dim in range(tensor.dim()) if dim != 1]
+
+
+def _along_channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """(C,) as (1, C, 1, ...), with as many dimensions as ``like``."""
+    return values.reshape(1, -1, *[1] * (like.dim() - 2))
+
+
+def install(changes: Changes) -> None:
+    """Give the CPU and shapes what torch has for GPUs only, as long as there are virtual GPUs."""
+    kernels = changes.library("aten")
+    for key in ("CPU", "Meta"):
+        kernels.impl("_fused_rms_norm_backward", _rms_norm_backward, key)
+    kernels.impl("batch_norm_stats", _sync_stats, "CPU")
+    kernels.impl("batch_norm_gather_stats_with_counts", _sync_gather_stats, "CPU")
+    kernels.impl("batch_norm_elemt", _sync_normalize, "CPU")
+    kernels.impl("batch_norm_backward_reduce", _sync_backward_reduce, "CPU")
+    kernels.impl("batch_norm_backward_elemt", _sync_backward, "CPU")
+
+
+# Fused attention: CUDA's operators, computed by the CPU's own fused kernel. They keep the output and
+# one number per row, not the matrix of scores, so the bytes are those of a GPU, and DTensor and context
+# parallelism know how to split them. Strides are a GPU's too, as torch's functions for meta tensors have
+# them. Left out: dropout, which the CPU's kernel does not have (with it, torch_patches/attention.py
+# computes attention unfused).
+
+
+def _attention_arguments(
+    func: Operator, args: Args, kwargs: Kwargs
+) -> tuple[dict[str, Any], VirtualGPU]:
+    """All arguments by name, with CPU tensors in place of virtual ones, and the GPU."""
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    values, gpu = named_values(func, args, kwargs)
+    named = defaults | values
+    if named["dropout_p"]:
+        raise NotImplementedError(
+            f"fused attention with dropout_p={named['dropout_p']} is not supported on virtual GPUs: "
+            "call torch.nn.functional.scaled_dot_product_attention, which then computes it unfused"
+        )
+    return named, gpu
+
+
+def _attention_forward(
+    named: dict[str, Any], mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and the logarithm of each row's sum: (B, H, S, D) and (B, H, S)."""
+    parts = [named[name] for name in ("query", "key", "value")]
+    parts = [part if part.stride(-1) == 1 else part.contiguous() for part in parts]
+    output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *parts, 0.0, named["is_causal"], attn_mask=mask, scale=named["scale"]
+    )
+    return output, logsumexp
+
+
+def _attention_backward(
+    named: dict[str, Any], grad: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    logsumexp = named["logsumexp"][..., : named["query"].size(-2)]  # without the padding
+    query, key, value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, named["query"], named["key"], named["value"], named["out"], logsumexp,
+        0.0, named["is_causal"], attn_mask=mask, scale=named["scale"],
+    )  # fmt: skip
+    return query, key, value
+
+
+def _as_rows_of_heads(values: torch.Tensor) -> torch.Tensor:
+    """(B, H, S, D) laid out as (B, S, H, D): how the memory-efficient kernels write."""
+    return values.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _laid_out_as(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The values, in the memory that ``empty_like(like)`` has: how flash attention writes."""
+    made = torch.empty_like(like)
+    return values if values.stride() == made.stride() else made.copy_(values)
+
+
+@handler("aten::_scaled_dot_product_flash_attention")
+def flash_attention(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    named, gpu = _attention_arguments(func, args, kwargs)
+    query = named["query"]
+    output, logsumexp = _attention_forward(named, None)
+    # State of random numbers; there is no mask to look at, and no lengths of packed sequences.
+    state = torch.zeros(2, dtype=torch.uint64, device="cpu")
+    results = (
+        *(_laid_out_as(query, output), logsumexp.contiguous(), None, None),
+        *(query.size(-2), named["key"].size(-2), state, state.new_zeros(())),
+        query.new_empty(0),
+    )
+    return wrap_result(results, gpu, "attention")
+
+
+@handler("aten::_scaled_dot_product_flash_attention_backward")
+def flash_attention_backward(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    named, gpu = _attention_arguments(func, args, kwargs)
+    gradients = _attention_backward(named, named["grad_out"], None)
+    inputs = (named[name] for name in ("query", "key", "value"))
+    results = tuple(_laid_out_as(*pair) for pair in zip(inputs, gradients, strict=True))
+    return wrap_result(results, gpu, "attention")
+
+
+@handler("aten::_scaled_dot_product_efficient_attention")
+def efficient_attention(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    named, gpu = _attention_arguments(func, args, kwargs)
+    output, logsumexp = _attention_forward(named, named["attn_bias"])
+    rows = logsumexp.size(-1)
+    if named["compute_log_sumexp"]:
+        padded = torch.nn.functional.pad(logsumexp, (0, -rows % 32), value=math.inf)
+    else:
+        padded = logsumexp.new_empty((*logsumexp.shape[:-1], 0))
+    none = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(2)]
+    results = _as_rows_of_heads(output), padded.contiguous(), *none
+    return wrap_result(results, gpu, "attention")
+
+
+@handler("aten::_scaled_dot_product_efficient_attention_backward")
+def efficient_attention_backward(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    named, gpu = _attention_arguments(func, args, kwargs)
+    bias = named["attn_bias"]
+    if named["grad_input_mask"][3]:
+        raise NotImplementedError(
+            "the gradient of an attention mask is not supported in fused attention on virtual GPUs"
+        )
+    bias = None if bias is not None and bias.numel() == 0 else bias
+    gradients = _attention_backward(named, named["grad_out_"], bias)
+    results = *(_as_rows_of_heads(gradient) for gradient in gradients), None
+    return wrap_result(results, gpu, "attention")

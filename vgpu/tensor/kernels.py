@@ -13,16 +13,13 @@ from torch._library import utils
 
 from vgpu.memory import gpus
 from vgpu.tensor import (  # noqa: F401
-    attention,
     autocast,
-    composite,
     copies,
     cuda_kernels,
-    norms,
     parts,
     refusals,
 )
-from vgpu.tensor.operators import Args, Kwargs, Operator, overloads
+from vgpu.tensor.operators import Args, Kwargs, Operator, is_composite, overloads
 from vgpu.tensor.tensor import VirtualTensor, run, unwrap
 from vgpu.torch_patches.undo import Changes
 
@@ -73,7 +70,6 @@ def register_once() -> tuple[torch.library.Library, ...]:
             kernels.impl(func, functools.partial(_call, func), key)
     cuda_kernels.register(kernels)
     autocast.register(kernels)
-    norms.register(kernels)
     return fallbacks, kernels
 
 
@@ -92,7 +88,7 @@ def _computing_operators() -> list[Operator]:
                 full_name, "CompositeExplicitAutograd"
             )
             writes_out = any(argument.is_out for argument in func._schema.arguments)
-            if computes and not composite.is_composite(func) and not writes_out:
+            if computes and not is_composite(func) and not writes_out:
                 found.append(func)
     return found
 
@@ -101,7 +97,7 @@ def _call(func: Operator, *args: Any, **kwargs: Any) -> Any:
     return run(func, args, kwargs)
 
 
-# Kernels that a user registers (custom_op, Library): what they are for runs in composite.py
+# Kernels that a user registers (custom_op, Library): what they are for runs in operators.py
 
 
 def comparing_values(plain: Callable[..., None]) -> Callable[..., None]:

@@ -16,7 +16,7 @@ import torch
 from vgpu.tensor.methods import SHAPES, TensorMethods
 from vgpu.tensor.operator_info import OperatorInfo
 from vgpu.tensor.operators import Args, Kwargs, tensors_in
-from vgpu.tensor.refusals import refuse_mixed_batch_norm, refuse_mixed_layer_norm
+from vgpu.tensor.refusals import refuse_mixed_norm
 
 Signature = tuple[object, ...]
 
@@ -198,9 +198,10 @@ def _run_on_meta(info: OperatorInfo, args: Args, kwargs: Kwargs) -> Result:
     if info.makes_on_device:
         kwargs["device"] = torch.device("meta")
     # An operator without results only changes values, and torch may have no meta kernel for it.
-    result = func(*args, **kwargs) if func._schema.returns else None
-    if func.name() in _AS_CUDA:
-        result = _AS_CUDA[func.name()](args, kwargs, result)
+    result: Any = func(*args, **kwargs) if func._schema.returns else None
+    refuse_mixed_norm(func, args, kwargs)
+    if func.name() == "aten::log_sigmoid_forward":
+        result = result[0], result[0].new_empty(0)  # as on CUDA (cuda_kernels.py)
     if result is None:
         return Result(None, [], [])
     form = None if isinstance(result, torch.Tensor) else type(result)
@@ -224,28 +225,6 @@ def output_like(tensor: torch.Tensor) -> Output:
     offset = int(meta.storage_offset())
     storage_bytes = meta.untyped_storage().nbytes()
     return Output(meta, meta.size(), meta.stride(), offset, meta.dtype, storage_bytes)
-
-
-def _without_buffer(args: Args, kwargs: Kwargs, result: Any) -> Any:
-    return result[0], result[0].new_empty(0)  # precision.py, log_sigmoid
-
-
-def _of_one_type(args: Args, kwargs: Kwargs, result: Any) -> Any:
-    refuse_mixed_layer_norm(torch.ops.aten.native_layer_norm.default, args, kwargs)
-    return result
-
-
-def _of_fit_types(args: Args, kwargs: Kwargs, result: Any) -> Any:
-    refuse_mixed_batch_norm(torch.ops.aten.native_batch_norm_backward.default, args, kwargs)
-    return result
-
-
-# Where torch's function for meta tensors does not give what CUDA does.
-_AS_CUDA: dict[str, Callable[[Args, Kwargs, Any], Any]] = {
-    "aten::log_sigmoid_forward": _without_buffer,
-    "aten::native_layer_norm": _of_one_type,
-    "aten::native_batch_norm_backward": _of_fit_types,
-}
 
 
 # Their kernels make a tensor like the input and resize it, by which memory never shrinks:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vgpu.tensor import composite
+from vgpu.tensor import operators
 from vgpu.tensor.operators import Args, Handler, Kwargs, Operator, overloads, tensors_in
 
 # Whether a call with these arguments is several operators on CUDA.
@@ -208,21 +208,21 @@ class OperatorInfo:
         self.records_itself = not _recording_themselves.isdisjoint((name, self.schema_name))
         # Whether a call is several operators on CUDA, and what runs them; None: it never is.
         self.divides: Condition | None = None
-        self.parts: Handler = composite.decompose
+        self.parts: Handler = operators.decompose
         if self.handler is not None:
             return
         if name in _parts:
             self.divides, self.parts = _parts[name]
-        elif self.schema_name.partition("::")[0] not in composite.TORCHS_OWN:
-            self.divides = lambda args, kwargs: composite.is_foreign_in_parts(func)
-            self.parts = composite.run_foreign
-        elif composite.is_composite(func):
+        elif self.schema_name.partition("::")[0] not in operators.TORCHS_OWN:
+            self.divides = lambda args, kwargs: operators.is_foreign_in_parts(func)
+            self.parts = operators.run_foreign
+        elif operators.is_composite(func):
             self.divides = always
-        elif name in composite.OF_SEVERAL:
-            self.divides, self.parts = always, composite.run_explicit
+        elif name in operators.OF_SEVERAL:
+            self.divides, self.parts = always, operators.run_explicit
         elif self.name.startswith("_foreach_"):
             # One kernel for lists of dense tensors on one device; no other lists are fit for it.
-            self.divides, self.parts = composite.not_in_one_kernel, composite.one_by_one
+            self.divides, self.parts = operators.not_in_one_kernel, operators.one_by_one
 
     def waits_for(self, args: Args) -> bool:
         """Whether the host must know a value before this call can go on.

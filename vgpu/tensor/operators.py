@@ -1,6 +1,11 @@
-"""torch's operators as this package sees them: their type, and how a call fills their schema."""
+"""torch's operators as this package sees them, and those that are made of others on a GPU.
+
+C++ or a user's Python makes them of others. Their parts arrive at ``run`` one by one: the tensors
+between them take room, and each takes time. What only CUDA makes of several is in parts.py.
+"""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -64,3 +69,168 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)
+
+
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_excluding = torch._C._SetExcludeDispatchKeyGuard
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+_CPU = torch._C.DispatchKey.CPU
+_IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
+
+
+# Made of others by C++, for every device
+
+
+def is_composite(func: Operator) -> bool:
+    """Whether C++ makes the operator of others, for every device alike.
+
+    Not so silu_backward, for which CPU and CUDA have a kernel each. Constructors of sparse tensors
+    ask for a device that C++ has an allocator for.
+    """
+    composite = _has_kernel(func.name(), _COMPOSITE) and not _has_kernel(func.name(), _CPU)
+    return composite and not func._schema.name.startswith(("aten::_sparse_", "aten::sparse_"))
+
+
+def decompose(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """Run a composite operator as C++ does for every device but CUDA.
+
+    It arrives whole in inference mode, where autograd is skipped. There, a view of a tensor from
+    outside shares its version counter; outside, a tensor made in inference mode must not be changed.
+    C++ enforces both, for the operator or its parts.
+    """
+    inference = torch.is_inference_mode_enabled() or any(
+        isinstance(value, torch.Tensor) and value.is_inference() for value in args
+    )
+    if not inference or _has_kernel(func.name(), _IN_PLACE_OR_VIEW):
+        return func._op_dk(_COMPOSITE, *args, **kwargs)
+    with _excluding(_IN_PLACE_OR_VIEW, False):
+        return func._op_dk(_COMPOSITE, *args, **kwargs)
+
+
+# What C++ makes of other operators below autograd, for every device alike, with tensors between them
+# that take room (tests/vgpu/tensor/test_parts.py).
+OF_SEVERAL = {
+    f"aten::{name}"
+    for name in (
+        *("_euclidean_dist", "_safe_softmax", "affine_grid_generator", "allclose"),
+        *("binary_cross_entropy_with_logits", "dist", "isinf", "ldexp.Tensor", "mvlgamma"),
+        *("soft_margin_loss", "soft_margin_loss.out"),
+        *("soft_margin_loss_backward", "soft_margin_loss_backward.grad_input"),
+    )
+}
+
+
+def run_explicit(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """Run one of ``OF_SEVERAL``."""
+    return func._op_dk(_EXPLICIT, *args, **kwargs)
+
+
+def not_in_one_kernel(args: Args, kwargs: Kwargs) -> bool:
+    """Whether the lists of a foreach operator hold a sparse tensor, or are on several devices."""
+    device = None
+    for items in args:
+        if isinstance(items, list | tuple):
+            for item in items:
+                if isinstance(item, torch.Tensor):
+                    if item.layout is not torch.strided or device not in (None, item.device):
+                        return True
+                    device = item.device
+    return False
+
+
+def one_by_one(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """Run a foreach operator tensor by tensor, as CUDA does with what has no kernel for lists."""
+    with _excluding(_IN_PLACE_OR_VIEW, False):  # each changed tensor counts its version
+        return func._op_dk(_EXPLICIT, *args, **kwargs)
+
+
+# Operators that torch does not have itself: torch.library.custom_op, Library, extensions. One whose
+# kernel is Python runs it on virtual tensors, as a GPU would: the body sees the virtual device, and
+# what it computes, draws and allocates is computed, drawn and allocated there.
+
+# The namespaces of operators that torch and its packages define; each is one kernel of a GPU.
+TORCHS_OWN = {
+    *("aten", "c10d", "c10d_functional", "coor", "debug_mode_ops", "debugprims"),
+    *("export", "flex_gemm", "flex_lib", "fsdp", "image", "inductor", "inductor_prims"),
+    *("mempool", "mkl", "mkldnn", "mkldnn_prepacked", "onednn", "onnx"),
+    *("onnx_symbolic", "pippy", "prim", "prims", "profiler", "quantization"),
+    *("quantized", "rngprims", "sparse", "static_runtime", "streams", "symm_mem"),
+    *("torchvision", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"),
+    *("_inductor_test", "_native", "_native_aot", "_quantized", "_test"),
+}
+
+
+def python_kernel(func: Operator) -> str | None:
+    """The key of the Python kernel that a GPU runs for an operator that torch does not have itself.
+
+    None where the kernels are in C++: the CPU's runs then, on the values. NotImplementedError, as on
+    CUDA, where Python has one for other devices only. Asked at each call: kernels may be registered
+    at any time.
+    """
+    namespace, _, name = func.name().partition("::")
+    prefix = f"{namespace}/{name}/"
+    registered: set[str] = torch.library._impls
+    for key in _FOR_GPUS:
+        if prefix + key in registered:
+            return key or "CompositeImplicitAutograd"
+    defined_here = func.name() in torch.library._defs
+    in_cpp = any(
+        _has_kernel(func.name(), key) and prefix + key not in registered
+        for key in ("CPU", *_FOR_GPUS[:-1])
+    )
+    if in_cpp or not defined_here:
+        return None
+    found = sorted(key.removeprefix(prefix) for key in registered if key.startswith(prefix))
+    raise NotImplementedError(
+        f"Could not run '{func.name()}' with arguments from the 'VGPU' backend. This could be "
+        "because the operator doesn't exist for this backend. "
+        f"'{func.name()}' is only available for these backends: [{', '.join(found)}].\n"
+        f"Register its kernel for virtual GPUs, such as @torch.library.register_kernel("
+        f"'{func.name()}', 'vgpu'), or one for all devices (custom_op without device_types; "
+        "CompositeExplicitAutograd in a Library)"
+    )
+
+
+# In the order in which C++ looks; the last is what a Library registers without a key.
+_FOR_GPUS = (
+    "PrivateUse1",
+    "CompositeExplicitAutogradNonFunctional",
+    "CompositeExplicitAutograd",
+    "CompositeImplicitAutograd",
+    "",
+)
+
+
+def is_foreign_in_parts(func: Operator) -> bool:
+    """Whether a GPU runs an operator that torch does not have itself as calls of others."""
+    return python_kernel(func) is not None or is_composite(func)
+
+
+def run_foreign(func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """Run an operator that ``is_foreign_in_parts``."""
+    key = python_kernel(func)
+    if key is None:
+        return decompose(func, args, kwargs)
+    with _as_called(func):
+        return func._op_dk(getattr(torch._C.DispatchKey, key), *args, **kwargs)
+
+
+@contextmanager
+def _as_called(func: Operator) -> Iterator[None]:
+    """In the block C++ does what it would do for a kernel on a GPU: autocast, versions of views.
+
+    All that is switched off where Python dispatch has brought us, and back on here, but for
+    autograd where the operator has a formula. Without one autograd goes through the kernel's parts.
+    """
+    includes = torch._C._dispatch_tls_local_include_set()
+    excludes = torch._C._dispatch_tls_local_exclude_set()
+    if excludes.has(torch._C.DispatchKey.PythonTLSSnapshot):
+        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+            excludes = torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(includes, excludes):
+        if any(_has_kernel(func.name(), key) for key in ("Autograd", "AutogradLazy")):
+            with torch._C._AutoDispatchBelowAutograd():
+                yield
+        else:
+            yield

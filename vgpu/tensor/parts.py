@@ -1,7 +1,7 @@
 """Operators that are one call on the CPU and several on a GPU, with tensors between them.
 
 Those tensors take room there, and each operator takes time. What C++ itself makes of others, for every
-device alike, is in composite.py. Here are those whose kernel for the CPU does the same inside, where
+device alike, is in operators.py. Here are those whose kernel for the CPU does the same inside, where
 nobody counts it. What CUDA's kernels for sorting, scanning and reducing take as scratch is left out.
 """
 

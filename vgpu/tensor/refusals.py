@@ -8,8 +8,6 @@ from typing import Any, NoReturn
 import torch
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
-from torch.nn.parallel import comm as torch_comm
-from torch.utils import _pytree as pytree
 
 from vgpu.memory import gpus
 from vgpu.tensor.operator_info import handler
@@ -69,9 +67,6 @@ def install(changes: Changes) -> None:
     changes.wrap(torch.nested, "nested_tensor", nested_tensor)
     changes.wrap(torch.UntypedStorage, "__new__", new_untyped_storage)
     changes.wrap(forward_ad, "make_dual", make_dual)
-    changes.wrap(torch, "compile", refusing_virtual)
-    changes.wrap(torch.jit.RecursiveScriptModule, "to", script_module_to)
-    changes.wrap(torch_comm, "broadcast", broadcast)
     changes.set(torch.UntypedStorage, gpus.DEVICE_TYPE, storage_to_gpu)
 
 
@@ -91,37 +86,6 @@ def nested_tensor(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         return plain(*args, device=device, **kwargs)
 
     return nested_tensor
-
-
-def broadcast(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.nn.parallel.comm.broadcast``, which C++ has for CUDA only."""
-
-    @functools.wraps(plain)
-    def broadcast(tensor: torch.Tensor, devices: Any = None, *, out: Any = None) -> Any:
-        if not is_virtual_device(tensor.device):
-            return plain(tensor, devices, out=out)
-        raise NotImplementedError(
-            "comm.broadcast is not supported on virtual GPUs: copy with tensor.to(device) to each "
-            "device, or call comm.broadcast_coalesced([tensor], devices)"
-        )
-
-    return broadcast
-
-
-def script_module_to(plain: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """``ScriptModule.to``: C++ would keep the parameters where they are."""
-
-    @functools.wraps(plain)
-    def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if is_virtual_device(device):
-            raise NotImplementedError(
-                f"a ScriptModule cannot move to {device}: move the module that it was made of, and "
-                "call it as it is, without torch.jit"
-            )
-        return plain(module, *args, **kwargs)
-
-    return to
 
 
 def storage_to_gpu(storage: torch.UntypedStorage, device: Any = None) -> torch.UntypedStorage:
@@ -216,47 +180,15 @@ def refuse_tangents(values: Iterable[object]) -> None:
                 raise NotImplementedError(_FORWARD_MODE)
 
 
-def refusing_virtual(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compile``, which would warn at length and then run virtual tensors uncompiled."""
-
-    @functools.wraps(plain)
-    def compile(model: object = None, *args: Any, **kwargs: Any) -> Any:
-        owner = getattr(model, "__self__", model)  # Module.compile hands over a bound method
-        if isinstance(owner, torch.nn.Module):
-            for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
-                if is_virtual_device(tensor.device):
-                    raise _not_compiled(f"{name} is on {tensor.device}: run the model as it is")
-        compiled = plain(model, *args, **kwargs)
-        if isinstance(compiled, torch.nn.Module):  # which may be moved afterwards
-            compiled.forward = _on_real_tensors(compiled.forward)
-            return compiled
-        return compiled if model is None else _on_real_tensors(compiled)
-
-    return compile
+def refuse_mixed_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
+    """RuntimeError where a norm mixes types as no kernel of CUDA does; for any operator."""
+    if func is torch.ops.aten.native_layer_norm.default:
+        _refuse_mixed_layer_norm(func, args, kwargs)
+    elif func is torch.ops.aten.native_batch_norm_backward.default:
+        _refuse_mixed_batch_norm(func, args, kwargs)
 
 
-def _on_real_tensors(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled function that refuses virtual tensors when it is called."""
-
-    @functools.wraps(compiled)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        for value in pytree.tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor) and is_virtual_device(value.device):
-                raise _not_compiled(
-                    f"an argument is on {value.device}: call what was compiled as it is"
-                )
-        return compiled(*args, **kwargs)
-
-    return checked
-
-
-def _not_compiled(found: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"torch.compile is not supported on virtual GPUs, and {found}, or compile it on the CPU"
-    )
-
-
-def refuse_mixed_layer_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
+def _refuse_mixed_layer_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
     """RuntimeError where a weight or bias has another type than the input: CUDA has no such kernel.
 
     Without a row to normalize it asks for none.
@@ -276,7 +208,7 @@ def refuse_mixed_layer_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
             )
 
 
-def refuse_mixed_batch_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
+def _refuse_mixed_batch_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
     """RuntimeError where CUDA's backward kernel takes statistics of another type only.
 
     It is compiled for float32 parameters and statistics if the first of them, the weight, has another

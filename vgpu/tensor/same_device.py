@@ -7,12 +7,13 @@ what lies elsewhere; they are named below.
 """
 
 from collections.abc import Callable, Iterator
-from importlib import resources
 
 import torch
 
 from vgpu.tensor.operator_info import INDEXING, OperatorInfo
 from vgpu.tensor.operators import Args, Kwargs, Operator
+
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
 def check(info: OperatorInfo, args: Args, kwargs: Kwargs) -> None:
@@ -191,16 +192,9 @@ def _names_in_cuda(func: Operator, argument: str) -> tuple[str, str]:
     name, overload = func._schema.name.partition("::")[2], func._schema.overload_name
     if any(a.is_out for a in func._schema.arguments):
         name += "_out"
-    if _is_structured(f"{name}.{overload}" if overload else name):
+    if _has_kernel(func.name(), "CompositeExplicitAutogradNonFunctional"):  # structured ones have
         return argument, f"{name}_{overload}" if overload else name
     return argument, f"{overload}_{name}"
-
-
-def _is_structured(name: str) -> bool:
-    """Whether torch's table of native functions, which every wheel holds, says so."""
-    table = resources.files("torchgen") / "packaged/ATen/native/native_functions.yaml"
-    _, _, entry = table.read_text("utf-8").partition(f"\n- func: {name}(")
-    return "\n  structured" in entry.partition("\n- func:")[0]
 
 
 def _is_cpu_scalar(tensor: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 An operation lasts as the roofline says (Williams, Waterman and Patterson, 2009): the longer of
 FLOPs over FLOP/s and bytes over bytes/s, plus a fixed time to start. A matrix product takes longer
-where its tiles do not fill the GPU, and to write its result (hardware/efficiency.py). FLOPs are counted by
+where its tiles do not fill the GPU, and to write its result (hardware.py). FLOPs are counted by
 torch's own ``torch.utils.flop_counter``, bytes are those of the tensors. No program reaches a
 datasheet's peak, so arithmetic, memory and links each have a share of theirs: see ``CostModel``.
 
@@ -48,30 +48,18 @@ _TF32_SWITCH = {PRODUCT: "matmul", CONVOLUTION: "conv"}  # in torch.backends.cud
 _float32_precision = torch._C._get_fp32_precision_getter
 
 
-# Numbers that a cost model takes. A time that is not a number would make a simulator wait for ever,
-# and one below zero a step end before it begins.
-
-
-def check_share(name: str, value: object) -> None:
-    """ValueError for what is not a number above 0 and up to 1."""
-    if not _is_real(value) or not 0 < value <= 1:  # type: ignore[operator]
-        raise ValueError(f"{name} must be in (0, 1], got {value!r}")
-
-
 def check_seconds(name: str, value: object) -> None:
-    """ValueError for what is not a finite number of at least 0."""
-    if not _is_real(value) or not 0 <= value < math.inf:  # type: ignore[operator]
-        raise ValueError(f"{name} must be seconds, finite and not negative, got {value!r}")
+    """ValueError for what is not a finite number of at least 0.
+
+    A time that is not a number would make a simulator wait for ever, and one below zero a step end
+    before it begins.
+    """
+    _check(name, value, "seconds, finite and not negative", lambda time_s: 0 <= time_s < math.inf)
 
 
-def check_whole(name: str, value: object, least: int) -> None:
-    """ValueError for what is not an integer of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+def _check(name: str, value: Any, wanted: str, holds: Callable[[Any], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not holds(value):
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
 
 class Workload(NamedTuple):
@@ -124,7 +112,7 @@ class CostModel:
     Four shares say how much of a datasheet's peak is reached. None is measured here. If a lesson
     fits one to a published time, it says which; the others stay assumed:
 
-    - ``arithmetic_share``: of the rate that hardware/efficiency.py derives from the peak and the
+    - ``arithmetic_share``: of the rate that hardware.py derives from the peak and the
       sizes. The best matrix products reach 0.87 (A100) and 0.80 (H100) of the peak in bfloat16
       (stas00/ml-engineering), convolutions of a real network less; 0.5 is assumed.
     - ``memory_share``: kernels that only read and write reach 0.7 to 0.9, depending on the GPU
@@ -174,19 +162,21 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name in _SHARES:
-            check_share(name, getattr(self, name))
+            _check(name, getattr(self, name), "in (0, 1]", lambda share: 0 < share <= 1)
         for name in _SECONDS:
             check_seconds(name, getattr(self, name))
         for name, least in _COUNTS.items():
-            check_whole(name, getattr(self, name), least)
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
+                raise ValueError(
+                    f"{name} must be a whole number of at least {least}, got {value!r}"
+                )
+        spread = self.speed_spread
+        _check("speed_spread", spread, "at least 0 and below 1", lambda share: 0 <= share < 1)
         if self.collective_processors >= self.spec.multi_processor_count:
             raise ValueError(
                 f"collective_processors must be below the {self.spec.multi_processor_count} of "
                 f"{self.spec.name}, got {self.collective_processors}"
-            )
-        if not 0 <= self.speed_spread < 1:
-            raise ValueError(
-                f"speed_spread must be at least 0 and below 1, got {self.speed_spread}"
             )
         if self.async_tp and not self.fuses:
             raise ValueError(

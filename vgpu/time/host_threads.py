@@ -10,9 +10,11 @@ backward it is that of the module whose forward made the node of autograd's grap
 """
 
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,15 +42,17 @@ if TYPE_CHECKING:  # the program has the threads
 class HostThread:
     """One thread of the host."""
 
-    __slots__ = ("by", "index", "number")
+    __slots__ = ("by", "compiled", "index", "number")
 
     def __init__(self, index: int, number: int, backward: bool) -> None:
         self.index = index  # among the threads of the recording
         self.number = number  # its row in a trace
         self.by = Issuer(index, "", backward)  # who issues its next operation
+        self.compiled = False  # whether torch.compile has compiled it
 
-    def enter(self, module: str) -> None:
-        """Its next operation is issued in a module."""
+    def enter(self, module: str, compiled: bool) -> None:
+        """Its next operation is issued in a module; compiled: by code that torch.compile made."""
+        self.compiled = compiled
         if self.by.module != module:
             self.by = self.by._replace(module=module)
 
@@ -154,12 +158,11 @@ class HostThreads:
                 self._program.wait_stream(current, stream)
 
 
+@dataclass
 class _BackwardPass:
-    def __init__(self, number: int, thread: int) -> None:
-        """number: autograd's. thread: the one that called it."""
-        self.number = number
-        self.thread = thread
-        self.has_ended = False
+    number: int  # autograd's
+    thread: int  # the one that called it
+    has_ended: bool = False
 
     def end(self) -> None:
         self.has_ended = True
@@ -172,6 +175,7 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.names: list[str] = []
         self.of_module: dict[int, str] = {}
+        self.compiled_calls = 0
 
 
 _stack = _Stack()
@@ -184,6 +188,20 @@ def current_module() -> str:
 
 
 @contextmanager
+def compiled_call() -> Iterator[None]:
+    """What this thread computes in the block is compiled code, and so is its backward."""
+    _stack.compiled_calls += 1
+    try:
+        yield
+    finally:
+        _stack.compiled_calls -= 1
+
+
+def in_compiled_call() -> bool:
+    return _stack.compiled_calls > 0
+
+
+@contextmanager
 def modules_tracked() -> Iterator[None]:
     """Follow every module's forward while the block runs."""
     # always_call: also a forward that raises must leave the stack.
@@ -192,18 +210,28 @@ def modules_tracked() -> Iterator[None]:
         torch_module.register_module_forward_hook(_leave, always_call=True),
     ]
     try:
-        yield
+        with warnings.catch_warnings():
+            # The module that torch.compile makes warns of hooks that see it as well: _enter knows.
+            message = r"Using `torch\.compile\(module\)` when there are global hooks"
+            warnings.filterwarnings("ignore", message)
+            yield
     finally:
         for handle in handles:
             handle.remove()
         _stack.names.clear()
 
 
+_COMPILED = "_orig_mod"  # the module inside of the one that torch.compile makes
+
+
 def _enter(module: nn.Module, inputs: Any) -> None:
     if not _stack.names:
         # Read again at each outermost call: a module may have changed, or its id be another's.
         _stack.of_module = {id(part): name for name, part in module.named_modules()}
-    _stack.names.append(_stack.of_module.get(id(module)) or type(module).__name__)
+    name = _stack.of_module.get(id(module), "")
+    if _COMPILED in name:
+        name = ".".join(part for part in name.split(".") if part != _COMPILED)
+    _stack.names.append(name or type(module).__name__)
 
 
 def _leave(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -221,6 +249,17 @@ class _LastNode(threading.local):
     is_fork = True  # whether the recording's own thread has started it
 
 
+class _Node(NamedTuple):
+    """A node of autograd's graph, by the operation that made it."""
+
+    operation: str
+    module: str
+    compiled: bool
+
+
+_NO_NODE = _Node("", "", False)
+
+
 class CallSites:
     """Who issues the operations of one recording, and the nodes of autograd's graph that they make.
 
@@ -229,9 +268,8 @@ class CallSites:
 
     def __init__(self, program: "GrowingProgram") -> None:
         self._program = program
-        # Operation and module of nodes, by number.
-        self._of_main: dict[int, tuple[str, str]] = {}
-        self._of_forks: dict[int, tuple[str, str]] = {}
+        self._of_main: dict[int, _Node] = {}  # by number
+        self._of_forks: dict[int, _Node] = {}
         self._of_thread = _LastNode()
         self._of_thread.is_fork = False
         self._of_thread.last = _next_node_number() - 1  # those before are none of these
@@ -248,10 +286,10 @@ class CallSites:
             return self._of_backward(name, gpu, note)
         host = self._program.host()
         number = set_stream_number(gpu.index) or 0
-        module = current_module()
-        host.enter(module)
+        module, compiled = current_module(), in_compiled_call()
+        host.enter(module, compiled)
         if note:
-            self._note(name, module, gpu.index, number)
+            self._note(_Node(name, module, compiled), gpu.index, number)
         return self._program.stream(gpu, number), host
 
     def _of_backward(
@@ -259,15 +297,16 @@ class CallSites:
     ) -> "tuple[RecordedStream, HostThread]":
         threads = self._program.threads
         threads.begin_pass_if_new()
-        module = self._module_of_running_node()
+        _, module, compiled = self._running_node()
         if torch._C._current_autograd_node() is None:  # behind the last one, in a callback
             threads.join_callers_streams()
         engine = threads.engine(gpu.index)
-        engine.enter(module)
+        engine.enter(module, compiled or in_compiled_call())
         number_set = set_stream_number(gpu.index)
         number = stream_number_of_node(gpu.index) if number_set is None else number_set
         if note:  # with create_graph, or in a checkpoint that computes its part again
-            self._note(name, current_module() or module, gpu.index, number)
+            node = _Node(name, current_module() or module, engine.compiled)
+            self._note(node, gpu.index, number)
         stream = self._program.stream(gpu, number)
         if number_set is None:
             threads.note_stream(gpu, stream)
@@ -275,9 +314,10 @@ class CallSites:
 
     def note(self, name: str, gpu: VirtualGPU) -> None:
         """An operation launches nothing, but its node has a module and a stream as well."""
-        self._note(name, current_module(), gpu.index, current_stream_number(gpu.index))
+        node = _Node(name, current_module(), in_compiled_call())
+        self._note(node, gpu.index, current_stream_number(gpu.index))
 
-    def _note(self, operation: str, module: str, gpu: int, stream: int) -> None:
+    def _note(self, node: _Node, gpu: int, stream: int) -> None:
         """Remember the node that was made last, if it is new: torch makes it before the kernel.
 
         Without gradients as well: the node of a ``Function`` is made before its forward.
@@ -286,21 +326,21 @@ class CallSites:
         if number <= thread.last:
             return
         thread.last = number
-        (self._of_forks if thread.is_fork else self._of_main)[number] = (operation, module)
+        (self._of_forks if thread.is_fork else self._of_main)[number] = node
         if stream:
             gpus.streams_of_nodes[number] = (gpu, stream)
 
-    def _module_of_running_node(self) -> str:
-        """The module of the node that runs; empty behind the last one."""
+    def _running_node(self) -> _Node:
+        """The node that runs; ``_NO_NODE`` behind the last one."""
         node = torch._C._current_autograd_node()
         if node is None:
-            return ""
+            return _NO_NODE
         noted = self._of_main.get(node._sequence_nr())
         if not self._of_forks:
-            return noted[1] if noted else ""
+            return noted or _NO_NODE
         # Another thread may have used the same number: the name must fit as well.
         name = node.name().lower()
         for candidate in (noted, self._of_forks.get(node._sequence_nr())):
-            if candidate and name.startswith(candidate[0].replace("_", "")):
-                return candidate[1]
-        return ""
+            if candidate and name.startswith(candidate.operation.replace("_", "")):
+                return candidate
+        return _NO_NODE

@@ -117,7 +117,8 @@ class GrowingProgram:
         self._gpu, self._gpus = gpus.current_index(), gpus.device_count()
         self._simulator = Simulator(costs, rank)
         self._simulated = 0
-        # Where elementwise operations are fused: the pass, how many steps it has had, and what it made.
+        # Where elementwise operations are fused: the pass, how many steps it has had, and what it
+        # made. It begins with the first operation of compiled code: what comes before stays as it is.
         self._fusion = Fusion() if costs.fuses else None
         self._fused_from = 0
         self._fused: list[ProgramStep] = []
@@ -215,8 +216,15 @@ class GrowingProgram:
                     _merge(stream.clock, other, other.count, other.clock)
         return [Enqueued(stream, stream.count, event, name, backward) for stream in streams]
 
+    @property
+    def has_deferred(self) -> bool:
+        """Whether some of the operations so far may have been deferred."""
+        return self._fusion is not None
+
     def defer(self, step: Deferred, stream: RecordedStream) -> Enqueued:
         """Append what is launched in one kernel with its neighbors, or never."""
+        with self._lock:
+            self._fusion = self._fusion or Fusion()
         event = self._begin_event(step)
         stream.count += 1
         result = DeferredResult(event, self)

@@ -3,8 +3,9 @@
 A recording is told of every operation, before and after it has run, with values or as shapes only
 (vgpu/tensor/observer.py). It finds out who issued it (host_threads.py), whether what it reads is ready
 (races.py) and what it costs (costs.py), and appends one step to the program (program.py). If the costs
-say ``fuses``, elementwise operations are deferred: their steps say what a pass has to know
-(compiler_passes.py), which is what each of them reads, and when somebody needs a result in memory.
+say ``fuses``, and in what torch.compile compiled, elementwise operations are deferred: their steps say
+what a pass has to know (compiler_passes.py), which is what each of them reads, and when somebody
+needs a result in memory.
 
 Left out: operations on the CPU take no virtual time (``spend`` adds some).
 """
@@ -26,10 +27,16 @@ from vgpu.tensor.lookup import Result, signature_of
 from vgpu.tensor.observer import Operation, virtual_among
 from vgpu.tensor.tensor import VirtualTensor, block_of
 from vgpu.time.costs import CostModel, Workload, touched_bytes, work_of
-from vgpu.time.host_threads import CallSites, HostThread, modules_tracked
+from vgpu.time.host_threads import (
+    CallSites,
+    HostThread,
+    compiled_call,
+    in_compiled_call,
+    modules_tracked,
+)
 from vgpu.time.program import Enqueued, GrowingProgram, RecordedStream
 from vgpu.time.races import Accesses, is_whole, poisoned, replaced
-from vgpu.time.simulate import rarely_collected, run
+from vgpu.time.simulate import rarely_collected, simulate
 from vgpu.time.steps import (
     UNKNOWN_OPERANDS,
     Copy,
@@ -42,7 +49,7 @@ from vgpu.time.steps import (
     Operands,
     Read,
 )
-from vgpu.time.timeline import HOST, Timeline, in_order
+from vgpu.time.timeline import HOST, Timeline
 
 assumed: dict[str, Any] = {}
 """Fields of CostModel that a virtual cluster gives to every recording."""
@@ -68,25 +75,32 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
     if under_way is not None:
         raise RuntimeError("a recording is under way already: end its block before the next one")
     recording = Recording(costs, timeline, rank)
-    try:
-        with _switched_to(recording), modules_tracked(), rarely_collected():
-            yield timeline
-    finally:
-        gpus.streams_of_nodes.clear()
-        with rarely_collected():
+    with rarely_collected():
+        try:
+            with _switched_to(recording), modules_tracked():
+                yield timeline
+        finally:
+            gpus.streams_of_nodes.clear()
             program = recording.program.end()
-            # With async_tp, what a product waits for is known only now: simulate all steps again.
-            simulator = run(program) if costs.async_tp else recording.program.simulated()
-        program.races = [(r.device.index, replace(r, device=HOST)) for r in timeline.races]
-        timeline.programs = (program,)
-        timeline.host_s, timeline.makespan_s = simulator.end()
-        timeline.events = in_order(simulator.trace)
+            program.races = [(r.device.index, replace(r, device=HOST)) for r in timeline.races]
+            timed = simulate([program])
+            timeline.programs, timeline.events = timed.programs, timed.events
+            timeline.host_s, timeline.makespan_s = timed.host_s, timed.makespan_s
 
 
 def spend(duration_s: float) -> None:
     """In a recording, let the host compute for so long: making a batch, say. Else nothing."""
     if under_way is not None:
         under_way.program.spend(duration_s)
+
+
+@contextmanager
+def compiled() -> Iterator[None]:
+    """In a recording, elementwise operations of the block are fused, and those of its backward."""
+    with compiled_call():
+        yield
+    if under_way is not None and not in_compiled_call():
+        under_way.program.break_graph(None)
 
 
 def sharing_the_interpreter(parallel_apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,7 +220,7 @@ class Recording:
         work: Workload,
     ) -> Enqueued:
         """Launch one operation, or defer it. fuses: whether it may be part of a chain."""
-        if not (fuses and self._fuses):
+        if not (fuses and (self._fuses or host.compiled)):
             operands = self._operands(name, read, host)
             work = work.with_current_tf32()
             step = Kernel(name, host.by, stream.index, work, operands)
@@ -367,7 +381,7 @@ class Recording:
         written: Sequence[VirtualTensor],
     ) -> None:
         """What is deferred is needed, if an operation on ``stream`` cannot be fused with it."""
-        if not self._fuses:
+        if not self.program.has_deferred:
             return
         if self.program.several_streams:  # nothing fuses across streams
             writes = self._writes_of(_on_gpus((*read, *written)))
@@ -378,7 +392,7 @@ class Recording:
 
     def _operands(self, name: str, read: Sequence[VirtualTensor], host: HostThread) -> Operands:
         """What an operation reads, which is needed in memory; ``name`` tells a product."""
-        if not self._fuses:
+        if not self.program.has_deferred:
             return UNKNOWN_OPERANDS
         on_gpus = _on_gpus(read)
         writes = self._writes_of(on_gpus)

@@ -82,13 +82,6 @@ class Resource:
     def place(self, ready_s: float, duration_s: float) -> float:
         """Take the first ``duration_s`` that are free from ``ready_s`` on; returns their start."""
         starts, ends = self.starts, self.ends
-        if not ends or ready_s >= ends[-1]:
-            if ends and ready_s == ends[-1]:
-                ends[-1] = ready_s + duration_s
-            else:
-                starts.append(ready_s)
-                ends.append(ready_s + duration_s)
-            return ready_s
         start_s = self.free_from(ready_s, duration_s)
         index = bisect.bisect_right(ends, start_s)
         end_s = start_s + duration_s

@@ -84,17 +84,11 @@ def joined(timelines: Sequence[Timeline]) -> Timeline:
     return _together([program for timeline in timelines for program in timeline.programs])
 
 
-def run(program: Program, others: Iterable[TraceEvent] = ()) -> Simulator:
-    """The program of a rank that is alone, simulated. others: as for ``replay_beside``."""
+@rarely_collected()
+def _alone(program: Program, others: Iterable[TraceEvent] = ()) -> Timeline:
     simulator = Simulator(program.costs, program.rank)
     simulator.occupy(others, program.gpu)
-    with rarely_collected():
-        simulator.run(in_pieces(program))
-    return simulator
-
-
-def _alone(program: Program, others: Iterable[TraceEvent] = ()) -> Timeline:
-    simulator = run(program, others)
+    simulator.run(in_pieces(program))
     timeline = _timeline([program], program.gpus)
     timeline.events = in_order(simulator.trace)
     timeline.host_s, timeline.makespan_s = simulator.end()

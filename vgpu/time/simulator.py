@@ -179,9 +179,6 @@ class Simulator(Queues):
     def _record_event(self, step: RecordEvent) -> None:
         stream, event = self.streams[step.stream], self.begin_event()
         host_s = 0.0 if step.thread is None else self.threads[step.thread].now_s
-        if not stream.queue:
-            self.end_event(event, max(stream.free_s, host_s))
-            return
 
         def run() -> bool:
             self.end_event(event, max(stream.free_s, host_s))
@@ -191,9 +188,6 @@ class Simulator(Queues):
 
     def _wait_event(self, step: WaitEvent) -> None:
         stream = self.streams[step.stream]
-        if not stream.queue and (time_s := self.happened_s[step.event]) is not None:
-            stream.free_s = max(stream.free_s, time_s)
-            return
 
         def run() -> bool:
             time_s = self.happened_s[step.event]
@@ -213,7 +207,7 @@ class Simulator(Queues):
         stream = self.streams[step.stream]
         if stream.queue:
             self.enqueue((stream,), lambda: self._run_kernel(step, stream, launch_s, event))
-        else:
+        else:  # nearly always, and quicker
             self._run_kernel(step, stream, launch_s, event)
 
     def _run_kernel(

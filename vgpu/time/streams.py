@@ -54,8 +54,8 @@ class Stream(torch.Stream):
 
     def synchronize(self) -> None:
         """Wait until all work given to this stream has ended."""
-        if recording.under_way is not None:
-            now = recording.under_way
+        now = recording.under_way
+        if now is not None:
             now.synchronize([_recorded(self, now.program)])
 
     def wait_event(self, event: torch.Event) -> None:

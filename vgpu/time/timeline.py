@@ -76,8 +76,8 @@ class Race:
 class FreedInUse(Race):
     """Memory of ``operation`` is freed while another stream may still use it.
 
-    The caching allocator reuses it on ``stream``, where it was allocated, and knows
-    nothing of other streams unless ``record_stream`` tells it.
+    The caching allocator reuses it on ``stream``, where it was allocated, and knows of another
+    stream only by ``record_stream``.
     """
 
     def __str__(self) -> str:
@@ -130,7 +130,47 @@ class Timeline:
 
     def to_chrome_trace(self, path: str | Path) -> None:
         """Write the JSON that https://ui.perfetto.dev and chrome://tracing open."""
-        Path(path).write_text(json.dumps(chrome_trace(self)), encoding="utf-8")
+        rows = {"traceEvents": self._trace_rows(), "displayTimeUnit": "ms"}
+        Path(path).write_text(json.dumps(rows), encoding="utf-8")
+
+    def _trace_rows(self) -> list[dict[str, Any]]:
+        """One process a device, one thread a stream, times in µs.
+
+        Source of the format: "Trace Event Format", the Chromium project.
+        """
+        rows: list[dict[str, Any]] = []
+        processes = [*self.devices, HOST]
+        for number, device in enumerate(processes):
+            of_device = {"ph": "M", "pid": number}
+            name, row = f"{device} ({self.gpu})", "stream"
+            if device == HOST:
+                name, row = "host", "thread"
+            rows.append({**of_device, "name": "process_name", "args": {"name": name}})
+            for stream in self.streams(device):
+                args = {"name": f"{row} {stream}"}
+                rows.append({**of_device, "tid": stream, "name": "thread_name", "args": args})
+        for event in self.events:
+            arguments: dict[str, Any] = {
+                "operation": event.name,
+                "launched at (µs)": event.launch_s * 1e6,
+                "FLOP": event.flop,
+                "bytes": event.size_bytes,
+            }
+            if event.source is not None:
+                arguments |= {"from": str(event.source), "to": str(event.target)}
+            rows.append(
+                {
+                    "ph": "X",
+                    "cat": event.kind,
+                    "name": event.label,
+                    "pid": processes.index(event.device),
+                    "tid": event.stream,
+                    "ts": event.start_s * 1e6,
+                    "dur": event.duration_s * 1e6,
+                    "args": arguments,
+                }
+            )
+        return rows
 
     def __str__(self) -> str:
         lines = [f"virtual time, {self.gpu}: {self.makespan_s * 1e3:.3f} ms"]
@@ -163,48 +203,3 @@ def union_s(intervals: Iterable[tuple[float, float]]) -> float:
             total_s += end_s - max(start_s, until_s)
             until_s = end_s
     return total_s
-
-
-def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """The trace event format: one process a device, one thread a stream, times in µs.
-
-    Source of the format: "Trace Event Format", the Chromium project.
-    """
-    rows: list[dict[str, Any]] = []
-    processes = [*timeline.devices, HOST]
-    for number, device in enumerate(processes):
-        name = "host" if device == HOST else f"{device} ({timeline.gpu})"
-        rows.append({"ph": "M", "pid": number, "name": "process_name", "args": {"name": name}})
-        for stream in timeline.streams(device):
-            row = f"thread {stream}" if device == HOST else f"stream {stream}"
-            rows.append(
-                {
-                    "ph": "M",
-                    "pid": number,
-                    "tid": stream,
-                    "name": "thread_name",
-                    "args": {"name": row},
-                }
-            )
-    for event in timeline.events:
-        arguments = {
-            "operation": event.name,
-            "launched at (µs)": event.launch_s * 1e6,
-            "FLOP": event.flop,
-            "bytes": event.size_bytes,
-        }
-        if event.source is not None:
-            arguments |= {"from": str(event.source), "to": str(event.target)}
-        rows.append(
-            {
-                "ph": "X",
-                "cat": event.kind,
-                "name": event.label,
-                "pid": processes.index(event.device),
-                "tid": event.stream,
-                "ts": event.start_s * 1e6,
-                "dur": event.duration_s * 1e6,
-                "args": arguments,
-            }
-        )
-    return {"traceEvents": rows, "displayTimeUnit": "ms"}

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 
 from vgpu.memory import gpus
 from vgpu.tensor import autocast as casting
-from vgpu.tensor.device_names import naming_devices
+from vgpu.tensor.methods import naming_devices
 from vgpu.torch_patches.undo import Changes
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -20,8 +20,7 @@ from torch.utils._device import _device_constructors
 from vgpu.memory import gpus
 from vgpu.memory.blocks import Block
 from vgpu.tensor import autocast as casting
-from vgpu.tensor.device_names import naming_devices
-from vgpu.tensor.methods import cpp_device
+from vgpu.tensor.methods import cpp_device, naming_devices
 from vgpu.tensor.tensor import VirtualTensor
 from vgpu.torch_patches.undo import Changes
 

@@ -281,7 +281,7 @@ def _settings() -> Iterator[tuple[str | None, int, str]]:
     yield "", cards, "A variable that is set, but empty, hides every card."
     cut = random.randint(1, len(order) - 1)
     missing = random.choice([-1, cards, cards + 7])
-    hint = "The list ends at its first entry that names no existing card; what follows is not read."
+    hint = "The list that was read is cut before its first entry that names no existing card."
     yield spelled([*order[:cut], missing, *order[cut:]]), cards, hint
     hint = "A card that is named twice makes the whole list void: no GPU is seen."
     yield spelled([*order, random.choice(order)]), cards, hint

@@ -230,7 +230,7 @@ def _judge_mean_gradients(module: nn.Module, single: nn.Module) -> None:
         assert theirs.grad is not None
         scale = (mine.grad.cpu() / theirs.grad).median().item()
         if abs(scale - 1) > 0.2:
-            hint += f" It is {scale:.3g} times too large: divide once, by the batch size."
+            hint += f" It is {scale:.3g} times that: divide once, by the batch size."
         else:
             hint += " The mean of the means is not the mean when the chunks differ in size."
         if not torch.allclose(mine.grad.cpu(), theirs.grad, rtol=1e-3, atol=1e-6):

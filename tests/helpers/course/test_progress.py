@@ -16,24 +16,28 @@ def test_every_lesson_is_listed_with_its_link_and_minutes():
     assert list(table.links.values()) == [path.name for path in lessons.NOTEBOOKS]
     for path, row in zip(lessons.NOTEBOOKS, table.rows, strict=True):
         assert row[0].startswith(f"{lessons.number(path) or 'Appendix'} · ")
-        assert int(row[1]) > 0
+        assert 0 < row[1] <= row[2]
         own = lessons.exercise_ids(path)
-        assert row[4].endswith(f"of {len(own)}") if own else row[4] == ""
+        assert row[5].endswith(f"of {len(own)}") if own else row[5] == ""
 
 
 def test_routes_name_lessons_that_are_there_and_add_up_their_minutes(tmp_path):
-    for name, text in {"00_a": "15", "02_b": "50", "04_c": "30", "12_d": "60"}.items():
-        opening = {"source": [f"# {name}\n", "\n", f"**Time:** about {text} minutes"]}
-        (tmp_path / f"{name}.ipynb").write_text(json.dumps({"cells": [opening]}))
+    for name, minutes in {"00_a": 15, "02_b": 50, "04_c": 30, "12_d": 60}.items():
+        cells = [
+            {"cell_type": "markdown", "metadata": {}, "source": "**Minutes:** 10"},
+            {"cell_type": "markdown", "metadata": {"tags": ["more"]}, "source": "## More"},
+            {"cell_type": "markdown", "metadata": {}, "source": f"**Minutes:** {minutes - 10}"},
+        ]
+        (tmp_path / f"{name}.ipynb").write_text(json.dumps({"cells": cells}))
     rows = {row[0].split(":")[0]: row[1:] for row in course.routes(tmp_path).rows}
-    assert rows["quick"] == ("00, 02 (first section), 04, 12", "1.9")
-    assert rows["old code"] == ("02", "0.8")
-    assert rows["everything, in order"] == ("00 to 12", "2.6")
+    assert rows["quick"] == ("00, 04, 12", "0.5", "1.8")
+    assert rows["old code"] == ("02", "0.2", "0.8")
+    assert rows["everything, in order"] == ("00 to 12", "0.7", "2.6")
 
 
 def test_routes_of_the_course_have_their_lessons():
-    for _, lessons_of_route, hours in course.routes(lessons.ROOT / "notebooks").rows:
-        assert len(lessons_of_route) > 2 and float(hours) > 1
+    for _, lessons_of_route, hours, _ in course.routes(lessons.ROOT / "notebooks").rows:
+        assert len(lessons_of_route) > 2 and float(hours) > 0.5
     with pytest.raises(FileNotFoundError, match="no lessons in"):
         course.routes(lessons.ROOT / "tests")
 
@@ -43,9 +47,9 @@ def test_overview_counts_solved_exercises_and_guesses(tmp_path, monkeypatch):
     check("0.1", lambda batch_size, gpu_count: -(-batch_size // gpu_count))
     guess("0a", 15).compare(15)
     guess("0b", 15).compare(30)
-    assert course.overview(lessons.ROOT / "notebooks").rows[0][4:] == ("1 of 1", "1 of 2")
+    assert course.overview(lessons.ROOT / "notebooks").rows[0][5:] == ("1 of 1", "1 of 2")
     reset()
-    assert course.overview(lessons.ROOT / "notebooks").rows[0][4:] == ("0 of 1", "")
+    assert course.overview(lessons.ROOT / "notebooks").rows[0][5:] == ("0 of 1", "")
 
 
 def test_go_on_names_the_next_exercise(tmp_path, monkeypatch):
@@ -74,7 +78,7 @@ def test_own_minutes_are_counted_between_cells_without_breaks(tmp_path, monkeypa
         shell.events.trigger("post_run_cell", None)
     assert records.minutes() == {"04": 3.0}
     rows = course.overview(lessons.ROOT / "notebooks").rows
-    assert [row[2] for row in rows if row[0].startswith("04")] == ["3"]
+    assert [row[3] for row in rows if row[0].startswith("04")] == ["3"]
     with (tmp_path / "04.minutes").open("a") as file:
         file.write("12")
     assert records.minutes() == {"04": 3.0}, "a line that was not finished does not count"

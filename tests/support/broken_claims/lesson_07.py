@@ -2,7 +2,7 @@
 
 from broken_claims import Broken
 
-BY_HAND = {"claim": "C07", "cell": "by-hand-proved"}
+BY_HAND = {"claim": "C07", "cell": "compare-by-hand"}
 REAL = {"claim": "C07", "cell": "run-the-real-one"}
 REAL_RUN = 'enumerate(launch.run(on_a_rank, world_size, DDP, gpu="V100"))'
 # That four epochs suffice is not what the resumed run shows.
@@ -11,7 +11,7 @@ _TWO_EPOCHS = [
         "def train(rank, world_size, folder, epochs=4):",
         "def train(rank, world_size, folder, epochs=2):",
     ),
-    ('assert finished["history"][-1][1] > 0.97', 'assert finished["history"][-1][1] > 0.5'),
+    ('assert finished["history"][-1][1] > 0.95', 'assert finished["history"][-1][1] > 0.5'),
 ]
 DEAL = "[DistributedSampler(range(length), world_size, rank, **options)"
 
@@ -102,7 +102,7 @@ BROKEN = [
     Broken(
         "C15",
         "every rank uses every branch",
-        cell="find-unused-proved",
+        cell="find-unused-works",
         edits=[
             (
                 "return self.branches[which](x)",

@@ -35,7 +35,7 @@ RELIANCES = (
     Reliance(
         "seeing each operator, with modes and dispatch keys",
         "torch.utils._python_dispatch has long been private in name only; follow what FakeTensor "
-        "imports, in tensor/compute.py, tensor/device_names.py and tensor/shapes.py.",
+        "imports, in tensor/compute.py, tensor/methods.py and tensor/shapes.py.",
         (
             "torch.utils._python_dispatch.TorchDispatchMode",
             "torch._C.DisableTorchFunctionSubclass",
@@ -54,7 +54,7 @@ RELIANCES = (
     ),
     Reliance(
         "kernels of custom operators, on virtual tensors",
-        "In tensor/composite.py and tensor/kernels.py ask the registry another way for kernels that "
+        "In tensor/operators.py and tensor/kernels.py ask the registry another way for kernels that "
         "Python has registered. tests/vgpu/tensor/test_custom_operators.py is the judge.",
         (
             "torch._library.utils._c_check_aliasing_constraint",
@@ -64,7 +64,7 @@ RELIANCES = (
     ),
     Reliance(
         "what an operator's schema says, and for which keys it has kernels",
-        "Ask the registry another way (torch.library, torch._ops) in tensor/composite.py and "
+        "Ask the registry another way (torch.library, torch._ops) in tensor/operators.py and "
         "tensor/kernels.py; as a last resort try the operator on a CPU tensor once.",
         (
             "torch._C.FunctionSchema",
@@ -100,7 +100,7 @@ RELIANCES = (
         "operators without a public name: fused attention and RMSNorm, softmax, functional "
         "collectives",
         "Call F.scaled_dot_product_attention, F.softmax or torch.distributed under a "
-        "TorchDispatchMode and see which operator comes now; tensor/attention.py, tensor/norms.py, "
+        "TorchDispatchMode and see which operator comes now; tensor/cuda_kernels.py, "
         "torch_patches/attention.py, collectives/wrappers.py.",
         (
             "torch.ops._c10d_functional._wrap_tensor_autograd",
@@ -174,9 +174,10 @@ RELIANCES = (
         "Look how the Python function that users call reaches C++ now, and stand in for that name "
         "(torch_patches/functions.py, tensor/refusals.py).",
         (
-            "torch._C._nn._parse_to",
+            "torch._C._nn",
             "torch._VF._unpack_dual",
             "torch._functorch.eager_transforms",
+            "torch._prims_common.suggest_memory_format",
             "torch._utils._handle_complex",
             "torch.autograd.forward_ad._current_level",
             "torch.utils._device.DeviceContext",
@@ -338,6 +339,22 @@ RELIANCES = (
         (
             "torch._C._distributed_c10d._dump_fr_trace",
             "torch.distributed.distributed_c10d._world.pg_map",
+        ),
+    ),
+    Reliance(
+        "torch.compile and flex_attention on virtual GPUs",
+        "Look in torch/_dynamo/eval_frame.py how OptimizedModule makes its forward, and in "
+        "torch/nn/attention/flex_attention.py how flex_attention checks devices and calls its "
+        "operator; then in torch_patches/compile.py and torch_patches/flex_attention.py.",
+        (
+            "torch._dynamo.eval_frame.OptimizedModule._initialize",
+            "torch._dynamo.trace_rules.SKIP_DIRS",
+            "torch._dynamo.trace_rules.add",
+            "torch._higher_order_ops.flex_attention._permute_strides",
+            "torch._higher_order_ops.flex_attention.math_attention",
+            "torch.nn.attention.flex_attention._validate_device",
+            "torch.nn.attention.flex_attention._warn_once",
+            "torch.nn.attention.flex_attention.flex_attention_hop",
         ),
     ),
     Reliance(

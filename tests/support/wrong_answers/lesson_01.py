@@ -284,7 +284,7 @@ WRONG = {
             "        seen = [int(text) for text in visible.split(',') if text]\n"
             "    seen = [card for card in seen if card in range(cards)]\n"
             "    return seen[ordinal] if ordinal < len(seen) else None\n",
-            "what follows is not read",
+            "is cut before its first entry",
         ),
         # A card named twice counts twice.
         (

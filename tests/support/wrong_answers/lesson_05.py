@@ -141,7 +141,7 @@ WRONG = {
         ),
         (_STEP.format(reduction="mean", join="mean"), "mean of the means"),
         (_STEP.format(reduction="sum", join="sum"), "divide once"),
-        (_STEP.format(reduction="mean", join="sum"), "2 times too large"),
+        (_STEP.format(reduction="mean", join="sum"), "It is 2 times that"),
         (
             "def lean_step(module, batch, labels, gpus):\n"
             "    F.cross_entropy(module(batch), labels).backward()",

@@ -1,6 +1,5 @@
-"""What NCCL, CUDA or a compiler would have to do: done otherwise, or refused in a sentence."""
+"""What NCCL or CUDA would have to do: done otherwise, or refused in a sentence."""
 
-import pytest
 import torch
 from cells import cell
 
@@ -102,21 +101,6 @@ def main(rank, world):
 def test_fsdp_divides_gradients_by_a_factor_of_ones_own():
     for on_cpu, on_gpu in launch.run(cell(DIVIDED)["main"], 2, gpu="V100"):
         assert on_cpu.abs().sum() > 0 and torch.equal(on_cpu, on_gpu)
-
-
-# torch 2.11 imports a deprecated part of its own there.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
-@pytest.mark.virtual_gpus(1)
-@pytest.mark.parametrize("compiled", ["torch.compile(model)", "model"])
-def test_a_module_that_moves_after_it_was_compiled_is_refused(compiled):
-    model = torch.nn.Linear(4, 4)
-    if compiled == "model":
-        model.compile()
-    else:
-        model = torch.compile(model)
-    model.to("vgpu:0")
-    with pytest.raises(NotImplementedError, match=r"torch\.compile .* argument is on vgpu:0"):
-        model(torch.ones(2, 4, device="vgpu:0"))
 
 
 def test_disabling_puts_split_group_back():

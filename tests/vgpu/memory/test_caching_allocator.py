@@ -37,13 +37,6 @@ def test_small_blocks_share_segments_of_2_mib():
     assert mib(allocated([1 + 512 / MIB])) == (20, 1 + 512 / MIB, 1)
 
 
-def test_blocks_of_5_mib_share_segments_of_20_mib():
-    assert mib(allocated([5])) == (20, 5, 1)
-    assert mib(allocated([5, 5, 5])) == (20, 15, 1)
-    assert mib(allocated([5, 5, 5, 5])) == (20, 20, 1)
-    assert mib(allocated([5, 5, 5, 5, 5])) == (40, 25, 2)
-
-
 @pytest.mark.parametrize(
     ("size_mib", "reserved_mib", "allocated_mib"),
     [
@@ -58,46 +51,6 @@ def test_large_blocks_have_a_segment_of_their_own(size_mib, reserved_mib, alloca
     assert mib(allocated([size_mib])) == (reserved_mib, allocated_mib, 1)
 
 
-def test_a_small_segment_is_split_where_512_bytes_are_left():
-    made = allocated([1, 1 - 512 / MIB])
-    made.allocate(2, 512, 0)
-    assert mib(made) == (2, 2, 1)
-
-
-def test_the_smallest_free_block_that_is_large_enough_is_taken():
-    made = allocated([40, 24, 32])
-    for block in range(3):
-        made.free(block)
-    made.allocate(3, 23 * MIB, 0)  # in 24, whole
-    assert mib(made) == (96, 24, 3)
-    made.allocate(4, 32 * MIB, 0)  # in 32
-    made.allocate(5, 40 * MIB, 0)  # in 40
-    assert mib(made) == (96, 96, 3)
-
-
-def test_free_neighbours_become_one_block():
-    made = allocated([5, 5, 5])  # and 5 free
-    made.free(0)
-    made.free(1)  # 10 free, 5 used, 5 free
-    made.allocate(3, 9 * MIB, 0)  # the 10, whole: 1 MiB is not cut off
-    assert mib(made) == (20, 15, 1)
-    made.free(3)
-    made.free(2)  # 20 free
-    made.allocate(4, 20 * MIB, 0)
-    assert mib(made) == (20, 20, 1)
-
-
-def test_streams_do_not_share():
-    for expandable in (False, True):
-        made = allocator(expandable=expandable)
-        made.allocate(0, 5 * MIB, 0)
-        made.free(0)
-        made.allocate(1, 5 * MIB, 7)
-        assert mib(made) == (40, 5, 2)
-        made.allocate(2, 5 * MIB, 0)
-        assert mib(made) == (40, 10, 2)
-
-
 def test_an_expandable_segment_leaves_no_gaps():
     plain, expandable = allocated([30] * 3), allocated([30] * 3, expandable=True)
     # Three segments of 30, or one of five pages of 20.
@@ -108,72 +61,6 @@ def test_an_expandable_segment_leaves_no_gaps():
         made.allocate(3, 40 * MIB, 0)
     # 30 and 30 are free apart and 40 is asked for; the last 30 and the 10 behind it are 40.
     assert (mib(plain), mib(expandable)) == ((130, 70, 4), (100, 70, 1))
-
-
-def test_an_expandable_segment_cuts_off_all_that_is_left():
-    made = allocated([11, 9], expandable=True)  # 11 of a page of 20, and the 9 behind it
-    assert mib(made) == (20, 20, 1)
-    made = allocated([0.5, 1, 1], expandable=True)  # small pages have 2 MiB
-    assert mib(made) == (4, 2.5, 1)
-
-
-def test_cached_segments_go_back_before_memory_runs_out():
-    made = allocated([30], capacity_mib=40)
-    made.free(0)
-    made.allocate(1, 40 * MIB, 0)
-    assert (mib(made), made.retries, made.peak_reserved_bytes) == ((40, 40, 1), 1, 40 * MIB)
-
-
-def test_pages_go_back_before_memory_runs_out():
-    made = allocated([50, 10], capacity_mib=100, expandable=True)  # three pages, all used
-    made.free(0)  # pages 0 and 1 are free, page 2 half
-    made.allocate(1 << 9, 40 * MIB, 3)  # of another stream: two pages more
-    assert (mib(made), made.retries) == ((100, 50, 2), 0)
-    made.allocate(1 << 10, 20 * MIB, 3)  # pages 0 and 1 go back, then one more
-    assert (mib(made), made.retries) == ((80, 70, 2), 1)
-
-
-def test_memory_runs_out_between_blocks_in_use():
-    def ask(expandable):
-        made = allocated([5] * 8, capacity_mib=40, expandable=expandable)
-        for block in range(1, 7):
-            made.free(block)
-        made.allocate(8, 20 * MIB, 0)  # free are 15 and 15, side by side
-        return made
-
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        ask(expandable=False)
-    assert str(raised.value) == (
-        "CUDA's caching allocator has no room for 20 MiB on cpu, stream 0: of 40 MiB, 40 MiB are "
-        "reserved and 10 MiB allocated. What is reserved and not allocated lies between blocks in "
-        "use, or is too small; expandable_segments=True may find room"
-    )
-    assert mib(ask(expandable=True)) == (40, 30, 1)
-
-
-def test_a_block_that_grows_is_copied():
-    made = allocated([12])
-    made.resize(0, 30 * MIB, 0)
-    assert mib(made) == (42, 30, 2)
-    assert made.peak_allocated_bytes == 42 * MIB
-
-
-def test_a_segment_is_whole_again_when_all_its_blocks_are_freed():
-    for expandable in (False, True):
-        generator = random.Random(0)
-        made = allocator(expandable=expandable)
-        live = []
-        for block in range(300):
-            made.allocate(block, generator.randint(1, 8000) * 512, generator.randrange(2))
-            live.append(block)
-            if len(live) > 20:
-                made.free(live.pop(generator.randrange(len(live))))
-        for block in live:
-            made.free(block)
-        pieces = list(made._mapped())
-        assert made.allocated_bytes == 0
-        assert len(pieces) == made.segments
-        assert sum(piece.size_bytes for piece in pieces) == made.reserved_bytes
 
 
 def counts_of_a_random_program(made, seed):

@@ -78,18 +78,6 @@ def test_blocks_lie_on_the_stream_on_which_they_were_allocated():
     del y, other
 
 
-def test_in_a_recording_a_node_of_backward_allocates_on_its_own_stream():
-    x = of(1).float().requires_grad_()  # 4 MiB
-    side = torch.vgpu.Stream("vgpu:0")
-    with vgpu.record():
-        with torch.vgpu.stream(side):
-            y = x.exp()
-        with vgpu.record_memory() as record:
-            y.backward(torch.ones_like(y))
-    product = [event for event in record.events if event.operation == "mul"]
-    assert [event.stream for event in product] == [side.stream_id]
-
-
 def test_a_storage_that_grows_moves_and_one_that_is_emptied_is_free():
     with vgpu.record_memory() as record:
         x = of(12)

@@ -21,16 +21,12 @@ def gpus():
 def test_causes_add_up_to_what_is_allocated(gpus):
     known = torch.ones(1024, device=gpus[0])
     unknown = torch.ones(256, device=gpus[0])
-    seen = memory.snapshot("now", gpus, {"known": [known, known[:], known.view(2, -1)]})
-    assert seen.by_cause[gpus[0]] == {"known": known.nbytes, memory.OTHER: unknown.nbytes}
+    named = {"known": [known, known[:], known.view(2, -1)], "named again": [known]}
+    seen = memory.snapshot("now", gpus, named)
+    wanted = {"known": known.nbytes, "named again": 0, memory.OTHER: unknown.nbytes}
+    assert seen.by_cause[gpus[0]] == wanted
     assert seen.total_bytes(gpus[0]) == torch.get_device_module(gpus[0]).memory_allocated(gpus[0])
     assert seen.total_bytes(gpus[1]) == 0
-
-
-def test_the_first_cause_that_names_a_tensor_has_it(gpus):
-    tensor = torch.ones(1024, device=gpus[1])
-    seen = memory.snapshot("now", gpus, {"first": [tensor], "second": [tensor]})
-    assert seen.by_cause[gpus[1]]["first"] == 4096 and seen.by_cause[gpus[1]]["second"] == 0
 
 
 def test_a_snapshot_has_the_peak_since_the_one_before(gpus):
@@ -115,40 +111,25 @@ def test_what_a_checkpoint_brings_back_is_activations_of_its_modules(step):
     forward = [moment for moment in record.moments if moment.phase == "forward"]
     again = [moment for moment in record.moments if moment.phase == "backward"]
     assert forward[-1].activations_by_module == {"": 1024}
-    assert {moment.module for moment in again} == {"", "0", "1", "2", "3"}
     assert max(moment.activations_by_module.get("1", 0) for moment in again) == 256 * 128 * 4
 
 
-def test_hooks_of_a_record_are_gone_after_it(step):
-    _, model, x = step
-    record = record_of(model, x)
-    count = len(record.moments)
-    model(x)
-    assert len(record.moments) == count
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
-
-
-def test_a_record_keeps_no_tensor_alive(gpus):
+def test_a_record_leaves_no_hook_and_keeps_no_tensor_alive(gpus):
     gpu = gpus[0]
     model = nn.Linear(64, 64).to(gpu)
     optimizer = torch.optim.Adam(model.parameters())
     record = record_of(model, torch.randn(32, 64, device=gpu), optimizer)
+    assert not model._forward_pre_hooks and not model._forward_hooks
     del model, optimizer
     assert torch.get_device_module(gpu).memory_allocated(gpu) == 0 and record.peak.total_bytes > 0
-
-
-def test_capacity_holds_inside_its_block_only(step):
-    gpu, _, _ = step
-    wanted = pytest.raises(torch.OutOfMemoryError, match=r"total capacity of 1\.00 MiB")
-    with memory.capacity(gpu, 2**20), wanted:
-        torch.empty(2**20, device=gpu)
-    assert torch.empty(2**20, device=gpu).nbytes == 2**22
 
 
 def test_capacity_is_that_of_one_gpu_and_its_model_stays():
     with vgpu.enable(2, gpu="A100", link="PCIe 4"), pytest.raises(ZeroDivisionError):
         before = [torch.vgpu.mem_get_info(index) for index in range(2)]
         with memory.capacity(torch.device("vgpu:1"), 2**30):
+            with pytest.raises(torch.OutOfMemoryError, match=r"total capacity of 1\.00 GiB"):
+                torch.empty(2**30, device="vgpu:1")
             assert torch.vgpu.mem_get_info(0) == before[0]
             assert torch.vgpu.mem_get_info(1) == (2**30, 2**30)
             assert "A100" in torch.vgpu.get_device_name(1)
@@ -156,6 +137,8 @@ def test_capacity_is_that_of_one_gpu_and_its_model_stays():
                 torch.ones(1, device="vgpu:0").to("vgpu:1")
             assert timeline.programs[0].costs.link.name == "PCIe 4.0 x16"
             _ = 1 / 0
+    with vgpu.enable(2, gpu="A100"):
+        assert torch.vgpu.mem_get_info(1) == before[1]
     none = memory.capacity(torch.device("vgpu:0"), 0)
     with vgpu.enable(1), pytest.raises(ValueError, match="got 0 for vgpu:0"), none:
         pass

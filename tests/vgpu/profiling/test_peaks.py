@@ -1,6 +1,5 @@
 """The peak of a step by cause: its sum is the counter's, its parts are those of a hand calculation."""
 
-import contextlib
 import gc
 
 import pytest
@@ -210,24 +209,3 @@ def test_it_leaves_no_hook_and_no_tensor():
 def test_a_model_elsewhere_is_refused():
     with pytest.raises(ValueError, match=r'the model is on cpu: move it .* model\.to\("vgpu:0"\)'):
         peaks.PeakByCause(mlp())
-
-
-def test_what_is_freed_while_it_begins_counts_once(monkeypatch):
-    def record_memory(label):
-        @contextlib.contextmanager
-        def recording():
-            with plain(label) as record:
-                garbage.clear()  # as a thread or the collector of garbage may do
-                yield record
-
-        return recording()
-
-    plain = vgpu.record_memory
-    monkeypatch.setattr(vgpu, "record_memory", record_memory)
-    with vgpu.enable(1):
-        model = mlp().to("vgpu:0")
-        x = torch.ones(4096, 512, device="vgpu:0")
-        garbage = [torch.empty(MIB, device="vgpu:0")]
-        peak, counted = peak_of(model, lambda: model(x).sum().backward())
-        assert peak.total_bytes == counted
-        assert peak.by_cause["other"] == x.nbytes

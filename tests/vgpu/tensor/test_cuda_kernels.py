@@ -1,10 +1,12 @@
-"""Operators that only CUDA has for half types: the values of float32, rounded once."""
+"""Operators of half types that CUDA computes in float32, and what they keep."""
+
+import contextlib
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from vgpu.tensor.cuda_kernels import IN_FLOAT32
+import vgpu
 
 pytestmark = pytest.mark.virtual_gpus(1, gpu="A100")
 
@@ -48,16 +50,88 @@ def test_values_and_gradients_are_those_in_float32_rounded_once(name, dtype):
         assert torch.equal(mine, exact.to(dtype))
 
 
-def test_each_of_the_list_is_tried():
-    assert {name.removesuffix("_backward") for name in IN_FLOAT32} == {
-        *(name for name in CALLS if name != "multilabel_margin_loss"),
-        "multilabel_margin_loss_forward",
-        "multilabel_margin_loss",
-    }
-
-
 def test_local_response_norm_of_bfloat16():
     """torch makes it of avg_pool3d."""
     x = torch.randn(2, 4, 5, 5, device="vgpu:0", dtype=torch.bfloat16)
     expected = F.local_response_norm(x.cpu().float(), 2)
     assert torch.allclose(F.local_response_norm(x, 2).cpu().float(), expected, atol=0.02)
+
+
+# Softmax of float16 in float32 by one kernel, and logsigmoid, which keeps nothing but its input
+
+MIB = 2**20
+
+
+def in_float32(name, x):
+    return getattr(F, name)(x, -1, dtype=torch.float32)
+
+
+@contextlib.contextmanager
+def bytes_of():
+    """MiB allocated at most in the block, and in the end, beyond those at its start."""
+    torch.vgpu.reset_peak_memory_stats()
+    before, found = torch.vgpu.memory_allocated(), []
+    yield found
+    for count in (torch.vgpu.max_memory_allocated(), torch.vgpu.memory_allocated()):
+        found.append((count - before) // MIB)
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("shapes", [False, True], ids=["values", "shapes"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("by", ["dtype", "autocast"])
+def test_softmax_of_float16_needs_no_copy_and_of_bfloat16_does(name, shapes, mode, by):
+    """SoftMax.cpp: half_to_float is for Half; bfloat16 is converted first."""
+    with vgpu.shapes_only() if shapes else contextlib.nullcontext(), mode():
+        for dtype, peak in ((torch.float16, 4), (torch.bfloat16, 8)):
+            x = torch.randn(1024, 1024, device="vgpu:0", dtype=dtype)
+            with torch.autocast("vgpu", dtype, enabled=by == "autocast"), bytes_of() as found:
+                out = getattr(F, name)(x, -1) if by == "autocast" else in_float32(name, x)
+            assert out.dtype is torch.float32
+            assert found == [peak, 4]
+            del out
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_softmax_has_the_values_and_gradients_of_float32(name):
+    x = torch.randn(64, 32, device="vgpu:0").half().requires_grad_()
+    wide = x.detach().float().requires_grad_()
+    for inputs in (x, wide):
+        out = in_float32(name, inputs)
+        out.square().sum().backward()
+        assert torch.equal(out, in_float32(name, wide))
+    assert x.grad.dtype is torch.float16
+    assert torch.equal(x.grad, wide.grad.half())
+
+
+def test_other_types_are_converted_as_ever():
+    x = torch.randn(4, 8, device="vgpu:0")
+    assert x.half().softmax(0).dtype is torch.float16
+    assert x.half().softmax(0, dtype=torch.float64).dtype is torch.float64
+    assert torch.equal(x.softmax(0, dtype=torch.float64), x.double().softmax(0))
+    assert torch.equal(
+        torch.special.softmax(x.half(), 0, dtype=torch.float32), x.half().float().softmax(0)
+    )
+    with pytest.raises(RuntimeError, match="conversion is supported for Half type only"):
+        torch.ops.aten._softmax(x, 0, True)
+
+
+def test_the_operator_is_one_kernel_in_a_recording():
+    x = torch.randn(64, 64, device="vgpu:0").half()
+    with vgpu.record() as timeline:
+        in_float32("softmax", x)
+    assert [event.name for event in timeline.events] == ["_softmax"]
+
+
+@pytest.mark.parametrize("shapes", [False, True], ids=["values", "shapes"])
+def test_logsigmoid_keeps_its_input_and_no_buffer(shapes):
+    """log_sigmoid_forward_cuda in aten/src/ATen/native/cuda/Activation.cpp: ``empty({0})``."""
+    with vgpu.shapes_only() if shapes else contextlib.nullcontext():
+        x = torch.randn(1024, 1024, device="vgpu:0").requires_grad_()
+        with bytes_of() as found:
+            out = F.logsigmoid(x)
+        assert found == [4, 4]
+        grad = torch.ones_like(out)
+        with bytes_of() as found:
+            out.backward(grad)
+        assert found[1] == 4

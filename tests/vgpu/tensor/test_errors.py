@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import comm
 
 import vgpu
 
@@ -136,19 +135,6 @@ def test_an_ordinal_that_does_not_exist(use):
         use()
 
 
-def test_a_shuffling_loader_under_a_default_device_fails_as_on_cuda():
-    torch.set_default_device("vgpu:0")
-    try:
-        loader = torch.utils.data.DataLoader(range(4), shuffle=True)
-        with pytest.raises(RuntimeError, match="Expected a 'vgpu' device type for generator"):
-            list(loader)
-        generator = torch.Generator(device="vgpu:0")
-        cured = torch.utils.data.DataLoader(range(4), shuffle=True, generator=generator)
-        assert sorted(int(batch) for batch in cured) == [0, 1, 2, 3]
-    finally:
-        torch.set_default_device(None)
-
-
 DEVICE = "vgpu:1"
 PARTS = [torch.ones(2), torch.ones(3)]
 QUANTIZED = "quantized tensors are not supported on virtual GPUs"
@@ -214,15 +200,11 @@ INSTEAD = {
         "Subclass are not supported",
     ),
     "subclass there": (lambda: on(1, 2).as_subclass(Subclass), "use plain tensors there"),
-    "script": (lambda: torch.jit.script(nn.Linear(2, 2)).to(DEVICE), "without torch.jit"),
-    "broadcast": (lambda: comm.broadcast(on(0, 2), [0, 1]), "broadcast_coalesced"),
     "storage": (lambda: torch.ones(2).untyped_storage().vgpu(1), "a storage alone"),
 }
 
 
 @pytest.mark.parametrize("name", INSTEAD)
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_a_refusal_says_what_to_do_instead(name):
     call, words = INSTEAD[name]
@@ -303,20 +285,3 @@ def test_forward_mode_says_that_it_is_not_supported(call):
         call()
     with torch.autograd.forward_ad.dual_level():
         assert torch.ones(2).to("vgpu:0").sum().item() == 2
-
-
-# Older versions import what they call deprecated.
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_compiling_what_is_virtual_is_refused_clearly():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1).to("vgpu:1"))
-    for compile_it in (lambda: torch.compile(model), lambda: model.compile()):
-        with pytest.raises(NotImplementedError, match=r"1\.weight is on vgpu:1: run the model as"):
-            compile_it()
-    assert callable(torch.compile(torch.nn.Linear(3, 2)))
-
-    @torch.compile(backend="eager")
-    def double(x):
-        return 2 * x
-
-    with pytest.raises(NotImplementedError, match="argument is on vgpu:1: call what was"):
-        double(on(1, 2))

@@ -2,13 +2,10 @@
 
 import copy
 import pickle
-import threading
 
 import pytest
 import torch
 from torch import nn
-
-import vgpu
 
 pytestmark = pytest.mark.virtual_gpus(3)
 
@@ -49,29 +46,6 @@ def test_a_device_draws_from_its_own_generator(name):
     assert not torch.equal(torch.vgpu.get_rng_state(1), state)
     torch.vgpu.set_rng_state(state, 1)
     assert torch.equal(DRAWS[name]("vgpu:1"), first)
-
-
-def test_dropout_leaves_the_cpus_generator_to_other_threads():
-    ones = torch.ones(64, device="vgpu:1")
-    expected = torch.empty(400).uniform_(generator=torch.Generator().manual_seed(3))
-    stop = threading.Event()
-
-    def drop():
-        while not stop.is_set():
-            nn.functional.dropout(ones, 0.5)
-
-    threads = [threading.Thread(target=drop) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(20):
-            torch.default_generator.manual_seed(3)
-            drawn = torch.stack([torch.rand(()) for _ in range(400)])
-            assert torch.equal(drawn, expected)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
 
 
 def test_generators_of_a_device():
@@ -147,12 +121,3 @@ def test_a_copy_draws_what_the_generator_draws_and_by_itself(device, copied):
     assert isinstance(copy, torch.Generator) and copy.device == torch.device(device)
     drawn = [torch.rand(5, generator=each, device=device).cpu() for each in (copy, generator)]
     assert torch.equal(*drawn)
-
-
-def test_a_process_without_virtual_gpus_reads_a_generator_of_the_cpu():
-    generator = torch.Generator().manual_seed(3)
-    pickled = pickle.dumps(generator)
-    vgpu.disable()
-    assert torch.equal(
-        torch.rand(5, generator=pickle.loads(pickled)), torch.rand(5, generator=generator)
-    )

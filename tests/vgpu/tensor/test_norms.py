@@ -1,4 +1,4 @@
-"""Layer and batch norm of half types: statistics in float32, as CUDA's kernels keep them."""
+"""Norms as CUDA has them: statistics of half types in float32, RMSNorm in one kernel, SyncBatchNorm."""
 
 import copy
 from contextlib import nullcontext
@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vgpu
+from vgpu import launch
 
 pytestmark = pytest.mark.virtual_gpus(2, gpu="A100")
 
@@ -105,12 +106,6 @@ def test_a_layer_norms_weight_of_another_type_is_refused(block):
         assert F.layer_norm(x[:0], (4,), weight).shape == (0, 4)
 
 
-def test_operands_on_two_devices_are_refused():
-    x = torch.randn(3, 4, device="vgpu:0", dtype=torch.float16)
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        F.layer_norm(x, (4,), torch.ones(4, device="vgpu:1", dtype=torch.float16))
-
-
 def test_synced_statistics_are_float32():
     """torch.nn.modules._functions sends them to the other ranks as they are."""
     x = torch.full((70000, 1), 3.0, device="vgpu:0", dtype=torch.float16)
@@ -126,3 +121,120 @@ def test_synced_statistics_are_float32():
     assert torch.batch_norm_elemt(x, weight, weight, mean, invstd, 1e-5).dtype is torch.float16
     sums = torch.batch_norm_backward_reduce(x, x, mean, invstd, weight, True, True, True)
     assert [one.dtype for one in sums] == [torch.float32] * 2 + [torch.float16] * 2
+
+
+# RMSNorm
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def normalized(device, dtype, shape, normalized_shape, weighted=True):
+    """The output, and the gradients of the input and of the weight, on the CPU."""
+    torch.manual_seed(0)
+    norm = nn.RMSNorm(normalized_shape, elementwise_affine=weighted).to(dtype)
+    x, grad = (torch.randn(shape).to(dtype) for _ in range(2))
+    if weighted:
+        nn.init.uniform_(norm.weight)
+    norm, x = norm.to(device), x.to(device).requires_grad_()
+    output = norm(x)
+    output.backward(grad.to(device))
+    return [each.cpu() for each in (output.detach(), x.grad, *(p.grad for p in norm.parameters()))]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "normalized_shape"),
+    [((4, 6, 16), (16,)), ((3, 4, 8), (4, 8)), ((16,), (16,)), ((0, 16), (16,))],
+)
+def test_rms_norm_has_the_cpus_values_and_gradients(dtype, weighted, shape, normalized_shape):
+    given = dtype, shape, normalized_shape, weighted
+    on_gpu, expected = (normalized(device, *given) for device in ("vgpu:1", "cpu"))
+    assert torch.equal(on_gpu[0], expected[0])
+    torch.testing.assert_close(on_gpu[1:], expected[1:])
+
+
+def step(norm, rows):
+    """The names of the kernels of a step, and the bytes that forward keeps and backward needs."""
+    x = torch.randn(rows, 1024, device="vgpu:1", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.ones_like(x)
+    before = torch.vgpu.memory_allocated(1)
+    with vgpu.record() as timeline:
+        y = norm(x)
+        kept = torch.vgpu.memory_allocated(1) - before
+        torch.vgpu.reset_peak_memory_stats(1)
+        y.backward(grad)
+    return [e.name for e in timeline.events], kept, torch.vgpu.max_memory_allocated(1) - before
+
+
+@pytest.mark.parametrize("values", [nullcontext, vgpu.shapes_only])
+def test_one_kernel_each_way_keeps_the_output_and_a_number_a_row(values):
+    rows = 1024
+    with values():
+        norm = nn.RMSNorm(1024).to("vgpu:1", torch.bfloat16)
+        kernels, kept, peak = step(norm, rows)
+    assert kernels == ["_fused_rms_norm", "_fused_rms_norm_backward"]
+    assert kept == rows * 1024 * 2 + rows * 4
+    assert peak == kept + rows * 1024 * 2 + 1024 * 2  # the gradients of the input and the weight
+
+
+def test_without_autograd_it_is_one_kernel_too():
+    norm = nn.RMSNorm(64).to("vgpu:1")
+    x = torch.randn(8, 64, device="vgpu:1")
+    for without in (torch.no_grad, torch.inference_mode):
+        with without(), vgpu.record() as timeline:
+            norm(x)
+        assert [e.name for e in timeline.events] == ["_fused_rms_norm"]
+
+
+# SyncBatchNorm over ranks is batch norm on the whole batch
+
+
+def on_a_rank(rank, world_size, module, parts):
+    torch.manual_seed(rank)
+    # Without virtual GPUs of its own the rank has a group of gloo alone, where torch gathers
+    # in another way.
+    with nullcontext() if vgpu.is_enabled() else vgpu.enable(world_size):
+        gpu = torch.device("vgpu", rank)
+        synced = nn.SyncBatchNorm.convert_sync_batchnorm(module).to(gpu)
+        x = parts[rank].to(gpu).requires_grad_()
+        y = synced(x)
+        (y**3).sum().backward()
+        gradients = [p.grad.cpu() for p in synced.parameters()]
+        return y.detach().cpu(), x.grad.cpu(), gradients, synced.cpu().state_dict()
+
+
+@pytest.mark.parametrize("gpu", [None, "V100"])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("shape", [(8, 3), (8, 3, 5, 4)])
+def test_unequal_parts_give_what_the_whole_batch_gives(shape, affine, gpu):
+    kind = nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d
+    module = kind(3, affine=affine)
+    if affine:
+        nn.init.uniform_(module.weight, 0.5, 2)
+        nn.init.uniform_(module.bias)
+    x = 2 * torch.randn(shape) + 1
+    ranks = launch.run(on_a_rank, 2, copy.deepcopy(module), x.split([3, 5]), gpu=gpu)
+    whole = x.clone().requires_grad_()
+    y = module(whole)
+    (y**3).sum().backward()
+    torch.testing.assert_close(torch.cat([rank[0] for rank in ranks]), y.detach())
+    torch.testing.assert_close(
+        torch.cat([rank[1] for rank in ranks]), whole.grad, rtol=1e-4, atol=1e-4
+    )
+    for index, parameter in enumerate(module.parameters()):
+        # Each rank has the gradient of its own part; adding them up is left to DDP.
+        summed = sum(rank[2][index] for rank in ranks)
+        torch.testing.assert_close(summed, parameter.grad, rtol=1e-4, atol=1e-4)
+    for _, _, _, state in ranks:
+        for name, value in module.state_dict().items():
+            torch.testing.assert_close(state[name], value)
+
+
+def test_the_cpu_has_them_only_while_there_are_virtual_gpus():
+    vgpu.disable()  # what a test before this one may have left enabled
+    x = torch.randn(4, 3)
+    with vgpu.enable(1):
+        torch.batch_norm_stats(x, 1e-5)
+    with pytest.raises(NotImplementedError):
+        torch.batch_norm_stats(x, 1e-5)

@@ -1,15 +1,10 @@
 """What may lie on another device than the rest: where CUDA does not compare, nor is it done here."""
 
-import re
-from importlib import resources
-
 import pytest
 import torch
 from torch import nn
 
 import vgpu
-from vgpu.tensor import composite, same_device
-from vgpu.tensor.operators import Operator
 
 TWO_DEVICES = "at least two devices"
 
@@ -76,26 +71,6 @@ def test_foreach_goes_tensor_by_tensor_over_devices():
         torch._foreach_add([on(0, 1)], [on(1, 1)])
 
 
-def test_foreach_over_devices_has_gradients():
-    leaves = [t.requires_grad_() for t in of_both()]
-    first, second = torch._foreach_mul(leaves, 3.0)
-    (first.sum() + second.to("vgpu:0").sum()).backward()
-    assert [leaf.grad.tolist() for leaf in leaves] == [[3, 3], [3, 3]]
-
-
-def test_foreach_over_devices_is_a_kernel_each_in_a_recording():
-    with vgpu.record() as timeline:
-        torch._foreach_mul_(of_both(), 2.0)
-    kernels = [(str(e.device), e.name) for e in timeline.events if e.name == "mul_"]
-    assert kernels == [("vgpu:0", "mul_"), ("vgpu:1", "mul_")]
-
-
-def test_foreach_over_devices_of_shapes():
-    with vgpu.shapes_only():
-        made = torch._foreach_mul([torch.empty(2, device=f"vgpu:{i}") for i in range(2)], 2.0)
-        assert [str(t.device) for t in made] == ["vgpu:0", "vgpu:1"]
-
-
 def test_foreach_takes_a_scalar_on_the_cpu_but_not_on_another_gpu():
     (product,) = torch._foreach_mul([on(0, 1, 2)], torch.tensor(3.0))
     assert product.tolist() == [3, 6]
@@ -142,50 +117,3 @@ def test_elementwise_operators_without_the_tag_take_a_cpu_scalar(operation):
     assert operation(x.to("vgpu:0"), scalar).tolist() == operation(x, scalar).tolist()
     with pytest.raises(RuntimeError, match=TWO_DEVICES):
         operation(x.to("vgpu:0"), torch.ones(2))
-
-
-# Compared all the same: their kernels do it, in other words than the generated check.
-COMPARED = {
-    "aten::_validate_compressed_sparse_indices",
-    "aten::binary_cross_entropy",
-    "aten::binomial",
-    "aten::mse_loss",
-    "aten::set_",
-    "aten::slice_inverse",
-    "aten::smooth_l1_loss",
-}
-# Not for virtual GPUs, or with a handler of their own.
-NOT_OURS = re.compile(
-    r"cudnn|miopen|nested|attention|copy|_unsafe_index_put|is_same_size|is_set_to"
-)
-
-
-def test_each_operator_that_cuda_does_not_check_is_known():
-    table = resources.files("torchgen") / "packaged/ATen/native/native_functions.yaml"
-    for entry in table.read_text("utf-8").split("\n- func: ")[1:]:
-        name, _, overload = entry.partition("(")[0].partition(".")
-        func = operator(name, overload)
-        if "device_check: NoCheck" not in entry or func is None or not is_concerned(func):
-            continue
-        full_name = func._schema.name
-        generated = same_device.check_of(func) is same_device.check_generated
-        known = full_name in COMPARED | set(same_device._ANYWHERE) or overload == "tensor_lr"
-        assert known or not generated, f"{full_name}: what does CUDA do with two devices there?"
-
-
-def operator(name: str, overload: str) -> Operator | None:
-    packet = getattr(torch.ops.aten, name, None)
-    return getattr(packet, overload or "default", None)
-
-
-def is_concerned(func: Operator) -> bool:
-    """Whether it arrives as a whole, and has several tensors to compare."""
-    arguments = func._schema.arguments
-    tensors = [str(a.type) for a in arguments if "Tensor" in str(a.type)]
-    return not (
-        any(a.is_out for a in arguments)
-        or composite.is_composite(func)
-        or NOT_OURS.search(func._schema.name)
-        or func._schema.name.startswith("aten::_foreach_")
-        or (len(tensors) < 2 and "List[Tensor]" not in tensors)
-    )

@@ -202,16 +202,6 @@ def test_a_change_that_autograd_refuses_leaves_the_hooks_of_views():
         assert x.grad.tolist() == [[3, 3], [0, 0]]
 
 
-def test_a_change_that_is_impossible_leaves_the_hooks_of_views():
-    x = torch.ones(2, device="vgpu:0", requires_grad=True)
-    part = x[:1]
-    part.register_hook(lambda gradient: gradient * 3)
-    with torch.no_grad(), pytest.raises(IndexError):
-        x.swapaxes_(0, 1)
-    part.sum().backward()
-    assert x.grad.tolist() == [3, 0]
-
-
 def test_a_view_with_a_hook_is_named():
     row = (torch.ones(2, 2, device="vgpu:1", requires_grad=True) * 1)[:1]
     row.register_hook(lambda gradient: gradient * 3)
@@ -268,15 +258,5 @@ def test_foreach_counts_versions_so_that_backward_notices(name):
         assert [value._version for value in values] == [1, 1]
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-def test_an_optimizer_with_foreach_between_forward_and_backward_is_noticed():
-    for device in ("cpu", "vgpu:1"):
-        model = torch.nn.Linear(2, 2).to(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
-        x = torch.ones(1, 2, device=device)
-        model(x).sum().backward()
-        stale = model(model(x)).sum()
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            stale.backward()
+        # After an error autograd's queue keeps what it has not run until the next backward.
+        torch.ones((), requires_grad=True).backward()

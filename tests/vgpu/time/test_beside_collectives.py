@@ -54,10 +54,6 @@ def recorded(**options):
     return timeline
 
 
-def test_by_default_collectives_take_nothing_from_kernels(rank):
-    assert times_us(recorded(), "kernel") == us((0, 20), (20, 40), (40, 60))
-
-
 def test_kernels_lose_the_multiprocessors_that_a_collective_has(rank):
     # At three quarters of their speed until 40: the second has done 10 of its 20 µs by then.
     timeline = recorded(collective_processors=1)
@@ -65,9 +61,11 @@ def test_kernels_lose_the_multiprocessors_that_a_collective_has(rank):
     assert vgpu.replay(timeline).events == timeline.events
 
 
-def test_a_replay_takes_more_multiprocessors(rank):
+def test_collectives_take_no_multiprocessors_unless_a_replay_says_so(rank):
+    plain = recorded()
+    assert times_us(plain, "kernel") == us((0, 20), (20, 40), (40, 60))
     # At half of their speed: the first alone lasts until 40.
-    again = vgpu.replay(recorded(), collective_processors=2)
+    again = vgpu.replay(plain, collective_processors=2)
     assert times_us(again, "kernel") == us((0, 40), (40, 60), (60, 80))
 
 
@@ -100,14 +98,6 @@ def test_a_kernel_with_priority_and_a_collective_both_delay_a_kernel():
     assert processors.place_prior(10.0, 6.0) == 10.0
     # 20 at three quarters of the speed are 26 2/3, and 6 more for the one that passes.
     assert processors.place(0.0, 20.0) == (0.0, pytest.approx(80 / 3 + 6))
-
-
-def test_a_collective_inside_and_one_out_of_the_host_each_slow_a_kernel():
-    processors = Processors(lost=0.25)
-    processors.note_collective(0.0, 100.0, between_hosts=False)
-    processors.note_collective(0.0, 100.0, between_hosts=True)
-    assert processors.place(0.0, 9.0) == (0.0, pytest.approx(16.0))
-    assert processors.place(200.0, 9.0) == (200.0, 209.0)
 
 
 @pytest.mark.parametrize(("count", "words"), [(-1, "of at least 0, got -1"), (4, "below the 4 of")])

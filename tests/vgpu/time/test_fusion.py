@@ -11,7 +11,6 @@ from toy_gpu import COSTS, LAUNCH_S, SPEC, near
 
 import vgpu
 from vgpu.time import recording
-from vgpu.time.compiler_passes import Fusion
 
 FUSED = dataclasses.replace(COSTS, fuses=True)
 SIDE = 25
@@ -39,6 +38,66 @@ def test_a_chain_reads_its_beginning_and_writes_its_end():
     torch.testing.assert_close(y, torch.relu(x * 2 + 1) @ w)
 
 
+def both_are_needed(x, y, w):
+    z = x + y
+    return z @ w, x @ w, z @ w
+
+
+def change_in_place(x, y, w):
+    x.mul_(2).add_(1)
+    x @ w
+
+
+def overwrite(x, y, w):
+    z = x + 1
+    z.mul_(2)
+    z @ w
+
+
+def write_both_halves_of_a_block(x, y, w):
+    whole = torch.empty(2 * SIDE, SIDE, device="vgpu")
+    whole[:SIDE].copy_(x)
+    whole[SIDE:].copy_(x)
+    return whole
+
+
+def need_an_intermediate_result(x, y, w):
+    z = x * 2
+    (z + x) @ w
+    z @ w  # computed again from x
+
+
+# By what happens: the matrices that each fused kernel reads and writes.
+CHAINS = {
+    "a reduction is part of a chain": (lambda x, y, w: (x / x.sum(-1, keepdim=True)) @ w, [2]),
+    "both beginnings are read": (lambda x, y, w: (x * 2 + y * 3) @ w, [3]),
+    "what several products need is written once": (both_are_needed, [3]),
+    "an intermediate result is computed again": (need_an_intermediate_result, [2, 2]),
+    "a change in place is part of a chain": (change_in_place, [2]),
+    "an overwritten result is never written": (overwrite, [2]),
+    "what outlives the recording is written": (lambda x, y, w: x.neg().abs(), [2]),
+    "both halves of a block are written": (write_both_halves_of_a_block, [2, 2]),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_is_launched_when_its_result_is_needed(name):
+    program, sizes = CHAINS[name]
+    x, y, w = matrix(), matrix(), matrix()
+    with vgpu.record(FUSED) as timeline:
+        kept = program(x, y, w)
+    fused = [size_bytes for name, size_bytes in launched(timeline) if name == "fused"]
+    assert fused == [size * KILO for size in sizes]
+    del kept
+
+
+def test_a_result_that_nobody_needs_is_never_launched():
+    x = matrix()
+    with vgpu.record(FUSED) as timeline:
+        x.neg().abs()
+    assert timeline.events == []
+
+
 def test_products_into_a_tensor_and_of_a_sparse_one_are_recorded():
     x, w, y = matrix(), matrix(), matrix()
     sparse = torch.eye(SIDE, device="vgpu").to_sparse()
@@ -49,70 +108,12 @@ def test_products_into_a_tensor_and_of_a_sparse_one_are_recorded():
     torch.testing.assert_close(y, x @ w)
 
 
-def test_a_result_that_several_operations_need_is_written_once():
-    x, w = matrix(), matrix()
-    with vgpu.record(FUSED) as timeline:
-        y = x * 2
-        y @ w, y @ w
-    assert [name for name, _ in launched(timeline)] == ["fused", "mm", "mm"]
-
-
-def test_an_intermediate_result_is_computed_again():
-    x, w = matrix(), matrix()
-    with vgpu.record(FUSED) as timeline:
-        y = x * 2
-        z = y + x
-        z @ w
-        y @ w
-    fused = [size for name, size in launched(timeline) if name == "fused"]
-    assert fused == [2 * KILO, 2 * KILO]  # x is read and z is written; then x and y
-
-
-def test_a_reduction_is_part_of_a_chain():
-    x, w = matrix(), matrix()
-    with vgpu.record(FUSED) as timeline:
-        (x / x.square().mean(-1, keepdim=True).sqrt()) @ w
-    assert launched(timeline)[0] == ("fused", 2 * KILO)
-
-
-def test_two_beginnings_are_both_read():
-    x, y, w = matrix(), matrix(), matrix()
-    with vgpu.record(FUSED) as timeline:
-        (x * 2 + y * 3) @ w
-    assert launched(timeline)[0] == ("fused", 3 * KILO)
-
-
 def test_halves_of_one_tensor_are_one_reading():
     x, w = matrix(), torch.rand(10, 5, device="vgpu")
     left, right = x[:, :10], x[:, 10:20]
     with vgpu.record(FUSED) as timeline:
         (left * right) @ w
     assert launched(timeline)[0] == ("fused", 3 * 4 * SIDE * 10)
-
-
-def test_a_result_that_nobody_needs_is_never_launched():
-    x = matrix()
-    with vgpu.record(FUSED) as timeline:
-        x.neg().abs()
-    assert timeline.events == []
-
-
-def test_an_overwritten_result_is_never_written():
-    x, w = matrix(), matrix()
-    with vgpu.record(FUSED) as timeline:
-        y = x + 1
-        y.mul_(2)
-        y @ w
-    assert launched(timeline) == [("fused", 2 * KILO), ("mm", 3 * KILO)]
-
-
-def test_both_halves_of_a_block_are_written():
-    x = matrix()
-    with vgpu.record(FUSED) as timeline:
-        whole = torch.empty(2 * SIDE, SIDE, device="vgpu")
-        whole[:SIDE].copy_(x)
-        whole[SIDE:].copy_(x)
-    assert launched(timeline) == [("fused", 2 * KILO)] * 2
 
 
 def test_a_gradient_of_another_stream_is_in_memory_before_it_is_copied():
@@ -153,15 +154,6 @@ def test_tensors_that_live_on_keep_no_recording_alive(costs):
     assert made.device == read.device == changed.device
 
 
-def test_a_result_that_outlives_the_recording_is_written():
-    x = matrix()
-    with vgpu.record(FUSED) as timeline:
-        y = x.neg().abs()
-    assert launched(timeline) == [("fused", 2 * KILO)]
-    assert timeline.makespan_s == near(LAUNCH_S + 2 * KILO * 1e-9)
-    assert y.device == x.device
-
-
 def test_a_wait_launches_what_the_other_stream_has_deferred():
     x, w = matrix(), matrix()
     other = torch.Stream("vgpu")
@@ -175,36 +167,19 @@ def test_a_wait_launches_what_the_other_stream_has_deferred():
     assert timeline.races == []
 
 
-STREAM_WAITS = {
-    "stream": lambda waiting, other: waiting.wait_stream(other),
-    "event": lambda waiting, other: waiting.wait_event(other.record_event()),
-    "event's wait": lambda waiting, other: other.record_event().wait(waiting),
-}
-
-
-@pytest.mark.parametrize("name", STREAM_WAITS)
-def test_an_operation_deferred_before_a_wait_does_not_wait(name):
+def test_an_operation_deferred_before_a_wait_does_not_wait():
     x, other = matrix(), torch.Stream("vgpu")
     of_host = torch.rand(20 * SIDE, SIDE).pin_memory()
     with vgpu.record(FUSED) as timeline:
         with other:
             copied = of_host.to("vgpu", non_blocking=True)
         y = x * 2
-        STREAM_WAITS[name](torch.accelerator.current_stream(), other)
+        torch.accelerator.current_stream().wait_event(other.record_event())
         z = y + copied[:SIDE]
     before, after = (event for event in timeline.events if event.name == "fused")
     copy = next(event for event in timeline.events if event.kind == "copy")
     assert before.end_s < copy.end_s <= after.start_s
     assert z.device == y.device
-
-
-def test_the_host_waits_for_a_value():
-    x = matrix()
-    with vgpu.record(FUSED) as timeline:
-        total = (x * 2).sum().item()
-    assert next(event.name for event in timeline.events if event.kind == "kernel") == "fused"
-    assert timeline.host_s >= KILO * 1e-9
-    assert total == pytest.approx(2 * x.sum().item())
 
 
 WAITS = {
@@ -225,6 +200,15 @@ def test_a_host_that_waits_for_a_gpu_waits_for_deferred_operations(name):
     assert y.device == x.device
 
 
+def test_the_host_waits_for_a_value():
+    x = matrix()
+    with vgpu.record(FUSED) as timeline:
+        total = (x * 2).sum().item()
+    assert next(event.name for event in timeline.events if event.kind == "kernel") == "fused"
+    assert timeline.host_s >= KILO * 1e-9
+    assert total == pytest.approx(2 * x.sum().item())
+
+
 def test_a_query_launches_deferred_operations():
     x = matrix()
     with vgpu.record(FUSED) as timeline:
@@ -234,14 +218,6 @@ def test_a_query_launches_deferred_operations():
         assert torch.vgpu.current_stream().query()
     assert launched(timeline) == [("fused", 2 * KILO)]
     assert y.device == x.device
-
-
-def test_a_change_in_place_is_part_of_the_chain():
-    x, w = matrix(), matrix()
-    with vgpu.record(FUSED) as timeline:
-        x.mul_(2).add_(1)
-        x @ w
-    assert launched(timeline) == [("fused", 2 * KILO), ("mm", 3 * KILO)]
 
 
 def test_long_chains_are_cut():
@@ -267,38 +243,19 @@ def test_a_replay_keeps_what_was_fused():
         vgpu.replay(timeline, fuses=False)
 
 
-def test_a_program_can_be_fused_in_parts():
-    x, w = matrix(), matrix()
-    with vgpu.record(FUSED) as timeline:
-        recorder = recording.under_way.program
-        y = (x * 2 + 1).relu() @ w
-        y.neg()
-        torch.vgpu.current_stream().record_event().synchronize()
-    at_once, in_parts = Fusion().steps(recorder.steps), Fusion()
-    assert at_once == [new for step in recorder.steps for new in in_parts.steps([step])]
-    assert at_once == timeline.programs[0].steps
-    assert len(at_once) < len(recorder.steps)
+def test_a_training_step_moves_fewer_bytes():
+    with vgpu.shapes_only():
+        layers = nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64)
+        model = nn.Sequential(*layers).to("vgpu")
+        x = torch.empty(32, 64, device="vgpu")
 
+        def step(costs):
+            model.zero_grad()
+            with vgpu.record(costs) as timeline:
+                model(x).square().mean().backward()
+            assert timeline.races == []
+            return timeline
 
-@pytest.mark.parametrize("shapes", [True, False])
-def test_a_training_step_moves_fewer_bytes(shapes):
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64))
-    model.to("vgpu")
-    x = torch.rand(32, 64, device="vgpu")
-
-    def step(costs):
-        model.zero_grad()
-        with vgpu.record(costs) as timeline:
-            model(x).square().mean().backward()
-        assert timeline.races == []
-        return timeline
-
-    if shapes:
-        with vgpu.shapes_only():
-            model.to("vgpu")
-            x = torch.empty(32, 64, device="vgpu")
-            plain, fused = step(COSTS), step(FUSED)
-    else:
         plain, fused = step(COSTS), step(FUSED)
     assert fused.flop == plain.flop
     assert sum(e.size_bytes for e in fused.events) < sum(e.size_bytes for e in plain.events)

@@ -5,14 +5,9 @@ The toy: a launch takes 1 µs, a GPU reads and writes 1 GB/s, and nothing else c
 
 import pytest
 import torch
-from toy_gpu import KB, SPEC
+from toy_gpu import COSTS, KB, SPEC
 
 import vgpu
-from vgpu.time.resources import Processors
-
-COSTS = vgpu.CostModel(
-    SPEC, memory_share=1.0, link_share=1.0, python_launch_s=1e-6, engine_launch_s=1e-6, kernel_s=0.0
-)
 
 pytestmark = pytest.mark.virtual_gpus(2, gpu=SPEC)
 
@@ -97,18 +92,6 @@ def test_two_streams_with_priority_take_turns():
     assert replayed(timeline) == us((1, 31), (2, 6), (6, 12), (31, 33))
 
 
-def test_a_kernel_with_priority_delays_nothing_on_an_idle_gpu():
-    side = torch.vgpu.Stream("vgpu:0", priority=-1)
-    long, short, after = neg(10), neg(2), neg(1)
-    with vgpu.record(COSTS) as timeline:
-        long()
-        vgpu.spend(30e-6)
-        with torch.vgpu.stream(side):
-            short()
-        after()
-    assert replayed(timeline) == us((1, 21), (32, 36), (36, 38))
-
-
 def test_a_stream_that_waits_for_a_delayed_kernel_waits_longer():
     side, third = torch.vgpu.Stream("vgpu:0", priority=-1), torch.vgpu.Stream("vgpu:0")
     sent, long, short = torch.ones(5 * KB, device="vgpu:0"), neg(10), neg(2)
@@ -122,17 +105,3 @@ def test_a_stream_that_waits_for_a_delayed_kernel_waits_longer():
     copy = next(event for event in timeline.of("vgpu:0") if event.kind == "copy")
     assert copy.start_s * 1e6 == pytest.approx(25)
     assert vgpu.replay(timeline).events == timeline.events
-
-
-def test_processors_never_run_two_kernels_at_once():
-    """Kernels are never run twice at once, whatever is launched in which order."""
-    processors = Processors()
-    assert processors.place(0.0, 10.0) == (0.0, 10.0)
-    assert processors.place(20.0, 5.0) == (20.0, 25.0)
-    assert processors.place_prior(2.0, 3.0) == 2.0  # the first ends at 13
-    assert processors.place_prior(15.0, 2.0) == 15.0  # between the two
-    assert processors.place(10.0, 4.0) == (13.0, 19.0)  # with a pause from 15 to 17
-    assert processors.place(10.0, 4.0) == (25.0, 29.0)
-    assert processors.place_prior(12.5, 1.5) == 12.5  # 1 of it in the gap before 20
-    assert processors.busy_until_s == 29.5
-    assert processors.place(30.0, 1.0) == (30.0, 31.0)

@@ -195,24 +195,6 @@ def test_two_backward_passes_in_a_row_are_told_apart():
     assert timeline.races == []
 
 
-def test_the_caller_waits_between_passes_on_two_gpus():
-    def host_s(then):
-        chains = [torch.ones(4, device=f"vgpu:{n}", requires_grad=True) for n in range(2)]
-        ends = []
-        for chain in chains:
-            for _ in range(5):
-                chain = chain.sin()
-            ends.append(chain)
-        gradients = [torch.ones_like(end) for end in ends]
-        with vgpu.record() as timeline:
-            for end, gradient in zip(ends, gradients, strict=True):
-                end.backward(gradient)
-                then()
-        return timeline.host_s
-
-    assert host_s(lambda: None) == host_s(lambda: vgpu.spend(0.0))
-
-
 def test_a_callback_of_the_engine_has_the_callers_stream():
     (x, weight), caller = matrices(), torch.Stream("vgpu")
     seen = []

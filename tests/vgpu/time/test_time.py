@@ -41,17 +41,10 @@ def test_views_launch_nothing():
     with vgpu.record(COSTS) as timeline:
         x.t().view(-1, 5, 2).split(2)[0].detach()
         torch.empty(100, device="vgpu:0")
+        held = torch.vgpu.memory_allocated("vgpu:0")
+        views = torch.ops.aten._unsafe_view(x, [100]), x.unsafe_split(2)  # their schemas hide it
+        assert torch.vgpu.memory_allocated("vgpu:0") == held and views
     assert timeline.events == [] and timeline.makespan_s == 0
-
-
-def test_views_that_their_schema_hides_launch_nothing_either():
-    x = torch.ones(4, 6, device="vgpu:0")
-    held = torch.vgpu.memory_allocated("vgpu:0")
-    with vgpu.record(COSTS) as timeline:
-        viewed = torch.ops.aten._unsafe_view(x, [24])
-        pieces = x.unsafe_split(2)
-    assert timeline.events == [] and torch.vgpu.memory_allocated("vgpu:0") == held
-    assert viewed.shape == (24,) and [piece.shape for piece in pieces] == [(2, 6)] * 2
 
 
 def test_a_product_of_batches_launches_one_operation():
@@ -228,16 +221,6 @@ def test_events_are_named_by_module_and_pass():
     assert timeline.events[0].name == "addmm" and timeline.events[0].flop == 2 * 3 * 4 * 4
 
 
-def test_the_values_are_those_without_a_recording():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).to("vgpu:0")
-    x = torch.randn(5, 8).to("vgpu:0")
-    expected = model(x).cpu()
-    with vgpu.record():
-        found = model(x).cpu()
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
 def test_equal_runs_give_equal_timelines():
     def run():
         torch.manual_seed(0)
@@ -311,8 +294,9 @@ def test_a_recording_simulates_nothing_until_somebody_asks(monkeypatch):
         torch.vgpu.synchronize("vgpu:0")
         assert simulated == []
         assert event.query()
+        assert 0 < sum(simulated) < len(recording.under_way.program.steps)
         x.neg()
-    assert len(simulated) == 2 and sum(simulated) == len(timeline.programs[0].steps)
+    assert simulated[-1] == len(timeline.programs[0].steps)
 
 
 def test_a_recording_inside_another_is_refused():
@@ -322,36 +306,6 @@ def test_a_recording_inside_another_is_refused():
     with vgpu.record() as timeline:  # the failed one left nothing behind
         x.neg()
     assert len(timeline.events) == 1
-
-
-def test_what_happens_while_a_recording_is_paused_is_not_in_it():
-    x = torch.ones(KB, device="vgpu:0")
-    event = torch.vgpu.Event()
-    with vgpu.record(COSTS) as timeline:
-        with recording.paused():
-            assert recording.under_way is None
-            x.neg().to("vgpu:1")
-            event.record()
-            vgpu.spend(1.0)
-        x.neg()
-        with pytest.raises(RuntimeError, match="in the pause"), recording.paused():
-            raise RuntimeError("in the pause")
-        x.neg()
-    assert [e.name for e in timeline.events] == ["neg", "neg"]
-    assert timeline.makespan_s == near(1e-6 + 4e-6)
-    with recording.paused():  # nothing to pause
-        x.neg()
-    assert recording.under_way is None
-
-
-def test_an_enabled_link_is_used():
-    x = torch.ones(10**6, device="vgpu:0")
-    times_s = []
-    for link in ("PCIe 2", "PCIe 4"):
-        with vgpu.enable(2, gpu="K80", link=link), vgpu.record() as timeline:
-            x.to("vgpu:1")
-        times_s.append(timeline.copying_s("vgpu:0"))
-    assert times_s[0] > 3 * times_s[1]
 
 
 def test_a_timeline_exports_a_chrome_trace(tmp_path):

@@ -1,7 +1,8 @@
-"""The collectives that a rank calls, and what it sends: of DTensors and in backward passes, too.
+"""Operators that PyTorch is asked for, collectives that a rank calls, and the bytes that it sends.
 
-Whatever calls them, the operators of collectives/table.py carry them out, on virtual GPUs, real ones
-and the CPU alike. Ranks import this file, so it imports no DTensor, which takes a second.
+Whatever calls a collective, a DTensor or a backward pass, the operators of collectives/table.py carry it
+out, on virtual GPUs, real ones and the CPU alike. Ranks import this file, so it imports no DTensor,
+which takes a second.
 """
 
 import os
@@ -11,22 +12,62 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vgpu.collectives import table
 from vgpu.collectives.calls import Call
-from vgpu.profiling.operator_log import EagerDispatchMode
-
-_DTENSOR = "torch.distributed.tensor"
 
 
-class _CollectiveObserver(EagerDispatchMode):
+class EagerDispatchMode(TorchDispatchMode):
+    """A dispatch mode that costs no import.
+
+    By default torch guards a mode against being compiled, and imports its whole compiler for that at
+    the first call, which takes seconds.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+# What makes a second set of bytes out of a first: between devices or dtypes, into, and beside it.
+_COPYING = ("_to_copy", "copy_", "clone")
+
+
+class OperatorLog(EagerDispatchMode):
+    """The operators that reach PyTorch's dispatcher inside a ``with`` block, in order.
+
+    ``names`` holds their plain names ("zeros", "mul", "_to_copy"), ``lines`` each with its keyword
+    arguments as one text, "_to_copy(device=cuda:0)"; None and False are left out. Views and calls that
+    return what they were given, such as ``.to`` to the same device, dispatch no copy and list none.
+    Only the thread that enters the block is logged.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.lines: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        arguments = ", ".join(f"{key}={value}" for key, value in (kwargs or {}).items() if value)
+        self.names.append(name)
+        self.lines.append(f"{name}({arguments})")
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def copies(self) -> int:
+        """How many of the operators copied a tensor."""
+        return sum(name in _COPYING for name in self.names)
+
+
+class CollectiveObserver(EagerDispatchMode):
     """Calls ``see`` before each collective inside a ``with`` block, also of a backward pass there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _DTENSOR in sys.modules:
-            dtensor = sys.modules[_DTENSOR].DTensor
-            if any(issubclass(kind, dtensor) for kind in types):
-                return NotImplemented  # it comes back with the tensors of this rank
+        dtensors = sys.modules.get("torch.distributed.tensor")
+        if dtensors and any(issubclass(kind, dtensors.DTensor) for kind in types):
+            return NotImplemented  # it comes back with the tensors of this rank
         if func._schema.name in table.NAMES:
             self.see(table.read_call(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -35,7 +76,7 @@ class _CollectiveObserver(EagerDispatchMode):
         raise NotImplementedError
 
 
-class CollectiveCounter(_CollectiveObserver):
+class CollectiveCounter(CollectiveObserver):
     """Counts what this rank sends inside a ``with`` block, also in a backward pass that runs there.
 
     ``calls`` has each collective's name and the bytes of the whole tensor as nccl-tests counts them
@@ -58,22 +99,6 @@ class CollectiveCounter(_CollectiveObserver):
         if call.name != "barrier":
             self.sent_bytes += table.sent_bytes(call.name, call.size_bytes, call.group.size())
             self.calls.append((call.name, call.size_bytes))
-
-
-class ParameterGatherCounter(_CollectiveObserver):
-    """Counts the all-gathers of floating-point numbers.
-
-    A checkpoint's plans of what to read are gathered as well, as Python objects: those travel as
-    integers.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def see(self, call: Call) -> None:
-        if "gather" in call.name:
-            self.count += any(tensor.is_floating_point() for tensor in call.inputs)
 
 
 # On a rank
@@ -115,7 +140,7 @@ MAKE_IT_ON_THE_GPU = (
 )
 
 
-class _InputCounter(_CollectiveObserver):
+class _InputCounter(CollectiveObserver):
     """What a block puts into collectives, in numbers of elements."""
 
     def __init__(self, gpu: torch.device | None) -> None:
@@ -135,8 +160,7 @@ class _InputCounter(_CollectiveObserver):
 
 
 def _carries_pickles() -> bool:
-    """Whether it is for Python objects, which travel as bytes on the CPU, where the group has a
-    backend for it."""
+    """Whether it is for Python objects: bytes on the CPU, where the group has a backend for it."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if "object" in frame.f_code.co_name:

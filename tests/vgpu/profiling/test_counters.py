@@ -1,4 +1,4 @@
-"""What a rank sends in collectives: of plain tensors, of DTensors, in backward."""
+"""Logs of operators; and what a rank sends in collectives, of plain tensors, of DTensors, in backward."""
 
 import pytest
 import torch
@@ -7,13 +7,57 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from teaching.lessons import ROOT
 from vgpu import launch
 from vgpu.profiling import (
     CollectiveCounter,
+    OperatorLog,
     count_collectives,
     count_collectives_on_gpu,
     own_gpu,
 )
+
+
+def test_a_log_names_operators_in_order():
+    with OperatorLog() as log:
+        _ = torch.zeros(3) + 1
+    assert log.names == ["zeros", "add"]
+    assert log.copies == 0
+
+
+def test_a_log_has_keyword_arguments():
+    with OperatorLog() as log:
+        torch.ones(2).to(torch.float64)
+    assert log.lines == ["ones(device=cpu)", "_to_copy(dtype=torch.float64)"]
+
+
+def test_a_log_counts_copies_and_no_views():
+    x = torch.ones(4)
+    with OperatorLog() as log:
+        assert x.to("cpu") is x
+        _ = x.view(2, 2)
+    assert log.copies == 0
+    with OperatorLog() as log:
+        x.to(torch.float64)
+        x.clone()
+        torch.empty(4).copy_(x)
+    assert log.copies == 3
+
+
+def test_a_log_ends_with_its_block():
+    with OperatorLog() as log:
+        torch.ones(2)
+    torch.ones(2)
+    assert log.names == ["ones"]
+
+
+def test_no_dispatch_mode_imports_the_compiler():
+    for file in [*(ROOT / "vgpu").rglob("*.py"), *(ROOT / "helpers").rglob("*.py")]:
+        text = file.read_text("utf-8")
+        assert "(TorchDispatchMode)" not in text or "_should_skip_dynamo" in text, file
+
+
+# On ranks
 
 
 def plain(rank, world_size):
@@ -102,27 +146,24 @@ def test_collectives_of_dtensors_and_of_backward_passes_count():
     assert noted == ["all_gather", "reduce_scatter"]  # by the names that c10d's have, too
 
 
-def gather(rank, world_size):
+def refused(rank, world_size):
+    """The errors of a gather that is counted, and of an all-reduce of a CPU tensor."""
     x = torch.zeros(2, device=own_gpu())
     parts = [torch.empty_like(x) for _ in range(world_size)] if rank == 0 else None
-    with CollectiveCounter():
+    with CollectiveCounter(), pytest.raises(NotImplementedError) as uncounted:
         dist.gather(x, parts)
 
+    def on_cpu(rank, world_size):
+        dist.all_gather_object([None] * world_size, "text")  # as bytes on the CPU
+        dist.all_reduce(torch.zeros(2))
 
-def test_a_counter_refuses_a_collective_in_which_ranks_send_unequally_much():
-    with pytest.raises(launch.RankRaised, match="and gather is none of them") as raised:
-        launch.run(gather, 2, gpu="V100")
-    assert "NotImplementedError: what a rank sends is counted for all_reduce" in str(raised.value)
-
-
-def cpu_tensor(rank, world_size):
-    dist.all_gather_object([None] * world_size, "text")  # as bytes on the CPU
-    dist.all_reduce(torch.zeros(2))
+    with pytest.raises(TypeError) as misplaced:
+        count_collectives_on_gpu(rank, world_size, on_cpu)
+    return str(uncounted.value), str(misplaced.value)
 
 
-def test_an_all_reduce_of_a_cpu_tensor_is_refused_where_ranks_have_gpus():
-    def main(rank, world_size):
-        count_collectives_on_gpu(rank, world_size, cpu_tensor)
-
-    with pytest.raises(launch.RankRaised, match="all_reduce was given a CPU tensor, and NCCL"):
-        launch.run(main, 2, gpu="V100")
+def test_counters_refuse_a_gather_and_a_cpu_tensor_of_a_rank_with_a_gpu():
+    uncounted, misplaced = launch.run(refused, 2, gpu="V100")[0]
+    assert uncounted.startswith("what a rank sends is counted for all_reduce")
+    assert "and gather is none of them" in uncounted
+    assert "all_reduce was given a CPU tensor, and NCCL" in misplaced

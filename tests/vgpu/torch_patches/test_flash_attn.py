@@ -1,0 +1,126 @@
+"""flash_attn's functions where the package is not installed: plain attention, in its layouts."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import vgpu
+from teaching.lessons import ROOT
+from vgpu.torch_patches import flash_attn
+
+pytestmark = pytest.mark.virtual_gpus(1, gpu="H100")
+
+
+def tensors(queries=8, keys=8, heads=4):
+    torch.manual_seed(0)
+    sizes = (queries, 4), (keys, heads), (keys, heads)
+    return [torch.rand(2, n, h, 16, device="vgpu", dtype=torch.bfloat16) for n, h in sizes]
+
+
+def formula(q, k, v, sees):
+    """Attention by its formula, in float32; sees: which query sees which key."""
+    q, k, v = (part.float().transpose(1, 2) for part in (q, k, v))
+    k, v = (part.repeat_interleave(q.size(1) // k.size(1), 1) for part in (k, v))
+    scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(~sees.to(q.device), float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(1, 2).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("options", "queries", "sees"),
+    [
+        ({}, 8, lambda i, j: j > -1),
+        ({"causal": True}, 8, lambda i, j: j <= i),
+        ({"causal": True}, 3, lambda i, j: j <= i + 5),
+        ({"window_size": (2, 1)}, 8, lambda i, j: (j >= i - 2) & (j <= i + 1)),
+        ({"causal": True, "window_size": (2, -1)}, 8, lambda i, j: (j >= i - 2) & (j <= i)),
+    ],
+)
+@pytest.mark.parametrize("heads", [4, 2])
+def test_flash_attn_func_sees_the_keys_that_it_should(options, queries, sees, heads):
+    q, k, v = tensors(queries, heads=heads)
+    seen = sees(torch.arange(queries)[:, None], torch.arange(8)[None])
+    out = flash_attn.flash_attn_func(q, k, v, **options)
+    torch.testing.assert_close(out, formula(q, k, v, seen), atol=1e-2, rtol=1e-2)
+
+
+def test_packed_and_varlen_functions_do_the_same():
+    q, k, v = tensors()
+    expected = flash_attn.flash_attn_func(q, k, v, causal=True)
+    kv = torch.stack([k, v], 2)
+    packed = torch.stack([q, k, v], 2)
+    assert torch.equal(flash_attn.flash_attn_kvpacked_func(q, kv, causal=True), expected)
+    assert torch.equal(flash_attn.flash_attn_qkvpacked_func(packed, causal=True), expected)
+    bounds = torch.tensor([0, 8, 16], dtype=torch.int32, device="vgpu")
+    flat = [part.flatten(0, 1) for part in (q, k, v)]
+    out = flash_attn.flash_attn_varlen_func(*flat, bounds, bounds, 8, 8, causal=True)
+    assert torch.equal(out, expected.flatten(0, 1))
+
+
+def test_flash_attn_func_takes_the_time_of_one_fused_kernel_each_way():
+    q, k, v = (part.requires_grad_() for part in tensors())
+    with vgpu.record() as timeline:
+        flash_attn.flash_attn_func(q, k, v, causal=True).backward(torch.ones_like(q))
+    names = [event.name for event in timeline.events if "attention" in event.name]
+    assert names == [
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
+    ]
+
+
+def test_flash_attn_func_refuses_what_it_does_not_compute():
+    q, k, v = tensors()
+    with pytest.raises(RuntimeError, match=r"only support fp16 and bf16 .* q is torch\.float32"):
+        flash_attn.flash_attn_func(q.float(), k.float(), v.float())
+    with pytest.raises(NotImplementedError, match=r"flash_attn with softcap=5\.0 is not supp"):
+        flash_attn.flash_attn_func(q, k, v, softcap=5.0)
+    assert torch.equal(
+        flash_attn.flash_attn_func(q, k, v, deterministic=True),
+        F.scaled_dot_product_attention(*(p.transpose(1, 2) for p in (q, k, v))).transpose(1, 2),
+    )
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from flash_attn import flash_attn_func
+from flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+class Attend(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 8)).unbind(2)
+        return flash_attn_func(q, k, v, causal=True)
+
+torch.manual_seed(0)
+model = Attend().to("cuda")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+forward = torch.compile(model, mode="max-autotune")
+for step in range(2):
+    with torch.amp.autocast("cuda", dtype=torch.bfloat16):
+        loss = forward(torch.rand(2, 4, 16, device="cuda")).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+print(torch.cuda.max_memory_allocated() > 0)
+"""
+
+
+def test_a_cuda_program_prints_the_same_losses_with_torch_compile_and_without(tmp_path):
+    script = tmp_path / "train.py"
+    command = [sys.executable, "-m", "vgpu", "--count", "1", "--gpu", "H100", "--cuda-is-vgpu"]
+    printed = []
+    for source in (SCRIPT, SCRIPT.replace('torch.compile(model, mode="max-autotune")', "model")):
+        script.write_text(source)
+        done = subprocess.run([*command, script], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        *losses, last = done.stdout.splitlines()
+        assert last == "True"
+        printed.append((losses, "torch.compile on virtual GPUs: " in done.stderr))
+    (compiled, said), (plain, said_of_plain) = printed
+    assert compiled == plain and len(plain) == 2
+    assert said and not said_of_plain

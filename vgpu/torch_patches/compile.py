@@ -1,0 +1,170 @@
+"""``torch.compile`` on virtual GPUs: what it compiled runs as it is, operator by operator.
+
+TorchInductor has no code for virtual GPUs, and TorchDynamo does not trace through their tensors. So a
+call that computes on virtual GPUs runs the function that was compiled, with the results that it has
+without ``torch.compile``; a recording of virtual time counts it, and its backward, as compiled
+(vgpu/time/compiler_passes.py). ``torch.compiler.is_compiling()`` is False in it. A call that has only CPU tensors
+is compiled as ever.
+
+Whether a call computes on virtual GPUs is seen in its arguments, in the module or object that it is
+a method of, and in the variables that the function uses: in their tensors, devices, modules,
+optimizers and other objects, a few levels deep. Where no tensor is found at all, it runs as it is.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+from vgpu.memory import gpus
+from vgpu.tensor.refusals import is_virtual_device
+from vgpu.tensor.tensor import VirtualTensor
+from vgpu.time.recording import compiled as counted_as_compiled
+from vgpu.torch_patches.imported import when_imported
+from vgpu.torch_patches.undo import Changes
+
+# Backends that run the operators of a graph one by one, on a GPU as well.
+_AS_THEY_ARE = ("eager", "aot_eager")
+
+_has_said = False
+
+
+def install(changes: Changes) -> None:
+    global _has_said
+    _has_said = False
+    changes.wrap(torch, "compile", _compile)
+    when_imported("torch._dynamo.trace_rules", _skip_own_files, changes)
+
+
+def _skip_own_files(module: ModuleType, changes: Changes) -> None:
+    """Dynamo runs what is in this package as it is: it asks for the current stream on its own."""
+    module.add("vgpu")
+    changes.callback(module.SKIP_DIRS.remove, module.SKIP_DIRS[-1])
+
+
+def _compile(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        compiled = plain(model, *args, **kwargs)
+        if model is None or compiled is model:  # a decorator to be, which comes back; or disabled
+            return compiled
+        fuses = kwargs.get("backend") not in _AS_THEY_ARE
+        if isinstance(compiled, torch.nn.Module):  # OptimizedModule, which is made again in a copy
+            module: Any = compiled
+            module.dynamo_ctx = _Context(module.dynamo_ctx, fuses)
+            module._initialize()
+            return module
+        return _by_device(compiled, model, fuses)
+
+    return compile
+
+
+class _Context:
+    """What makes a compiled function of a module's ``__call__``."""
+
+    def __init__(self, plain: Callable[..., Any], fuses: bool) -> None:
+        self._plain = plain
+        self._fuses = fuses
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return _by_device(self._plain(function), function, self._fuses)
+
+
+def _by_device(
+    compiled: Callable[..., Any], plain: Callable[..., Any], fuses: bool
+) -> Callable[..., Any]:
+    """A function that calls ``plain`` where that computes on virtual GPUs, else ``compiled``."""
+
+    # With the attributes of ``compiled``, by which Dynamo finds the function within another's call.
+    @functools.wraps(compiled)
+    def by_device(*args: Any, **kwargs: Any) -> Any:
+        if not _is_virtual_call(plain, args, kwargs):
+            return compiled(*args, **kwargs)
+        if not fuses:
+            return plain(*args, **kwargs)
+        _say_once(plain)
+        with counted_as_compiled():
+            return plain(*args, **kwargs)
+
+    return by_device
+
+
+def _say_once(function: Callable[..., Any]) -> None:
+    global _has_said
+    if not _has_said:
+        _has_said = True
+        name = getattr(function, "__qualname__", type(function).__name__)
+        warnings.warn(
+            f"torch.compile on virtual GPUs: {name} runs uncompiled, operator by operator, with the "
+            "same results; a recording of virtual time counts it as compiled. That holds for all "
+            "compiled functions, and is said once",
+            stacklevel=3,
+        )
+
+
+# Does a call compute on virtual GPUs?
+
+_DEPTH = 5
+
+
+def _is_virtual_call(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    found_any = False
+    for is_virtual in _places((args, kwargs, function), _DEPTH, set()):
+        if is_virtual:
+            return True
+        found_any = True
+    return not found_any
+
+
+def _places(value: Any, depth: int, seen: set[int]) -> Iterator[bool]:
+    """For each tensor and device that is found in ``value``: whether it is of a virtual GPU."""
+    if isinstance(value, torch.Tensor):
+        yield isinstance(value, VirtualTensor) or is_virtual_device(value.device)
+    elif isinstance(value, torch.device):
+        yield is_virtual_device(value)
+    elif isinstance(value, str):
+        if value.partition(":")[0] == gpus.DEVICE_TYPE:
+            yield True
+    elif depth and id(value) not in seen:
+        seen.add(id(value))
+        for part in _parts(value):
+            yield from _places(part, depth - 1, seen)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """Where else to look for tensors."""
+    if isinstance(value, torch.nn.Module):
+        return (*value.parameters(), *value.buffers())
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return value
+    if isinstance(value, MethodType):
+        return value.__self__, value.__func__
+    if isinstance(value, FunctionType):
+        return _variables(value)
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, ModuleType | type):
+        return ()
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _variables(function: FunctionType) -> Iterator[Any]:
+    """What the variables of a function outside of it hold, and its constants."""
+    yield from function.__defaults__ or ()
+    for cell in function.__closure__ or ():
+        if cell != _EMPTY_CELL:
+            yield cell.cell_contents
+    codes = [function.__code__]
+    for code in codes:
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+        yield from (const for const in code.co_consts if isinstance(const, str))
+        names = function.__globals__
+        yield from (names[name] for name in code.co_names if name in names)
+
+
+_EMPTY_CELL = CellType()

@@ -1,0 +1,132 @@
+"""The functions of the package ``flash_attn`` on virtual GPUs, where that package is not installed.
+
+``flash_attn`` needs CUDA to be built. Here its functions call ``scaled_dot_product_attention``, which
+takes the time and the bytes of flash attention. Arguments and layouts are those of flash_attn 2
+(https://github.com/Dao-AILab/flash-attention): heads come after the sequence, and a causal mask is
+aligned to its lower right corner. Left out: ``softcap``, ``alibi_slopes``, ``return_attn_probs``.
+"""
+
+import importlib.util
+import itertools
+import sys
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from vgpu.time import recording
+
+__version__ = "2.8.3"
+
+
+def stand_in() -> None:
+    """Let ``import flash_attn`` give this module, unless the package itself is installed."""
+    if importlib.util.find_spec("flash_attn") is None:
+        for name in ("flash_attn", "flash_attn.flash_attn_interface"):
+            sys.modules[name] = sys.modules[__name__]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    **left_out: Any,
+) -> torch.Tensor:
+    """Attention of (batch, sequence, heads, width); k and v may have fewer heads than q.
+
+    RuntimeError for other types than float16 and bfloat16, as from flash_attn; NotImplementedError
+    for what is left out.
+    """
+    _refuse(left_out)
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise RuntimeError(
+            f"FlashAttention only support fp16 and bf16 data type, and q is {q.dtype}"
+        )
+    queries, keys = q.size(1), k.size(1)
+    is_square = causal and queries == keys and window_size == (-1, -1)
+    mask = None if is_square else _mask(queries, keys, causal, window_size, q.device)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        dropout_p=dropout_p,
+        is_causal=is_square,
+        scale=softmax_scale,
+        enable_gqa=q.size(2) != k.size(2),
+    )
+    return out.transpose(1, 2)
+
+
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``flash_attn_func`` of one tensor (batch, sequence, 3, heads, width)."""
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *args, **kwargs)
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """``flash_attn_func`` of queries, and one tensor (batch, sequence, 2, heads, width)."""
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, *args, **kwargs)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """``flash_attn_func`` of sequences one behind the other: (tokens, heads, width).
+
+    cu_seqlens_q, cu_seqlens_k: where each begins, and the last one ends.
+    """
+    with recording.paused():  # the kernel itself reads them
+        bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    lengths_q, lengths_k = (
+        [end - begin for begin, end in itertools.pairwise(bounds)]
+        for bounds in (bounds_q, bounds_k)
+    )
+    queries, keys, values = q.split(lengths_q), k.split(lengths_k), v.split(lengths_k)
+    return torch.cat(
+        [
+            flash_attn_func(one_q[None], one_k[None], one_v[None], *args, **kwargs)[0]
+            for one_q, one_k, one_v in zip(queries, keys, values, strict=True)
+        ]
+    )
+
+
+def _mask(
+    queries: int, keys: int, causal: bool, window: tuple[int, int], device: torch.device
+) -> torch.Tensor | None:
+    """True where a query sees a key; None where each sees all."""
+    left, right = window[0], 0 if causal else window[1]
+    if left < 0 and right < 0:
+        return None
+    ahead = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
+    ahead = ahead - (keys - queries)  # the last query is at the last key
+    sees = torch.ones_like(ahead, dtype=torch.bool)
+    if left >= 0:
+        sees = sees & (ahead >= -left)
+    if right >= 0:
+        sees = sees & (ahead <= right)
+    return sees
+
+
+def _refuse(left_out: dict[str, Any]) -> None:
+    for name, value in left_out.items():
+        if name != "deterministic" and value:
+            raise NotImplementedError(
+                f"flash_attn with {name}={value!r} is not supported on virtual GPUs: leave it out, "
+                "or compute attention by plain operations"
+            )

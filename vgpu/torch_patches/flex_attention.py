@@ -1,0 +1,78 @@
+"""``flex_attention`` on a virtual GPU, by the formula that PyTorch itself computes it by on request.
+
+PyTorch has a kernel for CUDA, and a formula of plain operators that keeps the whole matrix of scores
+(``math_attention`` in torch/_higher_order_ops/flex_attention.py). Autograd goes through the formula, so
+that tensors which ``score_mod`` uses get gradients, too.
+"""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vgpu.memory import gpus
+from vgpu.tensor import autocast as casting
+from vgpu.tensor.refusals import is_virtual_device
+from vgpu.time.host_threads import in_compiled_call
+from vgpu.torch_patches.imported import when_imported
+from vgpu.torch_patches.undo import Changes
+
+_MODULE = "torch.nn.attention.flex_attention"
+
+
+def install(changes: Changes) -> None:
+    when_imported(_MODULE, _replace, changes)
+
+
+def _replace(module: ModuleType, changes: Changes) -> None:
+    changes.wrap(module, "_validate_device", _on_virtual_too)
+    changes.wrap(module, "_warn_once", _but_in_compiled_calls)
+    # Where Dynamo does not look: it knows the operator by itself.
+    changes.wrap(type(module.flex_attention_hop), "__call__", _by_formula)
+
+
+def _on_virtual_too(plain: Callable[..., None]) -> Callable[..., None]:
+    """The check of the device's type, whose list of types is short."""
+
+    @functools.wraps(plain)
+    def _validate_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        if not is_virtual_device(query.device):
+            plain(query, key, value)
+
+    return _validate_device
+
+
+def _but_in_compiled_calls(plain: Callable[..., None]) -> Callable[..., None]:
+    """What warns of a call without ``torch.compile``."""
+
+    @functools.wraps(plain)
+    def _warn_once(warning_id: str, *args: Any, **kwargs: Any) -> None:
+        if warning_id != "flex_attention_performance" or not in_compiled_call():
+            plain(warning_id, *args, **kwargs)
+
+    return _warn_once
+
+
+def _by_formula(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of the operator behind ``flex_attention``: output, logsumexp and maxima."""
+    from torch._higher_order_ops.flex_attention import _permute_strides, math_attention
+
+    @functools.wraps(plain)
+    def __call__(
+        self: object,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not is_virtual_device(query.device):
+            return plain(self, query, key, value, *args, **kwargs)
+        query, key, value = (casting.cast_down(part) for part in (query, key, value))
+        with torch.autocast(gpus.DEVICE_TYPE, enabled=False):
+            output, logsumexp, maxima = math_attention(query, key, value, *args, **kwargs)
+        return _permute_strides(output, query.stride()), logsumexp, maxima
+
+    return __call__
