@@ -166,6 +166,10 @@ HEAD = """\
 
 What `make test-foreign` found: scripts and suites of packages that people train with, unchanged, on virtual GPUs. *Refused* ended with a sentence that says what virtual GPUs do not have. *Wrong number* ran and differs from the CPU by more than 1 in 10,000. Run it with the packages that you use: `make test-foreign ARGS="accelerate"`, or with a folder of tests: `make test-foreign ARGS="--gpus 4 path/to/tests"`.
 
+- **accelerate**: the scripts of its `test_utils/scripts`, on two ranks, and one of them through `accelerate launch`.
+- **transformers**: a tiny GPT-2 made from scratch, trained by `Trainer` on two GPUs with `DataParallel` and with DDP, its losses beside DDP's on the CPU; and spread over three GPUs by `device_map`.
+- **lightning**: a small network with the strategies `ddp` and `fsdp` on two GPUs, its losses beside DDP's on the CPU.
+
 """
 COLUMNS = "| suite | passed | refused in words | failed | wrong number | skipped | which |"
 
