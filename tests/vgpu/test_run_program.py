@@ -262,7 +262,7 @@ def test_tests_for_cuda_run_under_pytest(tmp_path):
         ("--memory 0 x.py", "expected at least one byte, found '0'"),
         ("--seed one x.py", "expected a whole number from 0 to 2**63 - 1, found 'one'"),
         (f"--seed {2**63} x.py", "expected a whole number from 0 to 2**63 - 1"),
-        ("--read nosuch x.py", "there is no package 'nosuch' to read or not to read"),
+        ("--read nosuch -c pass", "there is no package 'nosuch' to read or not to read"),
         ("--cound 3 x.py", "unrecognized arguments: --cound"),
         ("--", "name a script to run, a module with -m, or a command with -c"),
         ("-m", "name a script to run, a module with -m, or a command with -c"),
