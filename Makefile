@@ -7,7 +7,7 @@ CELL_SECONDS := 600
 unexport PYTHONHOME PYTHONPATH PYTHONSAFEPATH PYTHONOPTIMIZE
 
 .PHONY: help venv lab wheels test test-all test-browser test-gpu test-foreign check format bench student solved workshop exam class \
-  slides book lesson clean
+  slides book clean
 help:
 	@echo "make lab      set up and open JupyterLab at lesson 00 (ARGS=\"--no-browser --port 9999\")"
 	@echo "make test     set up, then run the tests and every lesson (ARGS=\"tests/vgpu/launch -k hang\")"
@@ -26,7 +26,6 @@ ifneq ($(wildcard teaching),)
 	@echo "make exam     the exam's sheet, without solutions and checks (OUT=file.ipynb)"
 	@echo "make class CLASS=folder   check the exercises that a class handed in"
 	@echo "make slides   slides of each lesson in build/slides"
-	@echo "make lesson TITLE=\"...\"   the skeleton of the next lesson"
 	@echo "make book     the course as a site to read, in build/book"
 endif
 	@echo "make wheels   all packages into build/wheels (OUT=folder), for machines without a network:"
@@ -109,9 +108,6 @@ slides: venv
 book: EXTRA := --extra book
 book: venv
 	$(BIN)/python -m teaching.book "$(or $(OUT),build/book)"
-
-lesson: venv
-	$(BIN)/python -m teaching.new_lesson "$(TITLE)"
 
 clean:
 	rm -rf .venv .venv-torch* .pytest_cache .mypy_cache .ruff_cache build dist

@@ -4,8 +4,8 @@
 
 ``handed_in`` holds a folder for each learner, with the notebooks anywhere inside it. Each learner's
 lesson is judged in a process of its own, within limits of time and memory, and the processes that
-it starts count with it. These are limits, not a sandbox: an answer can still read files and use the
-network as you can. Judge strangers' work as a user without rights, or in a container.
+it starts count with it. These are limits, not a sandbox: an answer can read files and use the
+network as you can, and forge its own verdict; docs/teaching.md says what to do about it.
 """
 
 import argparse
@@ -14,9 +14,8 @@ import io
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,8 @@ from tqdm import tqdm
 
 from teaching import lessons
 from teaching.handed_in import Learner, answers, handed_in, printable
-from teaching.judging.limits import Judged, Limits, NotPrepared, Stopped, judged
+from teaching.judge import task
+from teaching.judging import Limits, judged
 from vgpu.launch import launcher
 
 MARKS = {
@@ -59,53 +59,25 @@ def judge(
     What has none when ``stop`` is set is "not judged".
     """
     ids = lessons.exercise_ids(lesson)
-    verdicts = {name: Verdict(who, name, "missing", "its cells are gone") for name in ids}
     try:
-        waiting = answers(notebook, lesson)
+        found = answers(notebook, lesson)
     except ValueError as error:
         return [Verdict(who, name, "missing", printable(str(error))) for name in ids]
+    verdicts = {name: Verdict(who, name, "missing", "its cells are gone") for name in ids}
+    for name in found:
+        verdicts[name] = Verdict(who, name, "not judged", "stopped before its verdict")
+    tasks = [task(lesson, name, cells) for name, cells in found.items()]
     try:
-        for result in _judged(lesson, waiting, limits, stop):
-            status = result.status if result.status in MARKS else "error"
+        for result in judged(tasks, limits, stop):
             message = printable(result.message)
-            verdicts[result.exercise] = Verdict(who, result.exercise, status, message)
-    except Stopped:
-        for name in waiting:
-            if verdicts[name].status == "missing":
-                verdicts[name] = Verdict(who, name, "not judged", "stopped before its verdict")
-    except Exception as error:
-        # Nothing that one learner hands in may end the run: the others want their verdicts.
-        message = printable(f"could not be judged: {type(error).__name__}: {error}")
-        for name in waiting:
-            if verdicts[name].status == "missing":
+            verdicts[result.exercise] = Verdict(who, result.exercise, result.status, message)
+    except OSError as error:
+        # A full disk, or files that the answer locked: the other learners want their verdicts.
+        message = printable(f"could not be judged: {error}")
+        for name in found:
+            if verdicts[name].status == "not judged":
                 verdicts[name] = Verdict(who, name, "error", message)
     return [verdicts[name] for name in ids]
-
-
-def _judged(
-    lesson: Path, answers: dict[str, list[str]], limits: Limits, stop: threading.Event
-) -> Iterator[Judged]:
-    """One result for each answer. An answer that ends the process leaves the others a new one."""
-    waiting = dict(answers)
-    earlier: dict[str, list[str]] = {}
-    while waiting:
-        try:
-            with closing(judged(lesson, dict(waiting), earlier, limits, stop)) as results:
-                for result in results:
-                    if earlier and result.status == "error" and not result.survived:
-                        # An earlier answer may have left what did it: once more, without those.
-                        earlier = {}
-                        break
-                    yield result
-                    cells = waiting.pop(result.exercise)
-                    if result.survived:
-                        earlier = {**earlier, result.exercise: cells}
-        except NotPrepared as error:
-            if not earlier:
-                name = next(iter(waiting))
-                del waiting[name]
-                yield Judged(name, "error", str(error))
-            earlier = {}
 
 
 def check_class(folder: Path, limits: Limits, jobs: int = 1) -> list[Verdict]:
@@ -169,11 +141,16 @@ def table(verdicts: list[Verdict]) -> str:
 
 
 def write_csv(path: Path, verdicts: list[Verdict]) -> None:
-    """Every verdict as a row."""
+    """Every verdict as a row. No cell is a formula to a spreadsheet: ``'`` goes before "=" and such."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(("who", "exercise", "status", "message"))
-        writer.writerows((v.who, v.exercise, v.status, v.message) for v in verdicts)
+        for v in verdicts:
+            writer.writerow(map(_no_formula, (v.who, v.exercise, v.status, v.message)))
+
+
+def _no_formula(cell: str) -> str:
+    return f"'{cell}" if cell.startswith(("=", "+", "-", "@", "\t")) else cell
 
 
 def main(arguments: list[str] | None = None) -> None:

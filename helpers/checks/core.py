@@ -29,9 +29,6 @@ Checker = Callable[[Any], Mapping[str, Any] | None]
 
 _exercises: dict[str, "Exercise"] = {}
 
-# A lesson imports ``check`` in its first cell: from there on its minutes are counted.
-records.count_minutes()
-
 
 class Wrong(Exception):
     """An answer is wrong: what it gave, what was expected, for which input, and a hint.

@@ -21,14 +21,14 @@ ROUTES = (
 
 
 def overview(folder: Path | str = ".") -> Table:
-    """The lessons in ``folder``: minutes, yours, what they build on, exercises, guesses.
+    """The lessons in ``folder``: minutes, what they build on, exercises, guesses.
 
     The caption says where to go on. Appendices come last. Read from each notebook, so it cannot
     go stale. Raises FileNotFoundError for a folder without lessons.
     """
     paths = _lessons(folder)
     paths += sorted(Path(folder).glob("appendix_*.ipynb"))
-    done, spent, guessed = records.solved(), records.minutes(), guesses.counts()
+    done, guessed = records.solved(), guesses.counts()
     rows, links = [], {}
     for path in paths:
         opening = _opening(path)
@@ -37,14 +37,13 @@ def overview(folder: Path | str = ".") -> Table:
         known = opening.partition("**You should know**")[2]
         needed = ", ".join(sorted(set(re.findall(r"lesson (\d\d)", known)))) or "nothing"
         solved = f"{sum(name in done for name in own)} of {len(own)}" if own else ""
-        yours = f"{spent[path.name[:2]]:.0f}" if path.name[:2] in spent else ""
         core, whole = core_and_whole(path)
         count, right = guessed.get(path.name[:2], (0, 0))
         hits = f"{right} of {count}" if count else ""
-        rows.append((heading, core, whole, yours, needed, solved, hits))
+        rows.append((heading, core, whole, needed, solved, hits))
         links[heading] = path.name
     header = (
-        *("lesson", "core, minutes", "everything, minutes", "yours"),
+        *("lesson", "core, minutes", "everything, minutes"),
         *("builds on", "exercises solved", "guesses right"),
     )
     return Table(header, rows, caption=go_on(), links=links)

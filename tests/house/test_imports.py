@@ -7,7 +7,6 @@ from house import ORDER, PACKAGES, imported_modules, modules, row
 
 import helpers.checks
 import helpers.plots
-import helpers.train
 import vgpu.launch
 from teaching.lessons import ROOT
 
@@ -55,7 +54,6 @@ def test_the_names_that_lessons_use_stay():
     assert {"check", "evaluate", "exercises", "progress", "reset"} <= set(helpers.checks.__all__)
     assert {"COLOURS", "figure"} <= set(helpers.plots.__all__)
     assert {"LaunchError", "RanksHung", "run", "warm_up"} <= set(vgpu.launch.__all__)
-    assert {"Settings", "Training"} <= set(helpers.train.__all__)
 
 
 def test_an_old_import_names_the_new_one():

@@ -42,7 +42,7 @@ ORDER = [
     "helpers.devices",
     "helpers.data",
     "helpers.text",
-    "helpers.train",
+    "helpers.gpt",
     "helpers.plots",
     "helpers.widgets",
     "helpers.checks",

@@ -11,17 +11,20 @@ import pytest
 from learners import LESSON, LIMITS, SOLUTIONS, hand_in, statuses
 
 from teaching import class_check, lessons
+from teaching.judging import Judged
 
 
-def test_right_wrong_and_untouched(tmp_path):
-    solutions = {name: lessons.solution(LESSON, name) for name in lessons.exercise_ids(LESSON)}
-    hand_in(tmp_path, "all", solutions)
-    hand_in(tmp_path, "some", {"4.1": "def replica_sizes(b, n):\n    return [b // n] * n"})
-    found = statuses(tmp_path)
-    assert {found["all", name].status for name in solutions} == {"right"}
-    assert found["some", "4.1"].status == "wrong"
-    assert "add up to" in found["some", "4.1"].message
-    assert found["some", "4.2"].status == "not attempted"
+def test_the_command_prints_a_table_and_writes_every_verdict(tmp_path, capsys):
+    hand_in(tmp_path / "class", "Ada", SOLUTIONS)
+    hand_in(tmp_path / "class", "Bob", {"4.1": "def replica_sizes(b, n):\n    return [b // n] * n"})
+    class_check.main([str(tmp_path / "class"), "--csv", str(tmp_path / "all.csv")])
+    header, ada, bob = capsys.readouterr().out.splitlines()[:3]
+    assert header.split() == ["who", *SOLUTIONS, "right"]
+    assert ada.split() == ["Ada", "✓", "✓", "✓", "3"] and bob.split() == ["Bob", "✗", "·", "·", "0"]
+    rows = list(csv.DictReader((tmp_path / "all.csv").read_text("utf-8").splitlines()))
+    assert len(rows) == 2 * len(SOLUTIONS) and rows[0]["status"] == "right"
+    assert "4.1,wrong" in (tmp_path / "all.csv").read_text("utf-8")
+    assert "add up to" in (tmp_path / "all.csv").read_text("utf-8")
 
 
 WAITS = """
@@ -85,15 +88,6 @@ def test_ctrl_c_leaves_a_whole_table_of_what_was_judged(tmp_path):
     assert f"stopped; {2 * len(ids) - 1} of {3 * len(ids)} exercises are not judged" in errors
 
 
-def test_the_command_prints_a_table_and_writes_every_verdict(tmp_path, capsys):
-    hand_in(tmp_path / "class", "Ada", {"4.1": lessons.solution(LESSON, "4.1")})
-    class_check.main([str(tmp_path / "class"), "--csv", str(tmp_path / "all.csv")])
-    shown = capsys.readouterr().out
-    assert "4.1 4.2 4.3" in shown and "Ada" in shown
-    rows = (tmp_path / "all.csv").read_text("utf-8").splitlines()
-    assert rows[0] == "who,exercise,status,message" and rows[1].startswith("Ada,4.1,right")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -115,3 +109,20 @@ def test_a_csv_that_cannot_be_written_is_reported_before_anybody_is_judged(tmp_p
     monkeypatch.setattr(class_check, "judge", lambda *_: pytest.fail("an hour was lost"))
     with pytest.raises(SystemExit, match=r"class_check: .*No such file or directory.*nowhere"):
         class_check.main([str(tmp_path / "class"), "--csv", str(tmp_path / "nowhere" / "a.csv")])
+
+
+def test_a_lesson_that_the_system_cannot_judge_leaves_the_others_their_verdicts(
+    tmp_path, monkeypatch
+):
+    def judged(tasks, *_):
+        if "a full disk" in tasks[0].answer:
+            raise OSError(28, "No space left on device")
+        yield Judged("4.1", "right", "")
+
+    monkeypatch.setattr(class_check, "judged", judged)
+    hand_in(tmp_path, "one", {"4.1": "a full disk"})
+    hand_in(tmp_path, "two", SOLUTIONS)
+    found = statuses(tmp_path)
+    assert found["one", "4.2"].status == "error"
+    assert "could not be judged: [Errno 28] No space" in found["one", "4.2"].message
+    assert found["two", "4.1"].status == "right"

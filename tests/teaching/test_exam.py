@@ -11,7 +11,7 @@ import vgpu
 from helpers.checks import exercises
 from teaching import class_check, editions, lessons
 from teaching.exam.__main__ import JUDGED_LATER, main
-from teaching.judging.judge import outcome_of
+from teaching.judge import outcome_of
 
 TASKS = lessons.exercise_ids(lessons.EXAM)
 # Right in another way than the solution: a text of it, and what stands there instead.

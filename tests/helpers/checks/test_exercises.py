@@ -14,7 +14,7 @@ from wrong_answers import wrong_answers
 import vgpu
 from helpers.checks import exercises
 from teaching import lessons
-from teaching.judging.judge import outcome_of
+from teaching.judge import outcome_of
 
 EXERCISES = [
     (path, exercise_id) for path in lessons.NOTEBOOKS for exercise_id in lessons.exercise_ids(path)

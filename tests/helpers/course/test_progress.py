@@ -1,10 +1,8 @@
 """The overview of lesson 00 is read from the lessons themselves."""
 
-import itertools
 import json
 
 import pytest
-from IPython.core.interactiveshell import InteractiveShell
 
 from helpers import course
 from helpers.checks import check, exercises, guess, records, reset
@@ -18,7 +16,7 @@ def test_every_lesson_is_listed_with_its_link_and_minutes():
         assert row[0].startswith(f"{lessons.number(path) or 'Appendix'} · ")
         assert 0 < row[1] <= row[2]
         own = lessons.exercise_ids(path)
-        assert row[5].endswith(f"of {len(own)}") if own else row[5] == ""
+        assert row[4].endswith(f"of {len(own)}") if own else row[4] == ""
 
 
 def test_routes_name_lessons_that_are_there_and_add_up_their_minutes(tmp_path):
@@ -47,9 +45,9 @@ def test_overview_counts_solved_exercises_and_guesses(tmp_path, monkeypatch):
     check("0.1", lambda batch_size, gpu_count: -(-batch_size // gpu_count))
     guess("0a", 15).compare(15)
     guess("0b", 15).compare(30)
-    assert course.overview(lessons.ROOT / "notebooks").rows[0][5:] == ("1 of 1", "1 of 2")
+    assert course.overview(lessons.ROOT / "notebooks").rows[0][4:] == ("1 of 1", "1 of 2")
     reset()
-    assert course.overview(lessons.ROOT / "notebooks").rows[0][5:] == ("0 of 1", "")
+    assert course.overview(lessons.ROOT / "notebooks").rows[0][4:] == ("0 of 1", "")
 
 
 def test_go_on_names_the_next_exercise(tmp_path, monkeypatch):
@@ -64,34 +62,6 @@ def test_go_on_names_the_next_exercise(tmp_path, monkeypatch):
     for name in order:
         records.record_solved(name)
     assert course.go_on() == "Every exercise is solved."
-
-
-def test_own_minutes_are_counted_between_cells_without_breaks(tmp_path, monkeypatch):
-    monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path))
-    monkeypatch.setenv("JPY_SESSION_NAME", "/home/someone/notebooks/04_dataparallel_shapes.ipynb")
-    shell = InteractiveShell()
-    monkeypatch.setattr(records, "get_ipython", lambda: shell)
-    clock = itertools.accumulate([0.0, 60.0, 90.0, records.LONGEST_S + 1, 30.0])
-    monkeypatch.setattr(records.time, "monotonic", lambda: next(clock))
-    assert records.count_minutes() and records.count_minutes(), "twice in a kernel counts once"
-    for _ in range(4):
-        shell.events.trigger("post_run_cell", None)
-    assert records.minutes() == {"04": 3.0}
-    rows = course.overview(lessons.ROOT / "notebooks").rows
-    assert [row[3] for row in rows if row[0].startswith("04")] == ["3"]
-    with (tmp_path / "04.minutes").open("a") as file:
-        file.write("12")
-    assert records.minutes() == {"04": 3.0}, "a line that was not finished does not count"
-    reset()
-    assert records.minutes() == {}
-
-
-@pytest.mark.parametrize("name", [None, "scratch.ipynb"])
-def test_no_minutes_are_counted_outside_of_a_lesson(monkeypatch, name):
-    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
-    if name:
-        monkeypatch.setenv("JPY_SESSION_NAME", name)
-    assert not records.count_minutes()
 
 
 def test_overview_refuses_a_folder_without_lessons(tmp_path):

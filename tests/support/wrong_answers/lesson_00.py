@@ -4,8 +4,6 @@ WRONG = {
     "0.1": [
         ("def largest_share(batch_size, gpu_count):\n    return batch_size", "divides evenly"),
         ("def largest_share(b, n):\n    return b // n", "rounded up"),
-        ("def largest_share(b, n):\n    return b / n", "rounded up"),
-        ("def largest_share(b, n):\n    return b // n + 1", "divides evenly"),
         ("def largest_share(b, n):\n    return float(-(-b // n))", "whole number"),
         ("def largest_share(b, n):\n    print(-(-b // n))", "without a return"),
         ("def largest_share(b, n):\n    return str(-(-b // n))", "This is text"),

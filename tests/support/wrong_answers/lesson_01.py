@@ -261,7 +261,6 @@ WRONG = {
         # The numbers do not change.
         ("def physical(visible, ordinal, cards):\n    return ordinal\n", "counted from 0"),
         # Always the same.
-        ("def physical(visible, ordinal, cards):\n    return None\n", "counted from 0"),
         # The unset variable is forgotten.
         (
             "def physical(visible, ordinal, cards):\n"

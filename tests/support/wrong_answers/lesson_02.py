@@ -63,7 +63,6 @@ WRONG = {
             _LOSS.format(edit="hidden.detach()[hidden.detach().abs() < 0.1] = 0"),
             "Make a new tensor",
         ),
-        (_LOSS.format(edit="hidden[hidden.abs() < 0.1] = 0"), "Make a new tensor"),
         (
             _LOSS.format(edit="hidden = hidden.masked_fill(hidden.abs() < 0.1, 0).detach()"),
             "cut off",
@@ -118,16 +117,6 @@ WRONG = {
             _METER.format(update="self.total += loss.detach_().item() * count", mean=_BY_COUNT),
             "lost its graph",
         ),
-        (
-            "class RunningMean:\n"
-            "    losses, counts = [], []\n"
-            "    def update(self, loss, count):\n"
-            "        self.losses.append(loss.item() * count)\n"
-            "        self.counts.append(count)\n"
-            "    def mean(self):\n"
-            "        return sum(self.losses) / sum(self.counts)",
-            "Weigh each batch",
-        ),
     ],
     "2.3": [
         ("fit_today = fit_2017", "0-dim"),
@@ -137,7 +126,6 @@ WRONG = {
         (_fit(add="loss"), "two Python numbers"),
         (_fit().replace("+= loss.item()", "+= float(loss)", 1), "drops the history without a word"),
         # Again: C++ has given its warning by now.
-        (_fit().replace("+= loss.item()", "+= float(loss)", 1), "drops the history without a word"),
         (_fit(loss="loss = F.cross_entropy(model(images), labels)"), "a sum over the batch"),
         (
             _fit(
@@ -150,7 +138,6 @@ WRONG = {
             "names the old word",
         ),
         (_fit(clip="pass"), "each of its steps"),
-        (_fit(clip="nn.utils.clip_grad_norm(model.parameters(), 1.0)"), "names the old word"),
         (
             _fit(evaluate="model.eval()\n    torch.set_grad_enabled(False)\n    if True:"),
             "as a function stays",

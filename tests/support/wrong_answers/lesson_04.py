@@ -15,7 +15,6 @@ WRONG = {
             "does not even the shares out",
         ),
         ("def replica_sizes(b, n):\n    return b", "a list of whole numbers"),
-        ("def replica_sizes(b, n):\n    return [b / n] * n", "a list of whole numbers"),
         (
             "def replica_sizes(b, n):\n"
             "    s = b // n or 1\n"
@@ -35,9 +34,7 @@ WRONG = {
             "    return float(size)",
             "The number is right",
         ),
-        ("def batch_for_all(wanted, n):\n    print(wanted)", "a whole number"),
         ("def batch_for_all(wanted, n):\n    return -(-wanted // n) * n", "smaller batch"),
-        ("def batch_for_all(wanted, n):\n    return 10**6 * n", "smaller batch"),
     ],
     "4.3": [
         ("def wrap(lstm, gpus):\n    return lstm.to(gpus[0])", "all of them and no others"),
@@ -45,10 +42,6 @@ WRONG = {
             # The lesson has eight GPUs enabled, and three are given.
             "def wrap(lstm, gpus):\n    return nn.DataParallel(lstm.to(gpus[0]), dim=1)",
             "Without device_ids, DataParallel takes every GPU",
-        ),
-        (
-            "def wrap(lstm, gpus):\n    return nn.DataParallel(lstm.to(gpus[0]), gpus[:2], dim=1)",
-            "all of them and no others",
         ),
         (
             "def wrap(lstm, gpus):\n    return nn.DataParallel(lstm.to(gpus[0]), gpus)",

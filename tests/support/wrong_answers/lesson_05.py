@@ -50,7 +50,6 @@ WRONG = {
             "    return nn.DataParallel(module, gpus)(batch)",
             "its four parts",
         ),
-        ("data_parallel = nn.parallel.data_parallel", "its four parts"),
         ("def data_parallel(module, batch, gpus):\n    return module(batch)", "its own chunk once"),
         (
             _PARTS.format(
@@ -119,7 +118,6 @@ WRONG = {
             "change the buffer in place",
         ),
         (_counter("self.calls = [0]", "self.calls[0] += 1"), "compares int(model.calls)"),
-        (_counter("self.count = 0", "self.count += 1"), "compares int(model.calls)"),
         (
             _counter("self.calls = torch.zeros(())", "self.calls.add_(1)"),
             "once for each replica",
@@ -209,20 +207,6 @@ WRONG = {
             "    model.load_state_dict(state)\n"
             "    return did",
             "if the model's own keys are not the state's",
-        ),
-        (
-            # Also takes the name of a part away.
-            "def load_any(model, state):\n"
-            "    bare = model.module if isinstance(model, nn.DataParallel) else model\n"
-            "    wrapped = isinstance(model, nn.DataParallel)\n"
-            "    if all(k.startswith('module.') for k in state) != wrapped:\n"
-            "        if wrapped:\n"
-            "            state = {'module.' + k: v for k, v in state.items()}\n"
-            "        else:\n"
-            "            state = {k.replace('module.', ''): v for k, v in state.items()}\n"
-            "    model.load_state_dict(state)\n"
-            "    return 'prefix removed'",
-            "exactly one module.",
         ),
     ],
 }

@@ -117,22 +117,11 @@ WRONG = {
             "    return F.cross_entropy(main, labels.to(main.device)) + 0.3 * second",
             "the auxiliary outputs are copied away",
         ),
-        (
-            _losses(
-                auxiliary="torch.empty_like(auxiliary, device=main.device).copy_(auxiliary)",
-                auxiliary_labels="main.device",
-            ),
-            "the auxiliary outputs are copied away",
-        ),
         (_losses(auxiliary_labels="main.device"), "same device"),
         (_losses(result="main_loss + 0.3 * auxiliary_loss.item()"), "cut the graph"),
         (
             _losses(result="main_loss.item() + 0.3 * auxiliary_loss.item()"),
             ".item() would cut its graph",
-        ),
-        (
-            _losses(auxiliary="auxiliary.to(main.device)", auxiliary_labels="main.device"),
-            "Move the labels",
         ),
         (_losses(result="main_loss + auxiliary_loss.to(main.device)"), "0.3 * auxiliary"),
         (
@@ -150,7 +139,6 @@ WRONG = {
     ],
     "8.4": [
         (_COMPARE.format(error="0", said=_SAID), "not more than two errors"),
-        (_COMPARE.format(error=_ERROR, said=_SAID).replace("<=", "<"), "not more than two errors"),
         (
             _COMPARE.format(error="statistics.stdev(first) + statistics.stdev(second)", said=_SAID),
             "its number of repeats",
@@ -163,7 +151,6 @@ WRONG = {
             _COMPARE.format(error=_ERROR.replace("variance", "pvariance"), said=_SAID),
             "one less than the number of repeats",
         ),
-        ("def compare(first, second):\n    return 'cannot tell'", "its number of repeats"),
         ("def compare(first, second):\n    return min(second) > min(first)", 'Return "slower"'),
     ],
 }

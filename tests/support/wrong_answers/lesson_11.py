@@ -8,25 +8,6 @@ _PEAK = (
     "    hidden = sum(sizes[1:-1]) * batch_size\n"
     "    return {}"
 )
-_PEAKS = (
-    "def peak_bytes(sizes, batch_size, optimizer):\n"
-    "    weights = [i * o + o for i, o in zip(sizes, sizes[1:])]\n"
-    "    adam = optimizer == 'adam'\n"
-    "    batch = {batch}\n"
-    "    moments = [sum(weights) + {update}]\n"
-    "    for at, (i, o) in enumerate(zip(sizes, sizes[1:])):\n"
-    "        below, later = batch_size * sum(sizes[1 : at + 1]), sum(weights[at + 1 :])\n"
-    "        moments.append(below + 3 * batch_size * o + later)\n"
-    "        into = {into}\n"
-    "        moments.append({second})\n"
-    "    return 4 * (sum(weights) * (3 if adam else 1) + batch + max(moments))"
-)
-_MOMENTS = dict(
-    batch="batch_size * (sizes[0] + 2)",
-    update="(2 * max(weights) if adam else 0)",
-    into="batch_size * (i if at else 0)",
-    second="below + batch_size * o + into + weights[at] + later",
-)
 _ACCUMULATE = (
     "def accumulate(parallel, micro_batches):\n"
     "    total = torch.tensor(sum(len(x) for x, _ in micro_batches))\n"
@@ -72,10 +53,6 @@ WRONG = {
         ),
         (_PEAK.format("0"), "There are then"),
         # The formula of the solution, each time without one thing of it.
-        (_PEAKS.format(**_MOMENTS | {"batch": "0"}), "There are then"),
-        (_PEAKS.format(**_MOMENTS | {"into": "batch_size * i"}), "The peak is in"),
-        (_PEAKS.format(**_MOMENTS | {"update": "2 * max(weights)"}), "The peak is in"),
-        (_PEAKS.format(**_MOMENTS | {"second": "0"}), "The peak is in backward"),
         (
             # Right, and no prediction.
             "def peak_bytes(sizes, batch_size, optimizer):\n"
@@ -153,27 +130,8 @@ WRONG = {
             "computes less",
         ),
         ("def choose(layers, unit_bytes, budget_bytes):\n    return []", "Over the budget"),
-        (
-            "def choose(layers, unit_bytes, budget_bytes):\n    return range(len(layers))",
-            "computes less",
-        ),
         ("def choose(layers, unit_bytes, budget_bytes):\n    return None", "a choice that fits"),
         ("def choose(layers, unit_bytes, budget_bytes):\n    return [99]", "indices from 0"),
-        (
-            # A sum over all stages, as if nothing were freed on the way.
-            "def choose(layers, unit_bytes, budget_bytes):\n"
-            "    best = None\n"
-            "    for size in range(len(layers) + 1):\n"
-            "        for c in combinations(range(len(layers)), size):\n"
-            "            held = sum(1 if i in c else n for i, n in enumerate(layers))\n"
-            "            again = max([layers[i] for i in c], default=0)\n"
-            "            fits = (held + again + 2) * unit_bytes <= budget_bytes\n"
-            "            cost = sum(layers[i] for i in c)\n"
-            "            if fits and (best is None or cost < best[0]):\n"
-            "                best = cost, c\n"
-            "    return best[1] if best else None",
-            "a choice that fits",
-        ),
         (
             # What forward leaves, without what comes back.
             "def choose(layers, unit_bytes, budget_bytes):\n"

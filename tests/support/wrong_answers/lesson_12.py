@@ -96,7 +96,6 @@ WRONG = {
             for cut in ("range(2, count)", "range(1, count - 1)")
         ),
         ("def units(layer_bytes, budget_bytes):\n    return [0]", "exactly one unit"),
-        ("def units(layer_bytes, budget_bytes):\n    return 3", "exactly one unit"),
     ],
     "12.3": [
         (_TOKENS.format("2 * (gpus - 1) / gpus * flop_per_s / bytes_per_s"), "Twice too many"),
@@ -120,14 +119,6 @@ WRONG = {
             "    dcp.load(state, checkpoint_id=folder)\n"
             "    for value in state['model'].values():\n"
             "        value.full_tensor()",
-            "gather the whole model",
-        ),
-        (
-            "from torch.distributed.checkpoint.state_dict import StateDictOptions\n"
-            "def fill(model, folder):\n"
-            "    state = {'model': get_model_state_dict(model)}\n"
-            "    dcp.load(state, checkpoint_id=folder)\n"
-            "    get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))",
             "gather the whole model",
         ),
         (

@@ -105,13 +105,6 @@ def row_linear(x, weight, bias):
 """,
             "more than the budget",
         ),
-        (
-            # As many bytes, in a call for each row.
-            _ROWS.format(
-                backward="return gradient", result="SumForward.apply(F.linear(x, weight)) + bias"
-            ).replace("dist.all_reduce(total)", "[dist.all_reduce(row) for row in total]"),
-            "more than the budget",
-        ),
         ("def row_linear(x, weight, bias):\n    return F.linear(x, weight)[:1]", "(B, O)"),
     ],
     "13.2": [
@@ -173,10 +166,6 @@ mended = {
             "return the mean",
         ),
         (
-            _LOSS.format(**{**_RIGHT, "result": "(total.log() - picked).mean()"}),
-            "which one rank has and all others",
-        ),
-        (
             """
 def split_loss(logits, targets):
     parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
@@ -217,18 +206,6 @@ def split_loss(logits, targets):
         ),
         (
             _FAR.format(time="max(host_s, (split_s + whole_s) / n)", result="times_s"),
-            "there are four",
-        ),
-        (
-            _FAR.format(
-                time="max(host_s, split_s / n + whole_s + 3 * sent_s * (n > 1))", result="times_s"
-            ),
-            "there are four",
-        ),
-        (
-            _FAR.format(
-                time="max(host_s, split_s / n + whole_s + 2 * sent_s * (n > 1))", result="times_s"
-            ),
             "there are four",
         ),
         (

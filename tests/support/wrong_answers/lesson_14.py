@@ -62,18 +62,6 @@ WRONG = {
             "differ in their place",
         ),
         ("def groups_of(sizes, dimension):\n    return 3", "Return a list of groups"),
-        (
-            _GROUPS.format(
-                shape="sizes",
-                result="dict(enumerate(ranks.movedim(dimension, -1)"
-                ".reshape(-1, sizes[dimension]).tolist()))",
-            ),
-            "Return a list of groups",
-        ),
-        (
-            _GROUPS.format(shape="sizes", result="ranks.movedim(dimension, -1)"),
-            "Return a list of groups",
-        ),
     ],
     "14.2": [
         (
@@ -140,7 +128,6 @@ WRONG = {
     ],
     "14.3": [
         ("def balanced(rank, ranks):\n    return 2 * rank, 2 * rank + 1", "one of the early"),
-        ("def balanced(rank, ranks):\n    return rank, ranks + rank", "one of the early"),
         ("def balanced(rank, ranks):\n    return rank, 2 * ranks - rank", "nobody holds"),
         ("def balanced(rank, ranks):\n    return rank", "Return the numbers of two chunks"),
     ],
@@ -153,11 +140,6 @@ WRONG = {
             "    places = F.one_hot(chosen, experts).flip(0).cumsum(0).flip(0)\n"
             "    return places.gather(1, chosen[:, None])[:, 0] <= capacity",
             "the first ones that come",
-        ),
-        (
-            "def within_capacity(chosen, experts, capacity):\n"
-            "    return chosen.bincount(minlength=experts)[chosen] <= capacity",
-            "Too few are kept",
         ),
         (
             "def within_capacity(chosen, experts, capacity):\n"

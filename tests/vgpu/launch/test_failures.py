@@ -176,15 +176,6 @@ if rank:
         absent=["never would have"],
     ),
     Fault(
-        "a hang in a module that the cell calls",
-        """
-from helpers.train import checkpoints
-from pathlib import Path
-if rank: checkpoints.newest(Path("nowhere"))""",
-        launch.RanksHung,
-        ["rank 1 waits in all_gather_object, <cell", "line 4: if rank: checkpoints.newest"],
-    ),
-    Fault(
         "a recv without its send",
         "if rank: dist.recv(torch.ones(1), 0)\nelse: time.sleep(1000)",
         launch.RanksHung,

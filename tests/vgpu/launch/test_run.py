@@ -13,7 +13,6 @@ from cells import cell, run
 from rights import needs_shared_memory
 
 import vgpu
-from helpers.train import training
 from vgpu import launch
 from vgpu.launch import launcher
 
@@ -274,16 +273,10 @@ def test_what_ranks_compute_on_is_decided_in_one_place(monkeypatch, gpus, nccl, 
     vgpu.disable()  # what a test before this one may have left enabled
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
-    chosen = []
-    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setenv("LOCAL_RANK", "1")
     backend = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}[expected]
     assert launcher.device_type(ranks) == launcher.device_type() == expected
     assert {job.backend for job in launcher._jobs(ranks, None)} == {backend}
-    assert training._device(cpu=False) == torch.device("cuda:1" if expected == "cuda" else "cpu")
-    assert training._device(cpu=True) == torch.device("cpu")
-    assert chosen == [1] * (expected == "cuda")
     with vgpu.enable(ranks):
         assert launcher.device_type() == "vgpu"
 

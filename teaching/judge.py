@@ -1,0 +1,140 @@
+"""Runs one learner's answers to a lesson and checks them, in a process that may be ended.
+
+``teaching.judging`` starts it in a folder with a file ``job``. For each exercise a file
+``<id>.begun`` appears there, then ``<id>.verdict``: the status, a line break, the message.
+
+A check calls what the answer defines, so both are in this process: an answer that sets out to forge
+its verdict can. The process has read no notebook, and so no solution.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from helpers.checks import evaluate
+from helpers.checks.core import Outcome
+from teaching import lessons
+from teaching.cells import Shell
+from vgpu.launch import guard
+from vgpu.launch.rank import as_if_fresh
+
+LONGEST_MESSAGE = 2000
+"""Characters of a verdict's message; an error may carry a whole tensor."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One exercise and a learner's answer to it: all that judging takes, without the solution."""
+
+    exercise: str
+    before: list[tuple[str, str]]
+    """(cell id, source) of the course's own setup and given cells, run before the answer."""
+    answer: list[str]
+    """The answer's code cells."""
+    expression: str
+    """What the course's check cell passes to ``check``."""
+
+
+def task(lesson: Path, exercise_id: str, answer: str | Sequence[str]) -> Task:
+    """``lesson`` is the course's notebook, not the learner's copy; an answer is one or more cells."""
+    before = (*lessons.tagged(lesson, "setup"), *lessons.tagged(lesson, f"given-{exercise_id}"))
+    return Task(
+        exercise_id,
+        [(cell.id, cell.source) for cell in before],
+        [answer] if isinstance(answer, str) else list(answer),
+        lessons.answer_expression(lesson, exercise_id),
+    )
+
+
+def outcome_of(lesson: Path, exercise_id: str, answer: str | Sequence[str]) -> Outcome:
+    """The verdict on an answer, in this process. Raises what the answer's cells raise."""
+    main_module = sys.modules["__main__"]
+    try:
+        shell = Shell({"__name__": "__main__"})
+        todo = task(lesson, exercise_id, answer)
+        _prepare(todo, shell)
+        return _outcome(todo, shell)
+    finally:
+        sys.modules["__main__"] = main_module  # a shell is the program's main module
+
+
+def _prepare(todo: Task, shell: Shell) -> None:
+    for cell_id, source in todo.before:
+        try:
+            shell.run(source, cell_id)
+        except BaseException as error:
+            raise RuntimeError(f"the lesson's cell {cell_id} failed: {_text(error)}") from error
+
+
+def _outcome(todo: Task, shell: Shell) -> Outcome:
+    failed: BaseException | None = None
+    for number, cell in enumerate(todo.answer, start=1):
+        where = f", cell {number}" if len(todo.answer) > 1 else ""
+        try:
+            shell.run(cell, f"exercise {todo.exercise}{where}")
+        except BaseException as error:
+            # In a notebook the cell below can still be run, and so can the check.
+            failed = failed or error
+    try:
+        outcome = evaluate(todo.exercise, eval(todo.expression, shell.user_ns))
+    except BaseException as error:
+        raise failed or error from None
+    if failed and outcome.status != "right":
+        raise failed
+    return outcome
+
+
+def _text(error: BaseException) -> str:
+    """An error's type and message; its own ``__str__`` may fail."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}, which has no message"
+
+
+def main(folder: Path) -> NoReturn:
+    guard.enter(orphaned_s=0.0)  # an answer does not end by itself
+    as_if_fresh()
+    job = json.loads((folder / "job").read_text(encoding="utf-8"))
+    _limit_files(job["memory_bytes"])
+    with open(os.devnull, "r+") as nowhere:
+        for descriptor in (0, 1, 2):
+            os.dup2(nowhere.fileno(), descriptor)
+    pid = os.getpid()
+    # One shell for the lesson: later answers know the names of earlier ones.
+    shell = Shell({"__name__": "__main__"})
+    for fields in job["tasks"]:
+        todo = Task(**fields)
+        try:
+            _prepare(todo, shell)
+            (folder / f"{todo.exercise}.begun").touch()
+            outcome = _outcome(todo, shell)
+            verdict = f"{outcome.status}\n{outcome}"
+        except BaseException as error:  # an answer may raise SystemExit, or anything
+            verdict = f"error\n{_text(error)}"
+        if os.getpid() != pid:
+            os._exit(0)  # the answer has forked, and this is not the judge
+        text = verdict[:LONGEST_MESSAGE].encode("utf-8", errors="backslashreplace")
+        (folder / "verdict").write_bytes(text)
+        # Whoever waits for it finds it whole.
+        os.replace(folder / "verdict", folder / f"{todo.exercise}.verdict")
+    # Threads that an answer left running must not keep the process.
+    os._exit(0)
+
+
+def _limit_files(size_bytes: int) -> None:
+    """Bound what the process and each of its children may write and dump, where POSIX has it."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, size_bytes))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

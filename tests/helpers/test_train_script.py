@@ -1,0 +1,146 @@
+"""notebooks/train.py: the same curve in every layout, after a kill, and one sentence for bad input."""
+
+import os
+import re
+import resource
+import runpy
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from teaching import lessons
+from vgpu import launch
+
+SCRIPT = str(lessons.ROOT / "notebooks" / "train.py")
+LINE = re.compile(r"step (\d+): loss ([\d.]+), norm ([\d.]+)")
+
+
+def on_a_rank(rank, world_size, arguments):
+    dist.destroy_process_group()  # the script makes its own, as under torchrun
+    sys.argv = [SCRIPT, *arguments]
+    runpy.run_path(SCRIPT, run_name="__main__")
+
+
+@pytest.fixture
+def run(capfd, monkeypatch):
+    """Run the script on so many ranks; what it printed."""
+
+    def run(options, ranks=1):
+        if ranks > 1:
+            launch.run(on_a_rank, ranks, options.split(), gpu="V100")
+        else:
+            monkeypatch.setattr(sys, "argv", [SCRIPT, *options.split()])
+            runpy.run_path(SCRIPT, run_name="__main__")
+        return capfd.readouterr().out
+
+    return run
+
+
+def losses(output):
+    """(step, loss, norm of the gradients) of each line."""
+    return torch.tensor([[float(x) for x in line] for line in LINE.findall(output)])
+
+
+def parameters(folder, step):
+    dcp_to_torch_save(folder / f"step-{step:08d}", folder / "plain.pt")
+    return torch.load(folder / "plain.pt")["model"]
+
+
+def test_every_layout_learns_as_one_process_does(run, tmp_path):
+    alone = losses(run("--steps 20"))
+    assert alone[-1, 1] < alone[0, 1] < 4.5
+    assert torch.equal(losses(run("--steps 20 --recompute")), alone)
+    layouts = {
+        "--dp-replicate 4": 2e-3,
+        "--dp-shard 4 --checkpoints " + str(tmp_path): 2e-3,
+        "--dp-shard 2 --tp 2 --recompute": 2e-3,
+        "--dp-replicate 2 --tp 2 --bf16": 3e-2,
+    }
+    for layout, within in layouts.items():
+        found = losses(run(f"--steps 20 {layout}", 4))
+        torch.testing.assert_close(
+            found, alone, rtol=within, atol=0, msg=lambda text, layout=layout: f"{layout}: {text}"
+        )
+
+
+def test_a_training_goes_on_in_another_layout_from_its_last_whole_checkpoint(run, tmp_path):
+    options = f"--steps 30 --save-every 10 --checkpoints {tmp_path}"
+    whole = losses(run(f"{options} --dp-shard 4", 4))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000030"]
+    for layout, ranks in (("--dp-shard 2 --tp 2", 4), ("--dp-replicate 2", 2), ("", 1)):
+        # As if killed while the last one was being written.
+        (tmp_path / "step-00000030" / ".metadata").unlink()
+        output = run(f"{options} {layout}", ranks)
+        assert f"resumed from {tmp_path / 'step-00000020'}" in output
+        torch.testing.assert_close(
+            losses(output),
+            whole[-1:],
+            rtol=2e-3,
+            atol=0,
+            msg=lambda text, layout=layout: f"{layout}: {text}",
+        )
+
+
+def test_a_killed_training_ends_bit_for_bit_as_an_undisturbed_one(run, tmp_path):
+    options = "--steps 30 --save-every 10 --checkpoints"
+    run(f"{options} {tmp_path / 'undisturbed'}", 2)
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 -m vgpu"
+    words = [*command.split(), SCRIPT, *options.split(), str(tmp_path / "killed"), "--lose=1:25"]
+    restarted = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert restarted.returncode == 0, restarted.stderr
+    assert f"resumed from {tmp_path / 'killed' / 'step-00000020'}" in restarted.stdout
+    one, other = (parameters(tmp_path / name, 30) for name in ("undisturbed", "killed"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--dp-shard 3", "1 ranks are not dp_replicate 1 × dp_shard 3 × tp 1"),
+        ("--tp 2", "1 ranks are not dp_replicate 1 × dp_shard 1 × tp 2"),
+        ("--width 100 --heads 8", "--width 100 does not divide into 16 equal parts"),
+        ("--batch 0", "--batch 0 does not divide into 1 equal parts"),
+    ],
+)
+def test_what_does_not_divide_is_refused_in_a_sentence(monkeypatch, capsys, options, message):
+    monkeypatch.setattr(sys, "argv", [SCRIPT, *options.split()])
+    with pytest.raises(SystemExit) as refused:
+        runpy.run_path(SCRIPT, run_name="__main__")
+    assert refused.value.code == 2
+    assert capsys.readouterr().err == f"train.py: {message}\n"
+
+
+def test_a_checkpoint_of_another_model_is_refused(run, tmp_path, capfd):
+    run(f"--steps 2 --checkpoints {tmp_path}")
+    with pytest.raises(SystemExit):
+        run(f"--steps 4 --width 64 --checkpoints {tmp_path}")
+    message = capfd.readouterr().err
+    assert f"{tmp_path / 'step-00000002'} is not of this model, or is damaged" in message
+    assert "size mismatch" in message.lower() and "Traceback" not in message
+
+
+def test_a_full_disk_costs_no_checkpoint(run, tmp_path, capfd):
+    run(f"--steps 2 --checkpoints {tmp_path}")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(SystemExit):
+            run(f"--steps 4 --checkpoints {tmp_path}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    message = capfd.readouterr().err
+    assert f"cannot write into {tmp_path}: rank 0 found" in message
+    assert "the last whole checkpoint is kept" in message
+    assert f"resumed from {tmp_path / 'step-00000002'}" in run(
+        f"--steps 4 --checkpoints {tmp_path}"
+    )
