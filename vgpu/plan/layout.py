@@ -13,9 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from vgpu.plan.meshes import groups, placement, slowness
 from vgpu.plan.transformer import TransformerSizes, check_count
 
-KINDS = ("ddp", "fsdp", "hsdp", "tp", "fsdp+tp")
-"""The layouts that have a name."""
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -63,35 +60,6 @@ class Layout:
         degrees = {"pp": self.pp} | vars(self)
         shown = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
         return " × ".join(shown) or "1 rank"
-
-
-def named_layout(kind: str, ranks: int, hosts: int = 1, tp: int = 2) -> Layout:
-    """The layout of one of ``KINDS`` on so many ranks.
-
-    ``hosts`` decides how many replicas "hsdp" has, one a host but at least two; ``tp`` how many
-    ranks share a layer in "fsdp+tp". ValueError if the ranks cannot be divided so.
-    """
-    if kind == "ddp":
-        return Layout(dp_replicate=ranks)
-    if kind == "fsdp":
-        return Layout(dp_shard=ranks)
-    if kind == "tp":
-        return Layout(tp=ranks)
-    if kind == "hsdp":
-        replicas = max(2, hosts)
-        return Layout(replicas, _divided(ranks, replicas, "copies of the model"))
-    if kind == "fsdp+tp":
-        return Layout(dp_shard=_divided(ranks, tp, "ranks that share a layer"), tp=tp)
-    raise ValueError(f"unknown layout {kind!r}; choose from {', '.join(KINDS)}")
-
-
-def _divided(ranks: int, parts: int, what: str) -> int:
-    if ranks % parts:
-        raise ValueError(
-            f"{ranks} ranks cannot be divided into groups for {parts} {what}; start a multiple of "
-            f"{parts} ranks"
-        )
-    return ranks // parts
 
 
 def check_tp(sizes: TransformerSizes, tp: int, sequence: int | None = None) -> None:
