@@ -338,6 +338,7 @@ RELIANCES = (
         "nothing; the messages of lesson 06 are then less certain, and its tests say where.",
         (
             "torch._C._distributed_c10d._dump_fr_trace",
+            "torch.distributed.distributed_c10d._world.group_count",
             "torch.distributed.distributed_c10d._world.pg_map",
         ),
     ),
