@@ -6,7 +6,7 @@ CELL_SECONDS := 600
 # They would send Python to modules outside of the environment, or switch assertions off.
 unexport PYTHONHOME PYTHONPATH PYTHONSAFEPATH PYTHONOPTIMIZE
 
-.PHONY: help venv lab wheels test test-all test-browser test-gpu check format bench student solved workshop exam class \
+.PHONY: help venv lab wheels test test-all test-browser test-gpu test-foreign check format bench student solved workshop exam class \
   slides book clean
 help:
 	@echo "make lab      set up and open JupyterLab at lesson 00 (ARGS=\"--no-browser --port 9999\")"
@@ -16,6 +16,7 @@ ifneq ($(wildcard teaching),)
 	@echo "make test-all   the same, with every sample of every suite"
 	@echo "make test-browser   open and run every lesson in JupyterLab, in Chromium"
 	@echo "make test-gpu       compare virtual with real GPUs, and run ranks and lessons on real ones"
+	@echo "make test-foreign   run other people's programs and suites (ARGS=\"accelerate\"), if installed"
 	@echo "make check    the quick checks: style, types, structure"
 	@echo "make format   format the code and empty the notebooks of outputs"
 	@echo "make bench    measure, and write benchmarks/RESULTS.md (ARGS=\"launch\")"
@@ -62,6 +63,10 @@ test-browser: venv
 # Without a GPU it says what it would do, and what is missing.
 test-gpu: venv
 	PYTHONPATH=tests $(BIN)/python -m real_gpus
+
+# What is installed in the environment: pip install accelerate transformers lightning, say.
+test-foreign: venv
+	PYTHONPATH=. $(BIN)/python tests/foreign $(ARGS)
 
 # Without the tests that set up environments, a minute's work: make test has them.
 check: venv

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from argparse import ArgumentParser, Namespace
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -66,7 +67,8 @@ def main() -> None:
     parser.add_argument("--lose", help="RANK:STEP, a fire drill: kill that rank after that step")
     options = parser.parse_args()
     sizes = mesh_sizes(options)
-
+    # With tensor parallelism the embedding returns a view; nothing here changes it in place.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     device, ranks_here = torch.device("cpu"), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if torch.accelerator.device_count() >= ranks_here and not torch.backends.mps.is_available():
         kind = torch.accelerator.current_accelerator().type
@@ -116,7 +118,6 @@ def train(options: Namespace, mesh: DeviceMesh, device: torch.device) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
     checkpoints = Checkpoints(options.checkpoints, model, optimizer)
     begin = checkpoints.load()
-
     tp, ddp = mesh["tp"].size(), not isinstance(next(model.parameters()), DTensor)
     sharded_loss = loss_parallel if tp > 1 else nullcontext
     # Ranks of tp compute on the same samples. The seed decides on all batches, also after a restart.

@@ -6,6 +6,7 @@ from vgpu.collectives.cluster import Cluster, cluster
 from vgpu.hardware import LINKS, NETWORKS, PRESETS, GPUSpec, Link, Network, get_spec
 from vgpu.iterations import data_parallel_iteration, ddp_iteration
 from vgpu.memory.blocks import record_memory
+from vgpu.run_program import load_ipython_extension, unload_ipython_extension  # noqa: F401
 from vgpu.tensor.methods import NoValueError
 from vgpu.tensor.shapes import shapes_only
 from vgpu.tensor.tensor import is_shape

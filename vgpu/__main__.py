@@ -3,12 +3,13 @@
 import argparse
 import os
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NoReturn
 
-from vgpu import cuda_is_vgpu
+from vgpu import cuda_is_vgpu, run_report
 from vgpu.hardware import PRESETS
-from vgpu.run_program import ProgramSettings, run_module, run_script
+from vgpu.run_program import ProgramSettings, run_command, run_module, run_script
 from vgpu.units import parse_bytes
 
 EXAMPLES = """\
@@ -28,31 +29,49 @@ def main(arguments: list[str] | None = None) -> None:
     """Parse the options, then become the program."""
     options = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
     # argparse leaves the -- before the script there.
-    program = options.module or options.program[options.program[:1] == ["--"] :]
+    script = options.program[options.program[:1] == ["--"] :]
+    program = options.module or options.command or script
     if not program:
-        parser().error("name a script to run, or a module with -m")
+        parser().error("name a script to run, a module with -m, or a command with -c")
     name = program[0]
-    if not options.module:
+    if program is script:
         _require_script(name)
-    sys.argv = list(program)
+    for package in options.read + options.not_read:
+        _require_package(package, Path(name).resolve().parent if program is script else Path.cwd())
     settings = ProgramSettings(
         count=options.count,
         gpu=options.gpu,
         memory_bytes=options.memory,
         seed=options.seed,
-        cuda_folder=_folder(None if options.module else name) if options.cuda_is_vgpu else None,
+        cuda_is_vgpu=options.cuda_is_vgpu,
+        read=tuple(options.read),
+        not_read=tuple(options.not_read),
         summary=options.summary,
     )
+    sys.argv = ["-c" if program is options.command else name, *program[1:]]
     if options.cuda_is_vgpu:
         sys.argv[1:] = map(cuda_is_vgpu.replace_in_argument, sys.argv[1:])
+    is_first = run_report.is_first_process()
     try:
-        if options.module:
+        if program is options.module:
             run_module(name, settings)
+        elif program is options.command:
+            run_command(name, settings)
         else:
             run_script(Path(name), settings)
     finally:
-        for replacements in cuda_is_vgpu.replaced_in:
-            _print_once(str(replacements))
+        if is_first and not run_report.is_first_process():  # It has begun.
+            _report(options.cuda_is_vgpu)
+
+
+def _report(cuda_is_vgpu: bool) -> None:
+    """Say what was replaced, and, where the program has not failed, whether it used the GPUs."""
+    report = run_report.end()
+    for line in report.replaced():
+        _print_once(line)
+    unused = report.unused(cuda_is_vgpu)
+    if unused and isinstance(sys.exc_info()[1], SystemExit | None):
+        _print_once(unused)
 
 
 def _print_once(text: str) -> None:
@@ -74,9 +93,10 @@ def _require_script(name: str) -> None:
             )
 
 
-def _folder(script: str | None) -> str:
-    """Where the program's own files are: beside the script, or below the current folder."""
-    return str(Path.cwd() if script is None else Path(script).resolve().parent)
+def _require_package(name: str, folder: Path) -> None:
+    top = name.partition(".")[0]
+    if PathFinder.find_spec(top, [str(folder), *sys.path]) is None:
+        parser().error(f"there is no package {top!r} to read or not to read: is it installed?")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -88,7 +108,8 @@ def parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m vgpu",
         usage="%(prog)s [options] script.py [arguments]\n"
-        "       %(prog)s [options] -m module [arguments]",
+        "       %(prog)s [options] -m module [arguments]\n"
+        "       %(prog)s [options] -c command [arguments]",
         description="Run a script with virtual GPUs, as python runs it without.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -108,7 +129,17 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cuda-is-vgpu",
         action="store_true",
-        help="read cuda as vgpu, and nccl as vccl, in the script and the modules beside it",
+        help="read cuda as vgpu, and nccl as vccl, in the program and the packages that it imports",
+    )
+    parser.add_argument(
+        "--read",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="read this package or module, too, which is not read by default",
+    )
+    parser.add_argument(
+        "--not-read", action="append", default=[], metavar="NAME", help="leave this one as it is"
     )
     parser.add_argument(
         "--summary",
@@ -121,6 +152,13 @@ def parser() -> argparse.ArgumentParser:
         nargs=argparse.REMAINDER,
         metavar="",
         help="run a module, as python -m does; what follows is the module's own",
+    )
+    parser.add_argument(
+        "-c",
+        dest="command",
+        nargs=argparse.REMAINDER,
+        metavar="",
+        help="run a command, as python -c does; what follows is the command's own",
     )
     parser.add_argument(
         "program",

@@ -19,7 +19,7 @@ import torch.nn.parallel.data_parallel
 from torch.utils import backend_registration
 
 from vgpu import torch_releases
-from vgpu.collectives import dispatch, nccl_only, process_groups, wrappers
+from vgpu.collectives import dispatch, process_groups, wrappers
 from vgpu.hardware import GPUSpec, Link, get_link, get_spec
 from vgpu.memory import gpus
 from vgpu.tensor import cuda_kernels, kernels, methods, refusals, shapes
@@ -27,7 +27,6 @@ from vgpu.time.simulate import simulate
 from vgpu.time.steps import Program
 from vgpu.time.timeline import Timeline
 from vgpu.torch_patches import (
-    accelerator,
     attention,
     compile,
     data_assignment,
@@ -35,13 +34,11 @@ from vgpu.torch_patches import (
     device_module,
     flex_attention,
     functions,
-    processes,
     serialization,
 )
 from vgpu.torch_patches.undo import Changes
 
 _PATCHES = (
-    accelerator,
     attention,
     compile,
     cuda_kernels,
@@ -52,9 +49,7 @@ _PATCHES = (
     functions,
     kernels,
     methods,
-    nccl_only,
     process_groups,
-    processes,
     refusals,
     serialization,
     shapes,
@@ -132,7 +127,6 @@ def prepare() -> None:
     """
     if torch._C._get_privateuse1_backend_name() == _FREE_NAME:
         kernels.register_once()
-    nccl_only.prepare()
 
 
 def disable() -> None:

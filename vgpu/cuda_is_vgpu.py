@@ -1,7 +1,8 @@
 """``--cuda-is-vgpu``: a program written for CUDA runs with the word ``cuda`` replaced by ``vgpu``.
 
-An import hook replaces it in the syntax trees of the program's own files; torch, other installed
-packages and this one stay as they are. No file is changed, and lines keep their numbers. Replaced:
+An import hook replaces it in the syntax trees of the program's own files and of the packages that
+it imports, wherever a file mentions CUDA; torch itself stays as it is. No file is changed, and lines
+keep their numbers. Replaced:
 
 - ``torch.cuda`` and what is imported from it, ``tensor.cuda()``, ``module.cuda()``, ``is_cuda``;
   a ``def cuda`` of the program's own goes by both names;
@@ -12,6 +13,10 @@ packages and this one stay as they are. No file is changed, and lines keep their
 Everything else stays: ``torch.backends.cuda``, ``torch.version.cuda``, names of the program's own,
 also as text where they are an attribute's: ``getattr(args, "cuda")``, ``dest="cuda"``. A key
 ``"cuda"`` of a dictionary is a device's name.
+
+Why the words are replaced, and not ``torch.cuda`` while the program runs: ``device.type`` comes from
+C++, and ``device.type == "cuda"`` would be False; ``"cuda"`` is also read in C++, in every function
+that takes a device; and torch's own code for CUDA would call a driver that isn't there.
 """
 
 import ast
@@ -21,7 +26,8 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -29,6 +35,8 @@ from types import CodeType, ModuleType
 
 from vgpu.collectives.process_groups import BACKEND
 from vgpu.memory import gpus
+from vgpu.torch_patches import cuda_names
+from vgpu.torch_patches.undo import Changes
 
 _WORD = "cuda"
 _ATTRIBUTE_FUNCTIONS = {"getattr", "hasattr", "setattr", "delattr"}
@@ -67,6 +75,18 @@ replaced_in: list[Replacements] = []
 """One for each file in which a word was replaced."""
 
 
+def replaced() -> tuple[list[str], dict[str, int]]:
+    """A line for each of the program's own files, and how many files of each installed package."""
+    own, packages = [], Counter[str]()
+    for replacements in replaced_in:
+        package = package_of(replacements.filename)
+        if package is None:
+            own.append(str(replacements))
+        else:
+            packages[package] += 1
+    return own, packages
+
+
 def replace_name(text: str) -> str:
     """A device's or a backend's name as virtual GPUs have it; any other text unchanged."""
     if _DEVICE.fullmatch(text) or _TYPE.fullmatch(text):
@@ -83,13 +103,22 @@ def replace_in_argument(text: str) -> str:
     return option + equals + replace_name(value)
 
 
+also_change: Callable[[ast.Module, bytes, str], None] | None = None
+"""pytest_vgpu sets it: what else to do to the tree of a module, given its source and file name."""
+
+
 def compile_source(source: bytes | str, filename: str) -> CodeType:
     """The code of a file with its words replaced; SyntaxError as from ``compile``."""
+    return compile(replace(source, filename), filename, "exec", dont_inherit=True)
+
+
+def replace(source: bytes | str, filename: str) -> ast.Module:
+    """The tree of a file with its words replaced, which ``replaced_in`` notes."""
     replacements = Replacements(filename)
     tree = Replacer(replacements).visit(ast.parse(source, filename))
     if replacements.lines:
         replaced_in.append(replacements)
-    return compile(ast.fix_missing_locations(tree), filename, "exec", dont_inherit=True)
+    return ast.fix_missing_locations(tree)
 
 
 class Replacer(ast.NodeTransformer):
@@ -183,42 +212,79 @@ class Replacer(ast.NodeTransformer):
         return node
 
 
-_PLAIN = "--assert=plain"
+# What may mention CUDA and is not read: torch, and packages whose "cuda" is not torch's device.
+_NOT_READ = """
+    torch torchgen functorch triton vgpu pytest_vgpu cuda nvidia pynvml numba cupy jax jaxlib
+    tensorflow keras xgboost lightgbm pygments pip setuptools
+"""
+_CHOICE = dict.fromkeys(_NOT_READ.split(), False)
+_CHOICE["torch.testing._internal"] = True  # the decorators of torch's own tests ask for CUDA
+_MENTION = re.compile(rb"cuda|nccl", re.IGNORECASE)
 _PACKAGES = {"site-packages", "dist-packages"}
-_INSTALLED = tuple(
-    os.path.join(os.path.realpath(folder), "")
-    for folder in (
-        sysconfig.get_path("stdlib"),
-        sysconfig.get_path("platstdlib"),
-        Path(__file__).parents[1],
-    )
+_STANDARD_LIBRARY = tuple(
+    os.path.join(os.path.realpath(sysconfig.get_path(name)), "")
+    for name in ("stdlib", "platstdlib")
 )
 
 
-class Finder(importlib.abc.MetaPathFinder):
-    """Imports modules below a folder with their words replaced; all others as Python does."""
+def mentions_cuda(source: bytes) -> bool:
+    return _MENTION.search(source) is not None
 
-    def __init__(self, folder: str) -> None:
-        self._folder = os.path.join(os.path.realpath(folder), "")
+
+def package_of(filename: str) -> str | None:
+    """The installed package that a file belongs to; None for the program's own files."""
+    parts = Path(filename).parts
+    for i, part in enumerate(parts[:-1]):
+        if part in _PACKAGES:
+            return parts[i + 1].removesuffix(".py")
+    return None
+
+
+def _is_pythons_own(filename: str) -> bool:
+    path = os.path.realpath(filename)
+    return path.startswith(_STANDARD_LIBRARY) and package_of(path) is None
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Imports modules that mention CUDA with their words replaced; all others as Python does.
+
+    read, not_read: names of packages or modules, beyond the choice of ``_CHOICE``.
+    """
+
+    def __init__(self, read: Sequence[str] = (), not_read: Sequence[str] = ()) -> None:
+        self._choice = _CHOICE | dict.fromkeys(read, True) | dict.fromkeys(not_read, False)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if not self.is_chosen(fullname):
+            return None
         spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None:
+            spec = self._found_by_others(fullname, path, target)
         if spec is None or type(spec.loader) is not SourceFileLoader or spec.origin is None:
             return None
-        if not self.is_of_program(os.path.realpath(spec.origin)):
+        if _is_pythons_own(spec.origin) or not mentions_cuda(spec.loader.get_data(spec.origin)):
             return None
         spec.loader = _Loader(fullname, spec.origin)
         return spec
 
-    def is_of_program(self, path: str) -> bool:
-        """Below the folder, which may be ``/``, and neither installed nor a part of Python."""
-        return (
-            path.startswith(self._folder)
-            and not path.startswith(_INSTALLED)
-            and _PACKAGES.isdisjoint(Path(path).parts)
-        )
+    def _found_by_others(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        """As an editable install finds its modules."""
+        for finder in sys.meta_path:
+            if isinstance(finder, type) and finder.__name__.startswith("_Editable"):
+                return finder.find_spec(fullname, path, target)
+        return None
+
+    def is_chosen(self, fullname: str) -> bool:
+        """The choice for the longest name that the module stands under; True where there is none."""
+        while fullname:
+            if fullname in self._choice:
+                return self._choice[fullname]
+            fullname = fullname.rpartition(".")[0]
+        return True
 
 
 class _Loader(SourceFileLoader):
@@ -226,13 +292,27 @@ class _Loader(SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
-        return compile_source(self.get_data(path), path)
+        source = self.get_data(path)
+        tree = replace(source, path)
+        if also_change is not None:
+            also_change(tree, source, path)
+        return compile(tree, path, "exec", dont_inherit=True)
 
 
-def install(folder: str) -> None:
-    """From now on, replace the words in what is imported from below ``folder``."""
-    sys.meta_path.insert(0, Finder(folder))
-    # Otherwise pytest compiles tests itself, unchanged.
-    options = os.environ.get("PYTEST_ADDOPTS", "").split()
-    if _PLAIN not in options:
-        os.environ["PYTEST_ADDOPTS"] = " ".join([*options, _PLAIN])
+def install(read: Sequence[str] = (), not_read: Sequence[str] = ()) -> Finder:
+    """From now on, replace the words in what is imported; returns what does, the first finder.
+
+    ``torch.vgpu`` has all public names of ``torch.cuda`` then.
+    """
+    cuda_names.install(_changes)
+    finder = Finder(read, not_read)
+    sys.meta_path.insert(0, finder)
+    _changes.callback(sys.meta_path.remove, finder)
+    return finder
+
+
+def uninstall() -> None:
+    _changes.close()
+
+
+_changes = Changes()

@@ -4,11 +4,11 @@ What ``python script.py`` sees is kept: ``__main__`` is the script, ``sys.argv``
 are its own, and processes that multiprocessing starts find it.
 """
 
-import functools
 import importlib.util
 import multiprocessing.spawn
 import os
 import runpy
+import shlex
 import sys
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
@@ -19,12 +19,9 @@ from typing import Any
 
 import torch
 
-from vgpu import cuda_is_vgpu
-from vgpu.backend import enable
-from vgpu.collectives.dispatch import tally
-from vgpu.memory import gpus
-from vgpu.torch_patches import device_module, flash_attn
-from vgpu.units import format_bytes
+from vgpu import cuda_is_vgpu, run_report
+from vgpu.backend import enable, is_enabled
+from vgpu.torch_patches import flash_attn
 
 
 @dataclass(frozen=True)
@@ -35,30 +32,48 @@ class ProgramSettings:
     gpu: str = "V100"
     memory_bytes: int | None = None
     seed: int | None = None
-    cuda_folder: str | None = None
-    """In files below it, ``cuda`` means ``vgpu``; None without ``--cuda-is-vgpu``."""
+    cuda_is_vgpu: bool = False
+    """Whether ``cuda`` means ``vgpu`` in the program's files and in packages that it imports."""
+    read: tuple[str, ...] = ()
+    not_read: tuple[str, ...] = ()
+    """Names of packages, beyond the choice of ``cuda_is_vgpu.Finder``."""
     summary: bool = False
 
     def prepare(self) -> None:
-        """Enable the virtual GPUs, and let ``cuda`` mean ``vgpu`` where that is wanted."""
+        """Enable the virtual GPUs, also for processes to come; ``cuda`` means them where wanted."""
         enable(self.count, self.gpu, self.memory_bytes)
         if self.seed is not None:
             torch.manual_seed(self.seed)
-        if self.cuda_folder is not None:
-            cuda_is_vgpu.install(self.cuda_folder)
+        if self.cuda_is_vgpu:
+            cuda_is_vgpu.install(self.read, self.not_read)
             flash_attn.stand_in()
-            _let_grad_scaler_default_to_vgpu()
+        self._let_children_have_them()
+        run_report.begin()
+
+    def options(self) -> list[str]:
+        """The options of ``python -m vgpu`` that say the same."""
+        found = [f"--count={self.count}", f"--gpu={self.gpu}"]
+        if self.memory_bytes is not None:
+            found.append(f"--memory={self.memory_bytes}B")
+        if self.seed is not None:
+            found.append(f"--seed={self.seed}")
+        found += ["--cuda-is-vgpu"] * self.cuda_is_vgpu + ["--summary"] * self.summary
+        found += [f"--read={name}" for name in self.read]
+        return found + [f"--not-read={name}" for name in self.not_read]
+
+    def _let_children_have_them(self) -> None:
+        """Python runs the sitecustomize.py of a folder in PYTHONPATH as it starts."""
+        folder, ours = Path(__file__).parent / "for_children", Path(__file__).parents[1]
+        path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        wanted = [str(folder), *filter(None, path), str(ours)]
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(wanted))
+        os.environ[OPTIONS] = shlex.join(self.options())
 
 
-def _let_grad_scaler_default_to_vgpu() -> None:
-    """``torch.amp.GradScaler()`` and its subclasses are for "cuda" by default."""
-    plain = torch.amp.GradScaler.__init__
+OPTIONS = "VGPU_OPTIONS"
+"""The environment variable that for_children/sitecustomize.py reads."""
 
-    @functools.wraps(plain)
-    def init(self: torch.amp.GradScaler, device: str = "cuda", *args: Any, **options: Any) -> None:
-        plain(self, cuda_is_vgpu.replace_name(device), *args, **options)
-
-    torch.amp.GradScaler.__init__ = init  # type: ignore[method-assign]
+PLAIN_ASSERTS = "--assert=plain"
 
 
 def run_script(path: Path, settings: ProgramSettings) -> None:
@@ -66,7 +81,7 @@ def run_script(path: Path, settings: ProgramSettings) -> None:
     sys.excepthook = _show_own_frames
     source, filename = path.read_bytes(), os.path.abspath(path)
     _put_first_in_path(str(path.resolve().parent))
-    _start(settings)
+    start(settings)
     main = ModuleType("__main__")
     main.__file__ = filename
     main.__loader__ = SourceFileLoader("__main__", filename)
@@ -81,10 +96,24 @@ def run_module(name: str, settings: ProgramSettings) -> None:
     """
     sys.excepthook = _show_own_frames
     _put_first_in_path(os.getcwd())
-    _start(settings)
+    start(settings)
     if importlib.util.find_spec(name) is None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    if name.partition(".")[0] == "pytest" and settings.cuda_is_vgpu:
+        # Otherwise pytest compiles tests itself, unchanged.
+        options = os.environ.get("PYTEST_ADDOPTS", "").split()
+        os.environ["PYTEST_ADDOPTS"] = " ".join(dict.fromkeys([*options, PLAIN_ASSERTS]))
     runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def run_command(source: str, settings: ProgramSettings) -> None:
+    """Run a text as ``__main__``, as ``python -c`` does."""
+    sys.excepthook = _show_own_frames
+    _put_first_in_path("")
+    start(settings)
+    main = ModuleType("__main__")
+    sys.modules["__main__"] = main
+    exec(_code(source, "<string>", settings), vars(main))
 
 
 def _put_first_in_path(folder: str) -> None:
@@ -93,9 +122,9 @@ def _put_first_in_path(folder: str) -> None:
         sys.path[0] = folder
 
 
-def _code(source: bytes, filename: str, settings: ProgramSettings) -> CodeType:
+def _code(source: bytes | str, filename: str, settings: ProgramSettings) -> CodeType:
     try:
-        if settings.cuda_folder is None:
+        if not settings.cuda_is_vgpu:
             return compile(source, filename, "exec", dont_inherit=True)
         return cuda_is_vgpu.compile_source(source, filename)
     except SyntaxError as error:
@@ -115,7 +144,8 @@ def _show_own_frames(
     sys.__excepthook__(kind, error, traceback)
 
 
-def _start(settings: ProgramSettings) -> None:
+def start(settings: ProgramSettings) -> None:
+    """Prepare this process, and those that multiprocessing starts from it."""
     settings.prepare()
     plain = multiprocessing.spawn.get_preparation_data
 
@@ -124,7 +154,7 @@ def _start(settings: ProgramSettings) -> None:
 
     multiprocessing.spawn.get_preparation_data = with_virtual_gpus
     if settings.summary:
-        util.Finalize(None, show_summary, exitpriority=-1)
+        util.Finalize(None, run_report.show_summary, exitpriority=-1)
 
 
 class _ForChild:
@@ -138,8 +168,8 @@ class _ForChild:
 
 
 def _start_in_child(settings: ProgramSettings) -> None:
-    _start(settings)
-    if settings.cuda_folder is not None:
+    start(settings)
+    if settings.cuda_is_vgpu:
         multiprocessing.spawn._fixup_main_from_path = _run_main_again  # type: ignore[attr-defined]
 
 
@@ -151,24 +181,22 @@ def _run_main_again(path: str) -> None:
     exec(cuda_is_vgpu.compile_source(Path(path).read_bytes(), path), vars(main))
 
 
-def summary() -> str:
-    """Peak bytes of each GPU that this process used, and its collectives; a line each."""
-    lines = []
-    for index in range(gpus.device_count()):
-        gpu = gpus.by_index(index)
-        if gpu.memory.allocation_count:
-            peak = format_bytes(device_module.max_memory_allocated(index))
-            of = format_bytes(gpu.memory.capacity_bytes)
-            lines.append(f"{gpu.device} ({gpu.spec.name}): at most {peak} of {of} allocated")
-    for name, calls in sorted(tally.calls.items()):
-        lines.append(f"{name}: {calls} calls, {format_bytes(tally.bytes[name])} put in")
-    rank = os.environ.get("RANK")
-    who = f"rank {rank}: " if rank is not None else ""
-    return "\n".join(who + line for line in lines or ["no virtual GPU was used"])
+def load_ipython_extension(shell: Any) -> None:
+    """``%load_ext vgpu``: from the next cell on, and in packages imported there, CUDA is virtual GPUs.
+
+    Two of them, or VGPU_COUNT, where ``vgpu.enable`` has not been called.
+    """
+    if not is_enabled():
+        enable(int(os.environ.get("VGPU_COUNT", "2")))
+    cuda_is_vgpu.install()
+    # Cells share a name for torch, as in "import torch as th".
+    replacer = cuda_is_vgpu.Replacer(cuda_is_vgpu.Replacements("<cell>"))
+    shell.ast_transformers.append(replacer)
 
 
-def show_summary() -> None:
-    """Print the summary in one piece, so that several ranks' lines do not mix."""
-    sys.stdout.flush()
-    sys.stderr.write(summary() + "\n")
-    sys.stderr.flush()
+def unload_ipython_extension(shell: Any) -> None:
+    """``%unload_ext vgpu``; the virtual GPUs stay, until ``vgpu.disable()``."""
+    shell.ast_transformers[:] = (
+        other for other in shell.ast_transformers if not isinstance(other, cuda_is_vgpu.Replacer)
+    )
+    cuda_is_vgpu.uninstall()

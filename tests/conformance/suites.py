@@ -35,7 +35,6 @@ __all__ = [
     "OptimizerInfo",
     "OptimizerInput",
     "SampleInput",
-    "check_share",
     "first",
     "marked",
     "module_db",
@@ -68,10 +67,3 @@ def marked(entries: dict[str, Any], exceptions: dict[str, str]) -> list:
         )
         for name, entry in entries.items()
     ]
-
-
-def check_share(entries: dict[str, Any], exceptions: dict[str, str]) -> None:
-    """At least 99 of 100 entries agree; each exception is one of them, and has its reason."""
-    assert exceptions.keys() <= entries.keys()
-    assert len(exceptions) <= len(entries) / 100, f"{len(exceptions)} of {len(entries)} disagree"
-    assert all(len(reason) > 20 for reason in exceptions.values())

@@ -1,8 +1,7 @@
 """torch's own operator samples (op_db), forward and backward, on a virtual GPU and the CPU."""
 
 import functools
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,17 +15,10 @@ from conformance.comparison import (
     to_gpu,
     without_bases,
 )
-from conformance.suites import OpInfo, SampleInput, check_share, first, marked, op_db, sampled
+from conformance.suites import OpInfo, SampleInput, first, marked, op_db, sampled
 
 # Of float32, of one integer type (bool where there is none) and of complex64: what the CPU has.
 INTEGERS = (torch.int64, torch.int32, torch.uint8, torch.bool)
-LAYOUTS = (
-    torch.sparse_coo,
-    torch.sparse_csr,
-    torch.sparse_csc,
-    torch.sparse_bsr,
-    torch.sparse_bsc,
-)
 # torch warns of what its samples use on purpose: deprecated, experimental and beta operators.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 # An operator's first samples differ most from each other (sizes, then options). They come from the
@@ -57,29 +49,6 @@ def _entries() -> dict[str, tuple[OpInfo, torch.dtype]]:
     }
 
 
-def _sparse_entries() -> dict[str, tuple[OpInfo, torch.layout]]:
-    return {
-        f"{op.formatted_name}-{_short(layout)}": (op, layout)
-        for op in CPU_OPERATORS
-        for layout in LAYOUTS
-        if torch.float32 in op.supported_dtypes("cpu") and _has_samples(op, layout)
-    }
-
-
-def _sparse_samples(op: OpInfo, layout: torch.layout) -> Callable:
-    return getattr(op, f"sample_inputs_{_short(layout)}_func")
-
-
-def _has_samples(op: OpInfo, layout: torch.layout) -> bool:
-    """Some operators say that they take a layout, but have no samples of it."""
-    samples = _sparse_samples(op, layout)
-    if not op.supports_sparse_layout(layout) or samples.__name__ == "_sample_inputs_unspecified":
-        return False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # as pytestmark does for the tests
-        return any(True for _ in samples(op, "cpu", torch.float32, False))
-
-
 def _variants() -> dict[str, OpInfo]:
     return {
         op.formatted_name: op
@@ -89,7 +58,7 @@ def _variants() -> dict[str, OpInfo]:
     }
 
 
-ENTRIES, SPARSE_ENTRIES, VARIANTS = _entries(), _sparse_entries(), _variants()
+ENTRIES, VARIANTS = _entries(), _variants()
 
 
 def _differentiable(op: OpInfo, dtype: torch.dtype) -> bool:
@@ -137,22 +106,11 @@ def _compare(op: OpInfo, sample: SampleInput) -> bool:
     return expected is not None
 
 
-def _compare_first(op: OpInfo, samples: Iterable[SampleInput]) -> None:
-    assert any([_compare(op, sample) for sample in first(SAMPLES, samples)]), "nothing compared"
-
-
 @pytest.mark.parametrize("entry", marked(sampled(ENTRIES), exceptions.OPERATORS))
 def test_operator(entry):
     op, dtype = entry
-    _compare_first(op, op.sample_inputs_func(op, "cpu", dtype, _differentiable(op, dtype)))
-
-
-@pytest.mark.parametrize("entry", marked(sampled(SPARSE_ENTRIES), exceptions.SPARSE_OPERATORS))
-def test_operator_of_sparse_tensors(entry):
-    op, layout = entry
-    samples = _sparse_samples(op, layout)
-    differentiable = _differentiable(op, torch.float32)
-    _compare_first(op, samples(op, "cpu", torch.float32, differentiable))
+    samples = op.sample_inputs_func(op, "cpu", dtype, _differentiable(op, dtype))
+    assert any([_compare(op, sample) for sample in first(SAMPLES, samples)]), "nothing compared"
 
 
 @pytest.mark.parametrize("entry", marked(VARIANTS, exceptions.VARIANTS))
@@ -217,12 +175,10 @@ def test_device_beside_out():
 
 
 @pytest.mark.parametrize(
-    ("entries", "table"),
-    [
-        (ENTRIES, exceptions.OPERATORS),
-        (SPARSE_ENTRIES, exceptions.SPARSE_OPERATORS),
-        (VARIANTS, exceptions.VARIANTS),
-    ],
+    ("entries", "table"), [(ENTRIES, exceptions.OPERATORS), (VARIANTS, exceptions.VARIANTS)]
 )
 def test_at_least_99_percent_agree(entries, table):
-    check_share(entries, table)
+    """Each exception is an entry, and has its reason."""
+    assert table.keys() <= entries.keys()
+    assert len(table) <= len(entries) / 100, f"{len(table)} of {len(entries)} disagree"
+    assert all(len(reason) > 20 for reason in table.values())

@@ -6,8 +6,9 @@ import pytest
 from private_names import listed, uses
 
 LISTED = {name for each in listed.RELIANCES for name in each.names}
-# Attributes of Python's own; and of objects: every torch.TypedStorage, every stage of a pipeline.
+# Attributes of Python's own and of C++'s library; and of objects: every torch.TypedStorage, every stage of a pipeline.
 NOT_TORCH = {
+    "_ZSt13set_terminatePFvvE",
     "_config",
     "_current_frames",
     "_exit",

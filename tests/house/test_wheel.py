@@ -23,9 +23,10 @@ def wheel(tmp_path_factory):
     return folder / "contents"
 
 
-def test_the_wheel_has_the_package_vgpu_and_its_types_and_nothing_else(wheel):
-    packages = [path.name for path in wheel.iterdir() if path.suffix != ".dist-info"]
-    assert packages == ["vgpu"]
+def test_the_wheel_has_the_package_vgpu_its_types_its_pytest_plugin_and_nothing_else(wheel):
+    packages = sorted(path.name for path in wheel.iterdir() if path.suffix != ".dist-info")
+    assert packages == ["pytest_vgpu.py", "vgpu"]
+    assert (wheel / "vgpu" / "for_children" / "sitecustomize.py").is_file()
     assert (wheel / "vgpu" / "py.typed").is_file()
 
 

@@ -27,6 +27,7 @@ ORDER = [
     "vgpu.collectives.cluster",
     "vgpu.iterations",
     "vgpu.cuda_is_vgpu",
+    "vgpu.run_report",
     "vgpu.run_program",
     "vgpu.__main__",
     "vgpu",

@@ -40,5 +40,16 @@ COSTS = vgpu.CostModel(
 )
 
 
+def times_us(timeline: vgpu.Timeline, kind: str = "kernel") -> list[tuple[float, float]]:
+    """Start and end of each event of a kind on vgpu:0, in the order in which they were launched."""
+    events = [event for event in timeline.of("vgpu:0") if event.kind == kind]
+    events.sort(key=lambda event: event.launch_s)
+    return [(event.start_s * 1e6, event.end_s * 1e6) for event in events]
+
+
+def us(*times):
+    return [pytest.approx(pair, rel=1e-9) for pair in times]
+
+
 def near(seconds):
     return pytest.approx(seconds, rel=1e-9, abs=1e-15)

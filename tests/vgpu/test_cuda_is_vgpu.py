@@ -1,9 +1,13 @@
 """Which words of a program written for CUDA are read for virtual GPUs, and which are not."""
 
 import ast
+import re
+import sys
 
 import pytest
+import torch
 
+import vgpu
 from vgpu import cuda_is_vgpu
 
 
@@ -111,9 +115,72 @@ found = make().cuda().moved, make().cuda.__name__
     assert sorted(reading.lines["cuda"]) == [6, 11, 12, 16]
 
 
-def test_only_the_programs_own_files_are_changed():
-    everywhere = cuda_is_vgpu.Finder("/")
-    assert everywhere.is_of_program("/train.py")
-    for module in (ast, pytest, cuda_is_vgpu):
-        assert not everywhere.is_of_program(module.__file__), module
-    assert not cuda_is_vgpu.Finder("/project").is_of_program("/project2/train.py")
+def test_a_file_is_read_where_it_mentions_cuda_and_is_not_torch_s(tmp_path):
+    finder = cuda_is_vgpu.Finder(read=["numba"], not_read=["mine.kernels"])
+    for name, chosen in {
+        "accelerate.utils": True, "torch.cuda": False, "torchvision.ops": True, "numba.core": True,
+        "torch.testing._internal.common_cuda": True, "mine": True, "mine.kernels.fast": False,
+    }.items():  # fmt: skip
+        assert finder.is_chosen(name) == chosen, name
+    (tmp_path / "speaks.py").write_text("DEVICE = 'cuda'\n")
+    (tmp_path / "silent.py").write_text("DEVICE = 'cpu'\n")
+    path = [str(tmp_path)]
+    assert isinstance(finder.find_spec("speaks", path).loader, cuda_is_vgpu._Loader)
+    assert finder.find_spec("silent", path) is None
+    for module in ("ast", "multiprocessing.context", "vgpu.cuda_is_vgpu"):
+        assert finder.find_spec(module, None) is None, module
+
+
+def test_installed_packages_are_counted_and_own_files_are_listed(monkeypatch):
+    installed = cuda_is_vgpu.Replacements("/venv/lib/site-packages/accelerate/state.py")
+    own = cuda_is_vgpu.Replacements("/home/project/train.py", {"cuda": [3]})
+    monkeypatch.setattr(cuda_is_vgpu, "replaced_in", [installed, own, installed])
+    lines, packages = cuda_is_vgpu.replaced()
+    assert lines == ["train.py: reads cuda as vgpu in line 3"] and packages == {"accelerate": 2}
+
+
+@pytest.mark.virtual_gpus(2, gpu="H100")
+def test_names_that_only_cuda_has_can_be_named_and_refuse_when_used():
+    assert not hasattr(torch.vgpu, "CUDAGraph")
+    cuda_is_vgpu.install()
+    try:
+        from torch.vgpu import CUDAPluggableAllocator, MemPool, StreamContext, graphs, nccl
+
+        class Pool(MemPool):
+            pass
+
+        uses = {
+            "torch.cuda.CUDAGraph": torch.vgpu.CUDAGraph,
+            "torch.cuda.MemPool": Pool,
+            "torch.cuda.StreamContext": lambda: StreamContext(None),
+            "torch.cuda.CUDAPluggableAllocator": lambda: CUDAPluggableAllocator("a", "b", "c"),
+            "torch.cuda.nccl.version": nccl.version,
+            "torch.cuda.graphs.make_graphed_callables": graphs.make_graphed_callables,
+        }
+        for name, use in uses.items():
+            refused = f"{re.escape(name)} was used, and virtual GPUs have nothing like it"
+            with pytest.raises(NotImplementedError, match=refused):
+                use()
+        assert not isinstance(torch.ones(1, device="vgpu"), torch.vgpu.CUDAGraph)
+        assert not torch.vgpu.is_current_stream_capturing()
+        assert torch.vgpu.get_arch_list() == ["sm_90"]
+        assert torch.vgpu.default_generators[1].device == torch.device("vgpu:1")
+        torch.ones(1).to("vgpu")
+    finally:
+        cuda_is_vgpu.uninstall()
+    assert not hasattr(torch.vgpu, "CUDAGraph") and "torch.vgpu.nccl" not in sys.modules
+
+
+def test_cells_are_read_once_the_extension_is_loaded():
+    ip = pytest.importorskip("IPython").core.interactiveshell.InteractiveShell()
+    ip.run_line_magic("load_ext", "vgpu")
+    try:
+        ip.run_cell("import torch as th\nseen = []")
+        ip.run_cell(
+            "seen.append((th.ones(1).cuda().device.type == 'cuda', th.cuda.is_available()))"
+        )
+        ip.run_line_magic("unload_ext", "vgpu")
+        ip.run_cell("seen.append('cuda')")
+        assert ip.user_ns["seen"] == [(True, True), "cuda"]
+    finally:
+        vgpu.disable()

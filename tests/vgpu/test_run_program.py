@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -14,6 +15,9 @@ from teaching.lessons import ROOT
 from vgpu.__main__ import parser
 
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+UNUSED = "vgpu: no virtual GPU was used: nothing was put on one\n"
 
 
 def run(*arguments, cwd, typed=""):
@@ -37,7 +41,7 @@ def test_a_script_runs_as_python_runs_it(tmp_path):
     )
     options = ("--count", 3, "--memory", "1.5GiB", "--seed", 5)
     code, out, error = run(*options, "script.py", "--epochs", "2", cwd=tmp_path)
-    assert (code, error) == (3, "")
+    assert (code, error) == (3, UNUSED)
     first, second = out.splitlines()
     assert first == f"['script.py', '--epochs', '2'] 7 3 {tmp_path / 'script.py'}"
     total, drawn = second.split()
@@ -104,7 +108,8 @@ def test_a_script_ends_as_under_python(kinds, options, tmp_path):
             [sys.executable, script], cwd=tmp_path, capture_output=True, text=True
         )
         code, out, error = run(*options, script, cwd=tmp_path)
-        assert (code, out, error) == (done.returncode, done.stdout, done.stderr), kind
+        unused = UNUSED if kind in ("a number", "a text", "nothing") else ""
+        assert (code, out, error) == (done.returncode, done.stdout, unused + done.stderr), kind
 
 
 def test_ctrl_c_ends_a_script_as_under_python(tmp_path):
@@ -249,7 +254,7 @@ def test_tests_for_cuda_run_under_pytest(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "phrase"),
     [
-        ("", "name a script to run, or a module with -m"),
+        ("", "name a script to run, a module with -m, or a command with -c"),
         ("nowhere.py", "there is no script 'nowhere.py' in"),
         ("--count 0 x.py", "expected a number of GPUs from 1 to 127, found '0'"),
         ("--memory much x.py", "expected a size such as 16GiB or 512MB, found 'much'"),
@@ -257,9 +262,10 @@ def test_tests_for_cuda_run_under_pytest(tmp_path):
         ("--memory 0 x.py", "expected at least one byte, found '0'"),
         ("--seed one x.py", "expected a whole number from 0 to 2**63 - 1, found 'one'"),
         (f"--seed {2**63} x.py", "expected a whole number from 0 to 2**63 - 1"),
+        ("--read nosuch -c pass", "there is no package 'nosuch' to read or not to read"),
         ("--cound 3 x.py", "unrecognized arguments: --cound"),
-        ("--", "name a script to run, or a module with -m"),
-        ("-m", "name a script to run, or a module with -m"),
+        ("--", "name a script to run, a module with -m, or a command with -c"),
+        ("-m", "name a script to run, a module with -m, or a command with -c"),
         (".", "'.' is a folder: name a script in it, or a module or package with -m"),
     ],
 )
@@ -279,6 +285,104 @@ def test_a_bad_vgpu_count_is_named(monkeypatch, capsys):
         parser().parse_args(["x.py"])
     assert "found 'many' in the variable VGPU_COUNT" in capsys.readouterr().err
     assert parser().parse_args(["--count", "3", "x.py"]).count == 3
+
+
+PACKAGE = """
+import torch
+from torch.cuda import CUDAGraph
+device = "cuda" if torch.cuda.is_available() else "cpu"
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package that chooses a device, among the installed ones."""
+    folder = tmp_path / "site-packages" / "chooser"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(PACKAGE)
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", os.pathsep.join([str(ROOT), str(folder.parent)]))
+    (tmp_path / "train.py").write_text(
+        "import chooser, torch\nprint(torch.ones(1).to(chooser.device).device)\n"
+    )
+
+
+def test_an_installed_package_finds_the_virtual_gpus(package, tmp_path):
+    code, out, error = run("--cuda-is-vgpu", "train.py", cwd=tmp_path)
+    assert (code, out) == (0, "vgpu:0\n"), error
+    assert error == "vgpu: reads cuda as vgpu in packages: chooser (files: 1)\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ((), "add --cuda-is-vgpu"),
+        (("--cuda-is-vgpu", "--not-read", "chooser"), "add --read chooser"),
+    ],
+)
+def test_a_run_that_stayed_on_the_cpu_names_who_chose_it(options, advice, package, tmp_path):
+    _, out, error = run(*options, "train.py", cwd=tmp_path)
+    assert out == "cpu\n"
+    assert error == (
+        "vgpu: no virtual GPU was used: chooser asked for CUDA and found none; "
+        f"{advice} to let it find the virtual GPUs\n"
+    )
+
+
+def test_every_python_that_a_run_starts_has_its_virtual_gpus(package, tmp_path):
+    """As launchers start ranks; the run knows that they used the GPUs, though itself did not."""
+    (tmp_path / "launcher.py").write_text(
+        "import subprocess, sys\n"
+        "for program in (['train.py'], ['-m', 'train'], ['-c', 'import train']):\n"
+        "    subprocess.run([sys.executable, '-u', *program], check=True)\n"
+    )
+    code, out, error = run("--cuda-is-vgpu", "launcher.py", cwd=tmp_path)
+    assert (code, out) == (0, "vgpu:0\n" * 3), error
+    assert error == "vgpu: reads cuda as vgpu in packages: chooser (files: 1)\n"
+
+
+def test_a_command_runs_as_python_c_does(tmp_path):
+    command = "import sys, torch; print(sys.argv, torch.ones(1, device='cuda').device)"
+    code, out, error = run("--cuda-is-vgpu", "-c", command, "--x", cwd=tmp_path)
+    assert (code, out) == (0, "['-c', '--x'] vgpu:0\n"), error
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "program"),
+    [
+        ("python -u train.py -m x", ["-u"], ["train.py", "-m", "x"]),
+        ("python -W ignore -Xdev -m a.b c", ["-W", "ignore", "-Xdev"], ["-m", "a.b", "c"]),
+        ("python -um a --b", ["-u"], ["-m", "a", "--b"]),
+        ("python -cpass", [], ["-c", "pass"]),
+        (
+            "python --check-hash-based-pycs never a.py",
+            ["--check-hash-based-pycs", "never"],
+            ["a.py"],
+        ),
+        ("python -i", ["-i"], []),
+        ("python - a", [], []),
+    ],
+)
+def test_a_python_s_own_options_are_told_from_its_program(command, flags, program):
+    path = ROOT / "vgpu" / "for_children" / "sitecustomize.py"
+    assert runpy.run_path(path)["split"](command.split()) == (flags, program)
+
+
+@pytest.mark.parametrize(
+    ("program", "wanted"),
+    [
+        (["train.py"], True),
+        (["-m", "torch.distributed.run"], True),
+        (["-c", "import train"], True),
+        (["-c", "import gc; from multiprocessing.forkserver import main; main()"], False),
+        (["-c", "import sys;exec(eval(sys.stdin.readline()))"], False),
+        (["-m", "vgpu", "train.py"], False),
+        (["-m", "vgpu.plan"], False),
+        (["/lib/torch/_inductor/compile_worker/__main__.py"], False),
+    ],
+)
+def test_processes_that_run_no_program_of_the_user_s_stay_as_they_are(program, wanted):
+    path = ROOT / "vgpu" / "for_children" / "sitecustomize.py"
+    assert runpy.run_path(path)["is_wanted"](program) == wanted
 
 
 def test_a_missing_module_is_named_in_one_line(tmp_path):

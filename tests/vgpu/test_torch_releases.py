@@ -10,7 +10,6 @@ import torch
 
 import vgpu
 from vgpu import torch_releases
-from vgpu.torch_patches.imported import when_imported
 from vgpu.torch_patches.undo import Changes
 
 NEWER = "2.99.0"
@@ -67,7 +66,7 @@ def test_a_name_that_is_missing_from_a_late_import_is_told_then(monkeypatch, tmp
     (tmp_path / "lacking.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     with Changes() as changes:
-        when_imported("lacking", lambda module, c: c.wrap(module, "_setup", None), changes)
+        changes.when_imported("lacking", lambda module, c: c.wrap(module, "_setup", None))
         with pytest.warns(RuntimeWarning, match=r"torch 2\.99\.0 has no lacking\._setup: "):
             importlib.import_module("lacking")
 

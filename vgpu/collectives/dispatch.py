@@ -9,6 +9,7 @@ collective makes the current stream wait for it.
 import collections
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PythonCallbackWork
+from torch._C._profiler import _RecordFunctionFast
 from torch.distributed import distributed_c10d
 
 from vgpu.collectives import borrowed_buffers, process_groups, table, wrappers
@@ -72,12 +74,17 @@ def _run(func: Operator, args: Args, kwargs: Kwargs) -> Any:
         )
     table.check(call)
     gpu = next(tensor._gpu for tensor in tensors_in(args) if type(tensor) is VirtualTensor)
-    process_groups.claim_gpu(call.group, gpu, call.peer)
+    process_groups.claim_gpu(call.group, gpu)
     tally.add(call)
-    if call.operator == "c10d::allgather_" and len({part.shape for part in call.outputs}) > 1:
-        result = _gather_unequal_parts(call, args)
-    else:
-        result = _carry(call, func, args, kwargs)
+    with _RecordFunctionFast(f"{process_groups.BACKEND}:{call.name}"):
+        if call.operator == "c10d::allgather_" and len({part.shape for part in call.outputs}) > 1:
+            result = _gather_unequal_parts(call, args)
+        elif call.operator == "c10d::alltoall_":
+            result = _exchange_lists(call, args)
+        elif call.peer == call.group.rank():
+            result = _message_to_oneself(call)
+        else:
+            result = _carry(call, func, args, kwargs)
     if call.is_functional:
         _record_functional(call, list(tensors_in(args)), result, gpu)
         return result
@@ -99,6 +106,60 @@ def _gather_unequal_parts(call: Call, args: Args) -> Any:
         given = ([part], group, root, 0, False)
         _carry(table.read_call(broadcast, given, {}), broadcast, given, {})
     return outputs, _ended_work()
+
+
+def _exchange_lists(call: Call, args: Args) -> Any:
+    """An all-to-all of lists, whose parts may differ in size; it ends before it returns.
+
+    gloo has one for parts of one size, since torch 2.15. NCCL makes no copies, so these are the CPU's.
+    """
+    given = torch.cat([_row_inside(part) for part in call.inputs])
+    sizes = [part.numel() for part in call.outputs]
+    received = given.new_empty(sum(sizes))
+    splits = sizes, [part.numel() for part in call.inputs]
+    dist.Work.unbox(torch.ops.c10d.alltoall_base_(received, given, args[2], *splits)).wait()
+    for part, values in zip(call.outputs, received.split(sizes), strict=True):
+        _row_inside(part).copy_(values)
+    return args[0], _ended_work()
+
+
+def _row_inside(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a virtual tensor, as NCCL reads them: in the order in which they lie."""
+    assert isinstance(tensor, VirtualTensor)
+    return tensor._inner.detach().as_strided((tensor.numel(),), (1,))
+
+
+_own_messages: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[Call]]" = (
+    weakref.WeakKeyDictionary()
+)
+"""Sends of a rank to itself without their receive, and receives without their send, by group."""
+
+
+def _message_to_oneself(call: Call) -> Any:
+    """gloo has no connection to its own rank. NCCL copies once it has both ends, in a group of calls."""
+    pending = _own_messages.setdefault(call.group, [])
+    other = next((each for each in pending if each.name != call.name), None)
+    if other is None:
+        pending.append(call)
+    else:
+        pending.remove(other)
+        (given,), (received,) = call.inputs or other.inputs, call.outputs or other.outputs
+        if given.dtype != received.dtype or given.numel() != received.numel():
+            raise ValueError(
+                f"rank {call.peer} of the group sends itself {given.numel()} elements of "
+                f"{given.dtype} and receives {received.numel()} of {received.dtype}"
+            )
+        _row_inside(received).copy_(_row_inside(given))
+
+    def wait(timeout: timedelta) -> bool:
+        if call in pending:
+            raise RuntimeError(
+                f"rank {call.peer} of the group waits for a {call.name} to or from itself that has no "
+                "other end: give the send and its receive to one dist.batch_isend_irecv"
+            )
+        return True
+
+    return dist.Work.boxed(PythonCallbackWork(wait))
 
 
 def _carry(call: Call, func: Operator, args: Args, kwargs: Kwargs) -> Any:
@@ -276,18 +337,6 @@ class _GlooWork(PythonCallbackWork):
     def is_completed(self) -> bool:
         return self._gloos.is_completed()
 
-    def is_success(self) -> bool:
-        return self._gloos.is_success()
-
-    def exception(self) -> Any:
-        return self._gloos.exception()
-
-    def result(self) -> Any:
-        return self._gloos.result()
-
-    def source_rank(self) -> int:
-        return self._gloos.source_rank()
-
     def get_future(self) -> Any:
         return self._gloos.get_future()
 
@@ -337,15 +386,18 @@ def _with_virtual_time(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def barrier(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:
-        work = plain(group, async_op, *args, **kwargs)
-        of = group or dist.group.WORLD
-        if process_groups.ranks_are_absent or not isinstance(of, dist.ProcessGroup):
-            return work
-        if gpus.DEVICE_TYPE in {device.type for device in of._device_types}:
-            call = table.call_of("c10d::barrier", {}, of)
-            waiting = _record(call, gpus.by_index(gpus.current_index()))
-            if not async_op:
-                waiting()
+        of: Any = group or dist.group.WORLD
+        virtual = isinstance(of, dist.ProcessGroup) and gpus.DEVICE_TYPE in {
+            device.type for device in of._device_types
+        }
+        if process_groups.ranks_are_absent or not virtual:
+            return plain(group, async_op, *args, **kwargs)
+        with _RecordFunctionFast(f"{process_groups.BACKEND}:barrier"):
+            work = plain(group, async_op, *args, **kwargs)
+        call = table.call_of("c10d::barrier", {}, of)
+        waiting = _record(call, gpus.by_index(gpus.current_index()))
+        if not async_op:
+            waiting()
         return work
 
     return barrier

@@ -4,11 +4,12 @@ It is to ``vgpu`` what ``nccl`` is to ``cuda``: the default for the device type.
 carries the bytes (dispatch.py). For CPU tensors the group needs a CPU backend as well, so a ``vccl``
 group also takes those, where NCCL would refuse them.
 
-Left out: what only NCCL offers (nccl_only.py).
+What only NCCL offers is done another way here, or refused; symmetric memory: wrappers.py.
 """
 
 import collections
 import functools
+import inspect
 import os
 import socket
 import weakref
@@ -24,6 +25,7 @@ from vgpu import torch_releases
 from vgpu.memory import gpus
 from vgpu.memory.blocks import Block
 from vgpu.memory.gpus import VirtualGPU
+from vgpu.tensor.refusals import is_virtual_device
 from vgpu.tensor.tensor import VirtualTensor, wrap
 from vgpu.torch_patches.undo import Changes
 
@@ -51,6 +53,13 @@ def install(changes: Changes) -> None:
     gloo = backends.backend_capability["gloo"]
     changes.item(backends.backend_capability, "gloo", [*gloo, gpus.DEVICE_TYPE])
     changes.wrap(distributed_c10d, "_new_process_group_helper", _with_the_cpu)
+    changes.wrap(distributed_c10d, "_get_split_source", _never_gloo)
+    coalescing = _coalescing(distributed_c10d._coalescing_manager)
+    for module in (distributed_c10d, dist):
+        changes.set(module, "_coalescing_manager", coalescing)
+    split_group = _splitting(distributed_c10d.split_group)
+    for module in (distributed_c10d, dist, dist.device_mesh):
+        changes.set(module, "split_group", split_group)
     changes.wrap(dist.Work, "get_future", _with_virtual_future)
     changes.wrap(dist.Work, "result", _with_virtual_result)
 
@@ -76,6 +85,8 @@ def _with_the_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def new_process_group(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(plain).bind(*args, **kwargs).arguments
+        _refuse_nccl(str(given.get("backend")), given.get("backend_options"))
         group, *others = plain(*args, **kwargs)
         types: set[str] = set()
         if isinstance(group, dist.ProcessGroup):
@@ -90,67 +101,103 @@ def _with_the_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
                 group._register_backend(_CPU, custom, backend)
             # gloo by its own name lets ranks share a GPU.
             if f"{gpus.DEVICE_TYPE}:{BACKEND}" in dist.get_backend_config(group):
-                _one_gpu_each(group, others[0])
+                name = str(group.group_name)
+                _groups_made[name] += 1
+                _unclaimed[group] = others[0], f"{name}/{_groups_made[name]}"
         return (group, *others)
 
     return new_process_group
 
 
-# Communicators: NCCL refuses two ranks on the same GPU
+def _refuse_nccl(backend: str, options: object) -> None:
+    """Where there is no CUDA, NCCL's own words would not say what to do."""
+    if "nccl" in backend and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"the backend {backend} needs CUDA GPUs, and there are only virtual ones: leave the "
+            f"backend out, name {BACKEND!r}, or run the script with "
+            f"python -m vgpu --cuda-is-vgpu, which reads nccl as {BACKEND} where it "
+            "stands in the program's own files"
+        )
+    if BACKEND in backend and options is not None:
+        kind = type(options)
+        raise NotImplementedError(
+            f"pg_options is a {kind.__module__}.{kind.__qualname__}, and the backend {BACKEND} "
+            "of virtual GPUs has no options: leave pg_options out there"
+        )
 
 
-class _Communicators:
-    """Which GPU each rank of a group uses, as this rank claims its own.
+def _never_gloo(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The backend that ``new_group`` splits; it calls on gloo, since 2.15, what only NCCL has."""
 
-    NCCL compares hosts and GPUs when it makes a communicator, at the first collective of a group on
-    each of a rank's GPUs, and at the first message between two ranks. Here a rank claims its GPU in
-    the group's store then, and waits for nobody, so that only the second of two is refused.
+    @functools.wraps(plain)
+    def source(*args: Any, **kwargs: Any) -> Any:
+        found = plain(*args, **kwargs)
+        return None if isinstance(found, dist.ProcessGroupGloo) else found
+
+    return source
+
+
+def _coalescing(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``_coalescing_manager``; given a device, it has the group start and end, as only NCCL does.
+
+    Without one it sends collectives of a kind together, and others each by itself.
     """
 
-    def __init__(self, store: dist.Store, number: int) -> None:
-        self._store = store
-        self._number = number
-        self._made: set[tuple[int, int] | int] = set()
-        self._gpus_used = 0
+    @functools.wraps(plain)
+    def manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
+        return plain(group, None if is_virtual_device(device) else device, async_ops)
 
-    def claim(self, rank: int, peer: int | None, gpu: VirtualGPU) -> None:
-        key = gpu.index if peer is None else (min(rank, peer), max(rank, peer))
-        if key in self._made:
-            return
-        # The second GPU of each rank is in the group's second communicator, whatever its number.
-        name = f"the {self._gpus_used}." if peer is None else str(key)
-        claimed = f"vccl/{self._number}/{name}/{_physical_gpu(gpu.index)}"
-        first = int(self._store.compare_set(claimed, "", str(rank)))
-        if first != rank:
-            raise dist.DistBackendError(
-                f"Duplicate GPU detected : rank {rank} and rank {first} both on CUDA device "
-                f"{gpu.index}, which NCCL refuses: give each rank its own, with "
-                "torch.cuda.set_device(local_rank) before the first tensor, or by the index of its "
-                "device"
+    return manager
+
+
+def _splitting(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``split_group``, which a DeviceMesh calls where the group was made with ``device_id``.
+
+    C++ would split the gloo of each device by itself, and have both meet under one name.
+    """
+
+    @functools.wraps(plain)
+    def split_group(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(plain).bind(*args, **kwargs).arguments
+        parent = given.get("parent_pg") or dist.group.WORLD
+        splits = given.get("split_ranks")
+        if not splits or BACKEND not in dist.get_backend_config(parent):
+            return plain(*args, **kwargs)
+        everyone = dist.get_process_group_ranks(parent)
+        groups = [
+            dist.new_group(
+                sorted(everyone[rank] for rank in ranks),
+                timeout=given.get("timeout"),
+                backend=given.get("backend") or dist.get_backend(parent),
+                pg_options=given.get("pg_options"),
+                group_desc=given.get("group_desc"),
+                # Nobody outside of the parent takes part.
+                use_local_synchronization=len(everyone) < dist.get_world_size(),
             )
-        self._made.add(key)
-        self._gpus_used += peer is None
+            for ranks in splits
+        ]
+        outside = dist.GroupMember.NON_GROUP_MEMBER
+        return next((group for group in groups if group is not outside), outside)
+
+    return split_group
 
 
-_communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Communicators]" = (
+# NCCL refuses two ranks on the same GPU
+
+_unclaimed: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.Store, str]]" = (
     weakref.WeakKeyDictionary()
 )
+"""Groups in which this rank has used no GPU yet: where the ranks claim theirs, and under which name."""
 _groups_made: collections.Counter[str] = collections.Counter()  # their names come again
 
 
-def _one_gpu_each(group: dist.ProcessGroup, store: dist.Store) -> None:
-    """From now on, no two ranks of this group may use the same GPU."""
-    if group not in _communicators:
-        name = str(group.group_name)
-        _groups_made[name] += 1
-        _communicators[group] = _Communicators(store, _groups_made[name])
+def claim_gpu(group: dist.ProcessGroup, gpu: VirtualGPU) -> None:
+    """Take part in a group on this GPU.
 
-
-def claim_gpu(group: dist.ProcessGroup, gpu: VirtualGPU, peer: int | None = None) -> None:
-    """Take part in a group on this GPU; peer: for a message, the rank at its other end.
-
-    DistBackendError where another rank of the group is on the same GPU of the same host, and where
-    the group was made for another GPU than this one.
+    DistBackendError where another rank of the group began on the same GPU of the same host, and
+    where the group was made for another GPU than this one. NCCL compares the GPUs when it makes a
+    communicator, for each of a rank's GPUs; here a rank claims the first that it uses in the group's
+    store, and waits for nobody, so that only the second of two is refused.
     """
     bound = group.bound_device_id
     if bound is not None and bound.index != gpu.index:
@@ -159,8 +206,19 @@ def claim_gpu(group: dist.ProcessGroup, gpu: VirtualGPU, peer: int | None = None
             f"tensor is on CUDA device {gpu.index}, and the group of rank {group.rank()} has "
             f"device_id {bound.index}. Call torch.cuda.set_device(local_rank) before the first tensor."
         )
-    if group in _communicators:
-        _communicators[group].claim(group.rank(), peer, gpu)
+    if group not in _unclaimed:
+        return
+    store, name = _unclaimed[group]
+    rank = group.rank()
+    first = int(store.compare_set(f"vccl/{name}/{_physical_gpu(gpu.index)}", "", str(rank)))
+    if first != rank:
+        raise dist.DistBackendError(
+            f"Duplicate GPU detected : rank {rank} and rank {first} both on CUDA device "
+            f"{gpu.index}, which NCCL refuses: give each rank its own, with "
+            "torch.cuda.set_device(local_rank) before the first tensor, or by the index of its "
+            "device"
+        )
+    del _unclaimed[group]
 
 
 def _physical_gpu(index: int) -> str:

@@ -1,4 +1,4 @@
-"""What torch wraps around virtual tensors and their modules: DTensor, DDP, pipeline schedules.
+"""What torch builds on virtual tensors and groups: DTensor, DDP, FSDP2, pipelines, symmetric memory.
 
 C++ must know tensors around virtual ones, such as DTensor and what a functional collective returns,
 under the device type whose queue autograd keeps (memory/gpus.py); Python shows the virtual device.
@@ -7,6 +7,7 @@ imported: enabling virtual GPUs imports none of them.
 """
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -22,8 +23,8 @@ from vgpu.collectives import process_groups
 from vgpu.memory import gpus
 from vgpu.tensor import generators
 from vgpu.tensor.methods import cpp_device
+from vgpu.tensor.refusals import is_virtual_device
 from vgpu.tensor.tensor import VirtualTensor
-from vgpu.torch_patches.imported import when_imported
 from vgpu.torch_patches.undo import Changes
 
 
@@ -35,9 +36,13 @@ def install(changes: Changes) -> None:
         staticmethod(make(torch.Tensor._make_wrapper_subclass)),
     )
     if dist.is_available():
-        when_imported("torch.distributed.tensor._api", _show_device_of_dtensors, changes)
-        when_imported("torch.distributed.tensor._random", _read_offset, changes)
-        when_imported("torch.distributed.pipelining.schedules", _without_votes, changes)
+        changes.when_imported("torch.distributed.tensor._api", _show_device_of_dtensors)
+        changes.when_imported("torch.distributed.tensor._random", _read_offset)
+        changes.when_imported("torch.distributed.pipelining.schedules", _without_votes)
+        changes.when_imported("torch.distributed._symmetric_memory", _refuse_symmetric_memory)
+        changes.when_imported(
+            "torch.distributed.fsdp._fully_shard._fsdp_collectives", _divide_beside_sum
+        )
         changes.wrap(DistributedDataParallel, "_ddp_init_helper", _without_times)
 
 
@@ -185,3 +190,60 @@ def _alone(plain: Callable[..., None]) -> Callable[..., None]:
         return (torch_releases.warm_up_alone if absent else plain)(*args, **kwargs)
 
     return warm_up
+
+
+# FSDP2
+
+
+def _divide_beside_sum(module: ModuleType, changes: Changes) -> None:
+    changes.wrap(module, "_get_gradient_divide_factors", _without_premultiplied_sum)
+
+
+def _without_premultiplied_sum(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """How FSDP2 averages; gloo has no sum of products, as ``set_gradient_divide_factor`` asks for.
+
+    Then FSDP2 divides by itself and sums, as ``set_force_sum_reduction_for_comms`` makes it do.
+    """
+
+    @functools.wraps(plain)
+    def factors(*args: Any, **kwargs: Any) -> Any:
+        found = plain(*args, **kwargs)
+        call = inspect.signature(plain).bind(*args, **kwargs)
+        if call.arguments.get("device_type") != gpus.DEVICE_TYPE:
+            return found
+        if not any(_is_premultiplied(value) for value in found):
+            return found
+        call.arguments["force_sum_reduction_for_comms"] = True
+        return plain(*call.args, **call.kwargs)
+
+    return factors
+
+
+def _is_premultiplied(value: Any) -> bool:
+    return isinstance(value, dist.ReduceOp) and value == dist.ReduceOp.PREMUL_SUM
+
+
+# Symmetric memory
+
+
+def _refuse_symmetric_memory(module: ModuleType, changes: Changes) -> None:
+    for name in ("empty", "rendezvous"):
+        changes.wrap(module, name, _refusing_virtual)
+
+
+def _refusing_virtual(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of symmetric memory, which gets a device or a tensor."""
+
+    @functools.wraps(plain)
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        places = [kwargs.get("device"), *(v.device for v in args if isinstance(v, torch.Tensor))]
+        for device in places:
+            if is_virtual_device(device):
+                raise NotImplementedError(
+                    f"{plain.__name__}() on {device}: symmetric memory needs GPUs that read each "
+                    "other's memory, and virtual GPUs of different ranks do not; use the "
+                    "collectives of torch.distributed, such as all_reduce"
+                )
+        return plain(*args, **kwargs)
+
+    return refusing

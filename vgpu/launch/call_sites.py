@@ -133,16 +133,19 @@ def count_messages() -> None:
 
     # The parameters are named as torch's own are.
     def send(group: Any, tensors: Any, dstRank: int, tag: int) -> Any:
+        work = plain_send(group, tensors, dstRank, tag)
         count(_sent, group, group.rank(), dstRank, tag)
-        return plain_send(group, tensors, dstRank, tag)
+        return work
 
     def recv(group: Any, tensors: Any, srcRank: int, tag: int) -> Any:
+        work = plain_recv(group, tensors, srcRank, tag)
         count(_received, group, srcRank, group.rank(), tag)
-        return plain_recv(group, tensors, srcRank, tag)
+        return work
 
     def recv_anysource(group: Any, tensors: Any, tag: int) -> Any:
+        work = plain_recv_any(group, tensors, tag)
         count(_received, group, -1, group.rank(), tag)
-        return plain_recv_any(group, tensors, tag)
+        return work
 
     for function in (send, recv, recv_anysource):
         setattr(dist.ProcessGroup, function.__name__, function)

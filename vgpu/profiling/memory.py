@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -97,17 +96,18 @@ def capacity(gpu: torch.device, size_bytes: int) -> Iterator[None]:
         raise ValueError(f"a GPU can hold a number of bytes, got {size_bytes} for {gpu}")
     torch.get_device_module(gpu).empty_cache()
     if virtual is not None:
-        capacity_bytes = virtual.memory.capacity_bytes
-        virtual.memory.set_capacity(size_bytes)
-        restore = partial(virtual.memory.set_capacity, capacity_bytes)
+        set_bytes, before_bytes = virtual.memory.set_capacity, virtual.memory.capacity_bytes
     else:
-        limit = partial(torch.cuda.set_per_process_memory_fraction, device=gpu)
-        limit(size_bytes / torch.cuda.get_device_properties(gpu).total_memory)
-        restore = partial(limit, 1.0)
+        before_bytes = torch.cuda.get_device_properties(gpu).total_memory
+
+        def set_bytes(capacity_bytes: int) -> None:
+            torch.cuda.set_per_process_memory_fraction(capacity_bytes / before_bytes, gpu)
+
+    set_bytes(size_bytes)
     try:
         yield
     finally:
-        restore()
+        set_bytes(before_bytes)
 
 
 @dataclass(frozen=True)

@@ -59,10 +59,10 @@ def widened(func: Operator, args: Args, kwargs: Kwargs) -> tuple[dict[str, Any],
 def in_float32(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     refuse_mixed_norm(func, args, kwargs)
     name = func.name().removeprefix("aten::")
-    given = named_arguments(func, args, kwargs)
     sources = IN_FLOAT32.get(name)  # none for out=
-    if sources is None or given[sources[0] or ""].dtype not in HALF:
+    if sources is None or args[0].dtype not in HALF:
         return run_unrecorded(func, args, kwargs)
+    given = named_arguments(func, args, kwargs)
     named, gpu = widened(func, args, kwargs)
     results = func(**named)
     alone = isinstance(results, torch.Tensor)

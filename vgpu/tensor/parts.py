@@ -35,7 +35,7 @@ def copies_factor(args: Args, kwargs: Kwargs) -> bool:
 
 def _needs_copy(factor: torch.Tensor) -> bool:
     strides = factor.stride()
-    if len(strides) < 2:  # no matrix: cuBLAS is not asked
+    if len(strides) < 2 or factor.layout is not torch.strided:  # cuBLAS is not asked
         return False
     down, along = strides[-2:]
     if along == 1:

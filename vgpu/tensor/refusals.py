@@ -29,13 +29,19 @@ _FORWARD_MODE = (
     "forward-mode automatic differentiation is not supported on virtual GPUs: "
     "use backward(), or tensors on the CPU"
 )
+_VARLEN = (
+    "attention of sequences of several lengths (torch.nn.attention.varlen) is not supported on virtual "
+    "GPUs: call torch.nn.functional.scaled_dot_product_attention for each, or flex_attention with a "
+    "mask of documents"
+)
 _STORAGE = (
     "a storage alone cannot be made on or moved to a virtual GPU: make a tensor there, such as "
     "torch.empty(n, dtype=torch.uint8, device='vgpu:0')"
 )
 
-# By operator: those that make a tensor of a kind that virtual GPUs do not have.
+# By operator: those that make a tensor of a kind that virtual GPUs do not have, or only CUDA computes.
 _REFUSED = {
+    "aten::_flash_attention_forward": _VARLEN,
     "aten::_nested_tensor_from_mask": _NESTED_ENCODER,
     "aten::_nested_tensor_from_tensor_list": _NESTED,
     "aten::_nested_view_from_buffer": _NESTED,
@@ -180,11 +186,15 @@ def refuse_tangents(values: Iterable[object]) -> None:
                 raise NotImplementedError(_FORWARD_MODE)
 
 
+_LAYER_NORM = torch.ops.aten.native_layer_norm.default
+_BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+
+
 def refuse_mixed_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
     """RuntimeError where a norm mixes types as no kernel of CUDA does; for any operator."""
-    if func is torch.ops.aten.native_layer_norm.default:
+    if func is _LAYER_NORM:
         _refuse_mixed_layer_norm(func, args, kwargs)
-    elif func is torch.ops.aten.native_batch_norm_backward.default:
+    elif func is _BATCH_NORM_BACKWARD:
         _refuse_mixed_batch_norm(func, args, kwargs)
 
 

@@ -157,7 +157,7 @@ class CostModel:
     speed_spread: float = 0.0
     slowest_of: int = 1
     fuses: bool = False  # whether elementwise chains go once through memory, as in torch.compile
-    # whether products run beside their own collectives (async_tp.py)
+    # whether products run beside their own collectives (compiler_passes.py)
     async_tp: bool = False
 
     def __post_init__(self) -> None:

@@ -54,7 +54,7 @@ class HostThread:
         """Its next operation is issued in a module; compiled: by code that torch.compile made."""
         self.compiled = compiled
         if self.by.module != module:
-            self.by = self.by._replace(module=module)
+            self.by = Issuer(self.index, module, self.by.backward)
 
 
 class _Thread(threading.local):

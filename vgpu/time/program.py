@@ -24,12 +24,16 @@ from vgpu.time.simulator import Simulator
 from vgpu.time.steps import (
     BeginStream,
     BeginThread,
+    Copy,
     Deferred,
     EventStep,
     GraphBreak,
+    GroupCollective,
     HostWait,
     HostWork,
     JoinThreads,
+    Kernel,
+    LocalCollective,
     Program,
     ProgramStep,
     QueryEvent,
@@ -193,18 +197,22 @@ class GrowingProgram:
             self.steps.append(HostWait(host.index, event, name))
             _merge(self._host_clock, stream, stream.count, stream.clock)
 
+    def synchronize(self, streams: Sequence[RecordedStream]) -> None:
+        """The calling thread goes on when all work given to the streams has ended."""
+        for stream in streams:
+            self.break_graph(stream)
+        self.host_waits(streams, "synchronize", self.host())
+
     # Operations
 
-    def enqueue(
-        self, name: str, step: EventStep, stream: RecordedStream, backward: bool
-    ) -> Enqueued:
+    def enqueue(self, step: Kernel | GroupCollective, stream: RecordedStream) -> Enqueued:
         """Append what is launched on a stream."""
         event = self._begin_event(step)
         stream.count += 1
-        return Enqueued(stream, stream.count, event, name, backward)
+        return Enqueued(stream, stream.count, event, step.name, step.by.backward)
 
     def enqueue_together(
-        self, name: str, step: EventStep, streams: Sequence[RecordedStream], backward: bool
+        self, step: Copy | LocalCollective, streams: Sequence[RecordedStream]
     ) -> list[Enqueued]:
         """Append what occupies all of the streams: what comes later on each starts after it."""
         event = self._begin_event(step)
@@ -214,6 +222,7 @@ class GrowingProgram:
             for other in streams:
                 if other is not stream:
                     _merge(stream.clock, other, other.count, other.clock)
+        name, backward = step.name, step.by.backward
         return [Enqueued(stream, stream.count, event, name, backward) for stream in streams]
 
     @property

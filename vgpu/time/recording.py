@@ -62,10 +62,10 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
     """Record the virtual time of what the block computes on virtual GPUs.
 
     costs: times from this model in place of the enabled GPU's. Any of its fields can be given by
-    name, such as ``arithmetic_share=0.3`` or ``link="PCIe 4"``, as in ``replay``. The timeline is complete when the
-    block ends; with ``async_tp`` it is timed then, and what the program asks for before that
-    (``event.elapsed_time``) is of collectives and products in one piece. RuntimeError inside another
-    recording, or without virtual GPUs.
+    name, such as ``arithmetic_share=0.3`` or ``link="PCIe 4"``, as in ``replay``. The timeline is
+    complete when the block ends. What the program asks for before that (``event.elapsed_time``) is,
+    with ``async_tp``, of collectives and products in one piece. RuntimeError inside another recording,
+    or without virtual GPUs.
     """
     costs = (costs or CostModel(gpus.by_index(0).spec)).changed(assumed).changed(changes)
     devices = [gpus.by_index(index).device for index in range(gpus.device_count())]
@@ -224,7 +224,7 @@ class Recording:
             operands = self._operands(name, read, host)
             work = work.with_current_tf32()
             step = Kernel(name, host.by, stream.index, work, operands)
-            return self.program.enqueue(name, step, stream, host.by.backward)
+            return self.program.enqueue(step, stream)
         reads: list[Read] = []
         written_bytes = work.size_bytes
         for tensor in read:
@@ -274,7 +274,7 @@ class Recording:
             streams = [stream for stream in (here, there) if stream is not None]
             here_index, there_index = (end.index if end else None for end in (here, there))
             step = Copy(host.by, size_bytes, here_index, there_index, operands)
-            done = self.program.enqueue_together("copy", step, streams, host.by.backward)
+            done = self.program.enqueue_together(step, streams)
             first, last = done[0], done[-1]
             between = source_gpu is not None and target_gpu is not None
             pinned = source_gpu is not None or copies.is_cpu_pinned(source)
@@ -306,8 +306,7 @@ class Recording:
         for stream in streams:
             self.program.break_graph(stream)
         indices = tuple(stream.index for stream in streams)
-        step = LocalCollective(name, by, indices, size_bytes)
-        self.program.enqueue_together(name, step, streams, by.backward)
+        self.program.enqueue_together(LocalCollective(name, by, indices, size_bytes), streams)
 
     def group_collective(self, call: Call, gpu: VirtualGPU, number: int) -> Enqueued:
         """Record this rank's side of a collective, on its process group's stream of this number.
@@ -332,8 +331,7 @@ class Recording:
             current.index,
             operands,
         )
-        done = self.program.enqueue(name, step, stream, host.by.backward)
-        done = done._replace(clock=dict(stream.clock))
+        done = self.program.enqueue(step, stream)._replace(clock=dict(stream.clock))
         self._accesses.note(done, read, [*written, *made])
         for used in (*read, *written, *made):  # NCCL's side keeps them until it has ended
             self._accesses.record_stream(used, stream)
@@ -364,12 +362,6 @@ class Recording:
     def keep(self, work: object) -> None:
         """Let something live as long as the recording."""
         self._kept.append(work)
-
-    def synchronize(self, streams: Sequence[RecordedStream]) -> None:
-        """The host goes on when all work given to the streams has ended."""
-        for stream in streams:
-            self.program.break_graph(stream)
-        self.program.host_waits(streams, "synchronize", self.program.host())
 
     # Where elementwise operations are fused
 

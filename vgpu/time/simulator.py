@@ -358,7 +358,7 @@ def _traced(
 ) -> TraceEvent:
     """What is known of a copy or a collective before it starts."""
     return TraceEvent(
-        name="copy" if isinstance(step, Copy) else step.name,
+        name=step.name,
         kind=kind,
         device=HOST,
         stream=0,

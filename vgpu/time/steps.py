@@ -89,6 +89,10 @@ class Copy(NamedTuple):
     target: int | None
     operands: Operands = UNKNOWN_OPERANDS
 
+    @property
+    def name(self) -> str:
+        return "copy"
+
 
 class LocalCollective(NamedTuple):
     """One thread launches a collective among several GPUs of its process."""

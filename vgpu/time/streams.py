@@ -49,26 +49,26 @@ class Stream(torch.Stream):
 
     def query(self) -> bool:
         """Whether all work given to this stream has ended."""
-        now = _program()
-        return now is None or now.query_stream(_recorded(self, now))
+        program = _program()
+        return program is None or program.query_stream(_recorded(self, program))
 
     def synchronize(self) -> None:
         """Wait until all work given to this stream has ended."""
-        now = recording.under_way
-        if now is not None:
-            now.synchronize([_recorded(self, now.program)])
+        program = _program()
+        if program is not None:
+            program.synchronize([_recorded(self, program)])
 
     def wait_event(self, event: torch.Event) -> None:
         """Work given later starts after ``event`` has happened."""
-        now = _program()
-        if now is not None:
-            now.wait_event(_recorded(self, now), getattr(event, "_recorded", None))
+        program = _program()
+        if program is not None:
+            program.wait_event(_recorded(self, program), getattr(event, "_recorded", None))
 
     def wait_stream(self, stream: torch.Stream) -> None:
         """Work given later starts after all work that ``stream`` has got so far."""
-        now = _program()
-        if now is not None:
-            now.wait_stream(_recorded(self, now), _recorded(stream, now))
+        program = _program()
+        if program is not None:
+            program.wait_stream(_recorded(self, program), _recorded(stream, program))
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
         event = Event() if event is None else event
@@ -109,31 +109,31 @@ class Event(torch.Event):
 
     def record(self, stream: torch.Stream | None = None) -> None:
         """The event happens when what ``stream``, or the current one, has got so far has ended."""
-        now = _program()
+        program = _program()
         self._host_time_s = self._recorded = None
-        if now is None:
+        if program is None:
             self._host_time_s = time.perf_counter()
         else:
-            of = _recorded(current_stream() if stream is None else stream, now)
-            self._recorded = now.record_event(of, self._enable_timing)
+            of = _recorded(current_stream() if stream is None else stream, program)
+            self._recorded = program.record_event(of, self._enable_timing)
 
     def query(self) -> bool:
         """Whether the event has happened; one that was never recorded has."""
-        now = _program()
-        return now is None or now.query_event(self._recorded)
+        program = _program()
+        return program is None or program.query_event(self._recorded)
 
     def wait(self, stream: torch.Stream | None = None) -> None:
         """Work given later to ``stream``, or to the current one, starts after the event."""
-        now = _program()
-        if now is not None:
-            waiting = _recorded(current_stream() if stream is None else stream, now)
-            now.wait_event(waiting, self._recorded)
+        program = _program()
+        if program is not None:
+            waiting = _recorded(current_stream() if stream is None else stream, program)
+            program.wait_event(waiting, self._recorded)
 
     def synchronize(self) -> None:
         """Wait until the event has happened."""
-        now = _program()
-        if now is not None:
-            now.host_waits_for_event(self._recorded)
+        program = _program()
+        if program is not None:
+            program.host_waits_for_event(self._recorded)
 
     def elapsed_time(self, end_event: "Event") -> float:  # type: ignore[override]
         """Milliseconds between two events that have happened, by the clock that was used."""
@@ -164,9 +164,9 @@ class Event(torch.Event):
             assert self._host_time_s is not None
             return self._host_time_s
         if self._recorded.time_s is None:  # the recording is under way
-            now = _program()
-            assert now is not None
-            return now.time_s(self._recorded.operation.event)
+            program = _program()
+            assert program is not None
+            return program.time_s(self._recorded.operation.event)
         return self._recorded.time_s
 
     def __repr__(self) -> str:

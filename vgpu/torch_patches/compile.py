@@ -3,8 +3,8 @@
 TorchInductor has no code for virtual GPUs, and TorchDynamo does not trace through their tensors. So a
 call that computes on virtual GPUs runs the function that was compiled, with the results that it has
 without ``torch.compile``; a recording of virtual time counts it, and its backward, as compiled
-(vgpu/time/compiler_passes.py). ``torch.compiler.is_compiling()`` is False in it. A call that has only CPU tensors
-is compiled as ever.
+(vgpu/time/compiler_passes.py). ``torch.compiler.is_compiling()`` is False in it. A call that has only
+CPU tensors is compiled as ever.
 
 Whether a call computes on virtual GPUs is seen in its arguments, in the module or object that it is
 a method of, and in the variables that the function uses: in their tensors, devices, modules,
@@ -23,7 +23,6 @@ from vgpu.memory import gpus
 from vgpu.tensor.refusals import is_virtual_device
 from vgpu.tensor.tensor import VirtualTensor
 from vgpu.time.recording import compiled as counted_as_compiled
-from vgpu.torch_patches.imported import when_imported
 from vgpu.torch_patches.undo import Changes
 
 # Backends that run the operators of a graph one by one, on a GPU as well.
@@ -36,7 +35,7 @@ def install(changes: Changes) -> None:
     global _has_said
     _has_said = False
     changes.wrap(torch, "compile", _compile)
-    when_imported("torch._dynamo.trace_rules", _skip_own_files, changes)
+    changes.when_imported("torch._dynamo.trace_rules", _skip_own_files)
 
 
 def _skip_own_files(module: ModuleType, changes: Changes) -> None:

@@ -66,18 +66,11 @@ def scatter(
     chunk_sizes: Any = None,
     dim: int = 0,
     streams: Any = None,
-    *,
-    out: Any = None,
 ) -> tuple[torch.Tensor, ...]:
     """Chunks of ``tensor`` along ``dim``, one per device; fewer if the size does not suffice.
 
     streams: on which to copy, one per device or None for the current one. The host does not wait.
     """
-    if out is not None:
-        sizes = [part.size(dim) for part in out]
-        for part, chunk in zip(out, tensor.split(sizes, dim), strict=True):
-            part.copy_(chunk)
-        return tuple(out)
     tensor = _handle_complex(tensor)
     targets = [_device(d) for d in devices]
     if chunk_sizes is None:
@@ -91,17 +84,10 @@ def scatter(
     return tuple(moved)
 
 
-def gather(
-    tensors: Sequence[torch.Tensor],
-    dim: int = 0,
-    destination: Any = None,
-    *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The tensors side by side along ``dim`` on ``destination`` or in ``out``; -1 is the CPU.
+def gather(tensors: Sequence[torch.Tensor], dim: int = 0, destination: Any = None) -> torch.Tensor:
+    """The tensors side by side along ``dim`` on ``destination``; -1 is the CPU.
 
-    Each tensor is copied straight into its place, so no second copy takes memory there. The result
-    is channels-last where all tensors are (torch/csrc/cuda/comm.cpp).
+    Each tensor is copied straight into its place, so no second copy takes memory there.
     """
     tensors = [_handle_complex(tensor) for tensor in tensors]
     sizes = [tensor.size(dim) for tensor in tensors]
@@ -114,24 +100,12 @@ def gather(
                 f"but expected {shape}"
             )
     shape[dim] = sum(sizes)
-    if out is None:
-        index = _get_device_index(destination, allow_cpu=True, optional=True)
-        target = torch.device("cpu") if index == -1 else _device(index)
-        channels_last = all(map(_is_channels_last, tensors))
-        memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        out = torch.empty(shape, dtype=tensors[0].dtype, device=target, memory_format=memory_format)
+    index = _get_device_index(destination, allow_cpu=True, optional=True)
+    target = torch.device("cpu") if index == -1 else _device(index)
+    out = torch.empty(shape, dtype=tensors[0].dtype, device=target)
     for part, tensor in zip(out.split(sizes, dim), tensors, strict=True):
         part.copy_(tensor)
     return out
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    """Not where the strides allow for both: then torch suggests contiguous, as ``empty_like``."""
-    return (
-        tensor.dim() == 4
-        and tensor.is_contiguous(memory_format=torch.channels_last)
-        and not tensor.is_contiguous()
-    )
 
 
 def broadcast_coalesced(

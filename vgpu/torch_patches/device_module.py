@@ -6,8 +6,6 @@ Where ``device`` is None it means the current device, as in ``torch.cuda``. The 
 
 import contextlib
 import functools
-import itertools
-import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
@@ -82,7 +80,7 @@ def synchronize(device: Any = None) -> None:
     """Wait for all work on a device; in a recording of virtual time the host waits."""
     gpu, now = meant_by(device), recording.under_way
     if now is not None:
-        now.synchronize(now.program.streams_of(gpu))
+        now.program.synchronize(now.program.streams_of(gpu))
 
 
 def get_device_name(device: Any = None) -> str:
@@ -287,47 +285,18 @@ class _GradScaler(torch.amp.GradScaler):
         super().__init__(gpus.DEVICE_TYPE, *args, **kwargs)
 
 
-# torch.vgpu.nvtx: markers for NVIDIA's profilers; they're counted as there, and otherwise no-ops
-
-_range_handles = itertools.count(1)
-_open_ranges = threading.local()
+# torch.vgpu.nvtx: markers for NVIDIA's profilers, no-ops here
 
 
-def _range_push(msg: str) -> int:
-    """Begin a range; returns how many are around it."""
-    depth: int = getattr(_open_ranges, "count", 0)
-    _open_ranges.count = depth + 1
-    return depth
-
-
-def _range_pop() -> int:
-    """End the innermost range; returns how many are around it, -1 where none had begun."""
-    depth: int = getattr(_open_ranges, "count", 0) - 1
-    _open_ranges.count = max(depth, 0)
-    return depth
-
-
-def _range_start(msg: str) -> int:
-    """Begin a range that any thread may end; returns its handle."""
-    return next(_range_handles)
-
-
-def _range_end(range_id: int) -> None:
-    """End the range of a handle."""
-
-
-def _mark(msg: str) -> None:
-    """Mark an event."""
+def _marker(*args: object, **kwargs: object) -> int:
+    """Nothing; where torch.cuda.nvtx returns a depth or a handle, 0."""
+    return 0
 
 
 @contextlib.contextmanager
-def _range(msg: str, *args: object, **kwargs: object) -> Iterator[None]:
+def _range(*args: object, **kwargs: object) -> Iterator[None]:
     """A range around a block, or around a function that it decorates."""
-    _range_push(msg.format(*args, **kwargs))
-    try:
-        yield
-    finally:
-        _range_pop()
+    yield
 
 
 # The modules, and names that only torch.cuda has
@@ -381,15 +350,8 @@ memory = _submodule(
     reset_peak_memory_stats=reset_peak_memory_stats,
     set_per_process_memory_fraction=set_per_process_memory_fraction,
 )
-nvtx = _submodule(
-    "nvtx",
-    mark=_mark,
-    range=_range,
-    range_end=_range_end,
-    range_pop=_range_pop,
-    range_push=_range_push,
-    range_start=_range_start,
-)
+_MARKERS = ("mark", "range_end", "range_pop", "range_push", "range_start")
+nvtx = _submodule("nvtx", range=_range, **dict.fromkeys(_MARKERS, _marker))
 random = _submodule(
     "random",
     get_rng_state=get_rng_state,

@@ -16,14 +16,13 @@ from vgpu.memory import gpus
 from vgpu.tensor import autocast as casting
 from vgpu.tensor.refusals import is_virtual_device
 from vgpu.time.host_threads import in_compiled_call
-from vgpu.torch_patches.imported import when_imported
 from vgpu.torch_patches.undo import Changes
 
 _MODULE = "torch.nn.attention.flex_attention"
 
 
 def install(changes: Changes) -> None:
-    when_imported(_MODULE, _replace, changes)
+    changes.when_imported(_MODULE, _replace)
 
 
 def _replace(module: ModuleType, changes: Changes) -> None:

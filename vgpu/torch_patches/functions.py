@@ -1,11 +1,12 @@
-"""Functions of torch that C++ answers without an operator, so that no dispatch sees them.
+"""Functions and classes of torch that C++ answers without an operator, so that no dispatch sees them.
 
-A function goes here when it compares or names devices, or asks for a tensor's class, before it calls
+``torch.accelerator`` is one, with Generator, Stream and Event. A function goes here when it compares or names devices, or asks for a tensor's class, before it calls
 an operator. An operator (``torch.ops.aten``) or a method of a tensor belongs in ``vgpu/tensor``, a name
 of ``torch.vgpu`` in ``device_module.py``.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,11 @@ from torch.utils._device import _device_constructors
 from vgpu.memory import gpus
 from vgpu.memory.blocks import Block
 from vgpu.tensor import autocast as casting
+from vgpu.tensor import generators
 from vgpu.tensor.methods import cpp_device, naming_devices
 from vgpu.tensor.tensor import VirtualTensor
+from vgpu.time import streams
+from vgpu.torch_patches import device_module
 from vgpu.torch_patches.undo import Changes
 
 # What compares devices in C++ before it reaches any kernel: functions that classes and modes may
@@ -36,8 +40,31 @@ _ALSO_IN_CPP = (
     (torch.autograd, "_engine_run_backward"),
 )
 
+# Functions behind torch.accelerator; its C++ half knows one device, and no streams.
+_FUNCTIONS = {
+    "_accelerator_getDeviceIndex": gpus.current_index,
+    "_accelerator_setDeviceIndex": gpus.exchange_index,
+    "_accelerator_exchangeDevice": gpus.exchange_index,
+    "_accelerator_maybeExchangeDevice": gpus.exchange_index,
+    "_accelerator_getStream": device_module.current_stream,
+    "_accelerator_setStream": device_module.set_stream,
+    "_accelerator_synchronizeDevice": device_module.synchronize,
+    "_accelerator_getMemoryInfo": device_module.mem_get_info,
+    "_accelerator_emptyCache": device_module.empty_cache,
+    "_accelerator_isAllocatorInitialized": device_module.is_available,
+    "_accelerator_getDeviceStats": device_module.memory_stats,
+    "_accelerator_resetPeakStats": device_module.reset_peak_memory_stats,
+}
+# Classes of which C++ could not make an object for a virtual GPU.
+_CLASSES: dict[str, Callable[..., Any]] = {
+    "Generator": generators.make_generator,
+    "Stream": streams.make_stream,
+    "Event": streams.make_event,
+}
+
 
 def install(changes: Changes) -> None:
+    _install_accelerator(changes)
     constructors = _device_constructors()  # torch keeps the list of its first call
     for name, make in (("as_tensor", as_tensor), ("asarray", asarray)):
         changes.wrap_function(name, make, torch, for_classes=False)
@@ -56,6 +83,47 @@ def install(changes: Changes) -> None:
     for owner in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
         changes.wrap(owner, "_has_foreach_support", _of_plain_tensors)
     changes.wrap(torch._C, "_group_tensors_by_device_and_dtype", _grouping_by_name)
+
+
+def _install_accelerator(changes: Changes) -> None:
+    for name, function in _FUNCTIONS.items():
+        changes.set(torch._C, name, function)
+    for name, make in _CLASSES.items():
+        changes.wrap(torch, name, functools.partial(stand_in_for, make=make))
+    # torch asks for CUDA and MPS first; whoever enables virtual GPUs means those.
+    for module in (torch._utils, sys.modules["torch.nn.parallel.data_parallel"]):
+        changes.set(module, "_get_available_device_type", lambda: gpus.DEVICE_TYPE)
+    for name in ("amp", "memory", "nvtx", "random"):  # for "from torch.vgpu.amp import ..."
+        module = getattr(device_module, name)
+        changes.item(sys.modules, f"torch.{gpus.DEVICE_TYPE}.{name}", module)
+
+
+def stand_in_for(torch_class: Any, make: Callable[..., Any]) -> Any:
+    """A class to put in the place of one of torch's.
+
+    Calling it calls ``make``; ``isinstance`` and ``issubclass`` ask torch's class; classes that a
+    user derives from it are made as usual.
+    """
+
+    class Meta(type(torch_class)):  # type: ignore[misc]
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if cls is stand_in:
+                return make(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            if cls is stand_in:
+                return isinstance(instance, torch_class)
+            return type.__instancecheck__(cls, instance)
+
+        def __subclasscheck__(cls, other: type) -> bool:
+            if cls is stand_in:
+                return issubclass(other, torch_class)
+            return type.__subclasscheck__(cls, other)
+
+    # Where pickle finds it, not where torch's class is from.
+    stand_in = Meta(torch_class.__name__, (torch_class,), {"__module__": "torch"})
+    return stand_in
 
 
 def recurrent(plain: Callable[..., Any]) -> Callable[..., Any]:

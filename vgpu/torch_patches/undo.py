@@ -6,8 +6,13 @@ Each file that replaces something of torch's has a function ``install(changes)``
 
 import contextlib
 import functools
+import importlib.abc
+import importlib.util
 import re
-from collections.abc import Callable, MutableSet
+import sys
+from collections.abc import Callable, MutableSet, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -95,3 +100,50 @@ class Changes(contextlib.ExitStack):
         library = torch.library.Library(namespace, "IMPL")
         self.callback(library._destroy)
         return library
+
+    def when_imported(self, name: str, change: Callable[[ModuleType, "Changes"], None]) -> None:
+        """Call ``change(module, changes)`` now, or as soon as a module has been imported.
+
+        DTensor and FSDP take a second to import, and most programs never do.
+        """
+        if name in sys.modules:
+            change(sys.modules[name], self)
+            return
+
+        def then(module: ModuleType) -> None:
+            with torch_releases.noting_missing(self.missing):
+                change(module, self)
+            torch_releases.report_missing(self.missing)
+
+        finder = _Finder(name, then)
+        sys.meta_path.insert(0, finder)
+        self.callback(finder.remove)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module as Python would, and calls ``then`` once it has run."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        self.remove()
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_then(module: ModuleType) -> None:
+                run(module)
+                self._then(module)
+
+            spec.loader.exec_module = run_and_then  # type: ignore[method-assign]
+        return spec
+
+    def remove(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)

@@ -135,7 +135,7 @@ RELIANCES = (
     Reliance(
         "torch.accelerator, and who asks which device type there is",
         "Find what torch/accelerator/__init__.py calls now, and replace that in "
-        "torch_patches/accelerator.py.",
+        "torch_patches/functions.py.",
         (
             "torch._C._accelerator_emptyCache",
             "torch._C._accelerator_exchangeDevice",
@@ -275,7 +275,7 @@ RELIANCES = (
     ),
     Reliance(
         "refusing what only NCCL offers, and doing without its premultiplied sum",
-        "If FSDP2 reduces another way now, change collectives/nccl_only.py to that; gloo then says "
+        "If FSDP2 reduces another way now, change collectives/wrappers.py to that; gloo then says "
         "what it cannot do.",
         (
             "torch.distributed._symmetric_memory.empty",
@@ -299,6 +299,11 @@ RELIANCES = (
             "._set_unsharded_grad_dtypes",
             "torch.distributed.tensor._api.DTensor._local_tensor",
         ),
+    ),
+    Reliance(
+        "events of collectives in the profiler",
+        "Use torch.profiler.record_function in collectives/dispatch.py.",
+        ("torch._C._profiler._RecordFunctionFast",),
     ),
     Reliance(
         "a cluster that does not exist: groups of ranks that are not there",

@@ -1,35 +1,37 @@
-"""Long runs by hand: ``cd tests; python -m random_programs --seconds 3600 --seed 1``.
+"""Long runs by hand: ``cd tests/support; python -m random_programs --seconds 3600 --seed 1``.
 
 Prints each program that differs between the CPU and virtual GPUs, as short as it can be made.
 """
 
 import argparse
+import sys
 import time
 
 from random_programs.steps import programs
-from random_programs.worlds import difference, shrunk
+from random_programs.worlds import PRELUDE, difference, shrunk
 
 import vgpu
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60, help="how long to go on")
+    parser.add_argument("--seconds", type=float, default=3600, help="how long to go on")
+    parser.add_argument("--programs", type=int, default=sys.maxsize, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--most", type=int, default=5, help="stop after so many differences")
     options = parser.parse_args()
     started, count, found = time.monotonic(), 0, 0
     with vgpu.enable(2):
         for seed, lines in programs(options.seed):
-            if time.monotonic() - started > options.seconds or found == options.most:
+            late = time.monotonic() - started > options.seconds
+            if late or options.most == found or options.programs == count:
                 break
             count += 1
             if first := difference(lines):
                 found += 1
                 lines = shrunk(lines)
-                print(
-                    f"\n# seed {seed}: {difference(lines) or first}", *lines, sep="\n", flush=True
-                )
+                print(f"\n# seed {seed}: {difference(lines) or first}", PRELUDE, sep="\n")
+                print(*lines, sep="\n", flush=True)
     print(f"\n{count} programs in {time.monotonic() - started:.0f} s, {found} of them differ")
     return 1 if found else 0
 

@@ -5,7 +5,33 @@ place. It returns what must not depend on the device type: losses, norms and par
 tensors.
 """
 
+import warnings
+
+import torch
+
+from strategies import data, pipelines, sharded, tensors
 from strategies.training import beside_one_process
-from strategies.ways import WAYS, both
 
 __all__ = ["WAYS", "beside_one_process", "both"]
+
+WAYS = {
+    "data": data.WAYS,
+    "sharded": sharded.WAYS,
+    "tensors": tensors.WAYS,
+    "pipelines": pipelines.WAYS,
+}
+"""By what is split; the ways of one group run on the same ranks, one after another."""
+
+
+def both(rank, world_size, ways):
+    """What each way gives on the CPU, and what on this rank's GPU, real or virtual."""
+    found = {}
+    for way in ways:
+        results = []
+        for device_type in ("cpu", torch.accelerator.current_accelerator().type):
+            torch.manual_seed(0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                results.append(way(rank, world_size, device_type))
+        found[way.__name__] = results
+    return found

@@ -39,10 +39,6 @@ def gpipe(rank, world_size, device_type):
     return _pipeline(rank, world_size, device_type, "ScheduleGPipe")
 
 
-def one_forward_one_backward(rank, world_size, device_type):
-    return _pipeline(rank, world_size, device_type, "Schedule1F1B")
-
-
 def interleaved(rank, world_size, device_type):
     return _pipeline(rank, world_size, device_type, "ScheduleInterleaved1F1B", 2)
 
@@ -53,7 +49,6 @@ def zero_bubble(rank, world_size, device_type):
 
 WAYS = [
     gpipe,
-    one_forward_one_backward,
     interleaved,
     zero_bubble,
 ]

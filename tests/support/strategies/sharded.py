@@ -49,15 +49,6 @@ def fsdp_without_resharding(rank, world_size, device_type):
     return _fsdp(rank, world_size, device_type, reshard_after_forward=False)
 
 
-def fsdp_with_prefetching(rank, world_size, device_type):
-    model, device = _sharded(rank, world_size, device_type)
-    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
-    layers[0].set_modules_to_forward_prefetch(layers[1:])
-    layers[-1].set_modules_to_backward_prefetch(layers[:-1])
-    optimizer = adamw(model)
-    return trained(model, optimizer, device, rank, world_size) + parameters_of(model)
-
-
 def fsdp_in_mixed_precision(rank, world_size, device_type):
     """Without a norm, whose statistics are float32 on a GPU and bfloat16 on the CPU."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -117,7 +108,6 @@ WAYS = [
     fsdp,
     fsdp1,
     fsdp_without_resharding,
-    fsdp_with_prefetching,
     fsdp_in_mixed_precision,
     fsdp_with_offloading,
     hybrid_sharding,

@@ -1,7 +1,6 @@
 """Tensors split: DTensors, tensor and sequence parallelism, attention by heads and rings."""
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from strategies.training import (
@@ -86,22 +85,6 @@ def sequence_parallel(rank, world_size, device_type):
     )
 
 
-def loss_over_a_split_vocabulary(rank, world_size, device_type):
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
-
-    device = device_of(device_type, rank)
-    torch.manual_seed(0)
-    model = nn.Linear(8, 12).to(device)
-    plan = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    model = parallelize_module(model, mesh_of(device_type, world_size), plan)
-    images, labels = (part.to(device) for part in batch(0, 0, 1))
-    with loss_parallel():
-        loss = F.cross_entropy(model(images), labels)
-        loss.backward()
-    return [full(loss), full(model.weight.grad)]
-
-
 def attention_by_heads(rank, world_size, device_type):
     """Fused attention on DTensors that are split by heads; by hand where the CPU has no rule."""
     from torch.distributed.tensor import DTensor, Shard
@@ -165,7 +148,6 @@ WAYS = [
     dtensor_placements,
     tensor_parallel,
     sequence_parallel,
-    loss_over_a_split_vocabulary,
     attention_by_heads,
     context_parallel,
     fsdp_and_tensor_parallel,

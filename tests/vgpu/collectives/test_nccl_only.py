@@ -3,7 +3,6 @@
 import torch
 from cells import cell
 
-import vgpu
 from vgpu import launch
 
 MESSAGES = """
@@ -19,7 +18,6 @@ def main(rank, world):
         "empty": lambda: symmetric.empty(4, device="vgpu"),
         "empty there": lambda: symmetric.empty(4, device=x.device),
         "rendezvous": lambda: symmetric.rendezvous(x, name),
-        "operator": lambda: torch.ops.symm_mem.one_shot_all_reduce(x, "sum", name),
         "options": lambda: dist.new_group(pg_options=Options()),
         "nccl": lambda: dist.new_group(backend="nccl"),
         "both": lambda: dist.new_group(backend="cpu:gloo,cuda:nccl"),
@@ -40,7 +38,6 @@ def test_what_only_nccl_offers_is_refused_in_a_sentence():
         "empty": "empty() on vgpu: symmetric memory",
         "empty there": "empty() on vgpu:0: symmetric memory",
         "rendezvous": "rendezvous() on vgpu:0: symmetric memory",
-        "operator": "symm_mem::one_shot_all_reduce: symmetric memory",
     }.items():
         assert said[kind].startswith(f"NotImplementedError: {begin} needs GPUs that read"), kind
         assert "use the collectives of torch.distributed" in said[kind]
@@ -101,11 +98,3 @@ def main(rank, world):
 def test_fsdp_divides_gradients_by_a_factor_of_ones_own():
     for on_cpu, on_gpu in launch.run(cell(DIVIDED)["main"], 2, gpu="V100"):
         assert on_cpu.abs().sum() > 0 and torch.equal(on_cpu, on_gpu)
-
-
-def test_disabling_puts_split_group_back():
-    before = torch.distributed.split_group
-    with vgpu.enable(1):
-        assert torch.distributed.device_mesh.split_group is not before
-    assert torch.distributed.split_group is before
-    assert torch.distributed.device_mesh.split_group is before

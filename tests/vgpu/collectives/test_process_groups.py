@@ -188,12 +188,55 @@ def test_every_collective_gives_what_it_gives_on_the_cpu(bodies, asynchronous):
     for rank, outcomes in enumerate(ranks):
         assert [tuple(outcome[:4]) for outcome in outcomes] == tried
         for *case, on_cpu, on_gpu in outcomes:
-            assert on_gpu == on_cpu, (rank, *case)
+            lacked_by_gloo = case[0] in LACKED and torch.__version__ < "2.15"
+            assert on_gpu == on_cpu or (lacked_by_gloo and isinstance(on_cpu, str)), (rank, *case)
     # Where gloo refuses, it does on both; most of the table are values.
     refused = {tuple(o[:2]) for o in ranks[0] if isinstance(o[-1], str)}
     assert len(refused) < len(bodies) * len(DTYPES) / 3, refused
     lacked = {name for name, dtype in refused if dtype == "float32" and "B" not in name}
     assert lacked <= (LACKED if torch.__version__ < "2.15" else set())
+
+
+BEYOND_GLOO = """
+import vgpu
+def main(rank, world):
+    gpu = torch.device("vgpu", rank)
+    given = [torch.full((rank + to,), 10.0 * rank + to, device=gpu) for to in range(world)]
+    received = [torch.empty(rank + source, device=gpu) for source in range(world)]
+    with torch.autograd.profiler.profile() as profiler:
+        dist.all_to_all(received, given)
+        dist.barrier()
+    events = {event.key for event in profiler.key_averages()}
+    own, others = torch.zeros(2, device=gpu), torch.zeros(2, device=gpu)
+    following, before = (rank + 1) % world, (rank - 1) % world
+    with vgpu.record() as timeline:
+        works = dist.batch_isend_irecv([
+            dist.P2POp(dist.irecv, own, rank),
+            dist.P2POp(dist.isend, own + rank + 1, rank),
+            dist.P2POp(dist.isend, own + rank + 11, following),
+            dist.P2POp(dist.irecv, others, before),
+        ])
+        for work in works:
+            work.wait()
+    assert timeline.makespan_s > 0
+    (lone,) = dist.batch_isend_irecv([dist.P2POp(dist.isend, own, rank)])
+    try:
+        lone.wait()
+    except RuntimeError as error:
+        said = str(error)
+    return [part.tolist() for part in received], own.tolist(), others.tolist(), events, said
+"""
+
+
+def test_vccl_does_what_nccl_does_and_gloo_does_not():
+    """Lists of unequal parts, messages to oneself, and events in the profiler by its own name."""
+    for rank, (received, own, others, events, said) in enumerate(
+        launch.run(cell(BEYOND_GLOO)["main"], 3, gpu="V100")
+    ):
+        assert received == [[10.0 * source + rank] * (rank + source) for source in range(3)]
+        assert (own, others) == ([rank + 1.0] * 2, [(rank - 1) % 3 + 11.0] * 2)
+        assert {"vccl:all_to_all", "vccl:barrier"} <= events
+        assert f"rank {rank} of the group waits for a send to or from itself" in said
 
 
 BACKENDS = """
@@ -216,20 +259,6 @@ def test_every_group_of_virtual_gpus_takes_both_kinds_of_tensors():
     backends = ["vccl", "vgpu:vccl", "cpu:gloo,vgpu:vccl", "vgpu:gloo"]
     for rank, sums in enumerate(launch.run(cell(BACKENDS)["main"], 2, backends, gpu="V100")):
         assert sums == dict.fromkeys(backends, (f"vgpu:{rank}", [2.0, 2.0], [2.0, 2.0]))
-
-
-def test_each_rank_has_the_memory_that_was_asked_for():
-    source = """
-    def main(rank, world):
-        kept = torch.ones(2**17, device="vgpu")
-        try:
-            torch.ones(2**20, device="vgpu")
-        except torch.OutOfMemoryError as error:
-            return str(error)
-    """
-    messages = launch.run(cell(source)["main"], 2, gpu="H100", memory_bytes=2**22)
-    for rank, message in enumerate(messages):
-        assert f"GPU {rank} has a total capacity of 4.00 MiB of which 2.00 MiB" in message
 
 
 def test_a_hang_names_the_collective_on_virtual_tensors():
@@ -264,14 +293,6 @@ def test_launch_takes_real_gpus_where_there_are_enough(monkeypatch):
     assert launcher._virtual_gpus(3, "V100", 7) == (vgpu.get_spec("V100"), 7)
     monkeypatch.setenv("VGPU_DEVICES", "vgpu")
     assert launcher._virtual_gpus(2, "V100", 7) == (vgpu.get_spec("V100"), 7)
-
-
-def test_disabling_puts_the_backends_of_torch_distributed_back():
-    before = dict(dist.Backend.default_device_backend_map), list(dist.Backend.backend_list)
-    with vgpu.enable(1):
-        assert dist.get_default_backend_for_device("vgpu:0") == "vccl"
-    after = dict(dist.Backend.default_device_backend_map), list(dist.Backend.backend_list)
-    assert after == before and not hasattr(dist.Backend, "VCCL")
 
 
 def test_an_all_gather_reads_one_large_tensor_as_nccl_does():

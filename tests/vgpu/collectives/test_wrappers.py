@@ -7,7 +7,6 @@ import pytest
 import torch
 from cells import cell
 
-import vgpu
 from teaching.lessons import ROOT
 from vgpu import launch
 from vgpu.tensor import generators
@@ -38,14 +37,6 @@ def test_a_wrapper_shows_the_virtual_device_and_moves():
     both = torch.add(torch.ones(3, device="vgpu:1"), one)
     assert type(both) is Around and both.inside.tolist() == [2.0, 2.0, 2.0]
     assert Around(torch.ones(2)).device == torch.device("cpu")
-
-
-def test_foreach_functions_know_the_device():
-    tensors = [torch.ones(2, device="vgpu:0"), torch.ones(3, device="vgpu:1")]
-    groups = torch.utils._foreach_utils._group_tensors_by_device_and_dtype([tensors])
-    assert {str(device) for device, _ in groups} == {"vgpu:0", "vgpu:1"}
-    norm = torch.nn.utils.get_total_norm(tensors, foreach=True)
-    assert norm.item() == pytest.approx(5**0.5)
 
 
 def test_a_generators_state_is_whole_and_has_an_offset():
@@ -102,10 +93,3 @@ def test_enabling_uses_no_device_and_imports_neither_dtensor_nor_fsdp():
         "assert _random._PhiloxState.__module__ == 'torch.distributed.tensor._random'\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
-
-
-def test_a_device_is_in_use_once_it_is_chosen():
-    with vgpu.enable(2):
-        torch.vgpu.set_device(1)
-        assert torch.vgpu.is_initialized()
-        torch.vgpu.set_device(0)

@@ -5,9 +5,6 @@ import gc
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import vgpu
 
@@ -112,27 +109,3 @@ def test_a_record_tells_what_a_gpu_of_another_size_would_reserve():
     with pytest.raises(torch.OutOfMemoryError, match=r"40 MiB on vgpu:0, stream 0: of 39 MiB"):
         record.reserved("vgpu:0", capacity_bytes=39 * MIB)
     del y
-
-
-def test_fsdp_in_a_cluster_gathers_on_streams_of_its_own():
-    with vgpu.cluster(hosts=2, gpus_per_host=4), vgpu.shapes_only():
-        with vgpu.record_memory() as record:
-            mesh = init_device_mesh("vgpu", (8,))
-            with torch.device("vgpu"):
-                model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))
-            for layer in model:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            for _ in range(2):
-                model(torch.ones(64, 2048, device="vgpu")).sum().backward()
-        at_rest = torch.vgpu.memory_allocated()
-        streams = {event.stream for event in record.events}
-        assert len(streams) > 1
-        plain, expandable = record.reserved("vgpu:0"), record.reserved("vgpu:0", True)
-        for found in (plain, expandable):
-            assert found.peak_allocated_bytes == record.peak_bytes("vgpu:0")
-            assert found.allocated_bytes == at_rest
-            assert found.lost_bytes > 0
-        # A segment for small blocks and one for large ones, on each stream, at most.
-        assert expandable.segments <= 2 * len(streams) < plain.segments
-        del model

@@ -45,15 +45,6 @@ def test_a_block_takes_a_segment_which_stays_when_it_is_freed(size_mib, expected
     del y
 
 
-def test_blocks_share_a_segment_and_large_ones_do_not():
-    x, y = of(5), of(5)
-    assert reserved_mib() == 20
-    z = of(12)
-    assert reserved_mib() == 32
-    assert torch.vgpu.memory_allocated() == 22 * MIB
-    del x, y, z
-
-
 def test_emptying_the_cache_gives_back_whole_segments_only():
     kept, x, y = of(5), of(5), of(30)
     del x, y

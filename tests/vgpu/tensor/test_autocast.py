@@ -1,6 +1,5 @@
 """Autocast: torch's own lists of operators, CUDA's bytes, and the cache of cast weights."""
 
-import contextlib
 import re
 from pathlib import Path
 
@@ -224,23 +223,3 @@ GRAD, NO_GRAD, INFERENCE = torch.enable_grad, torch.no_grad, torch.inference_mod
 def test_the_cache_is_used_as_torchs_own_on_the_cpu_is(modes):
     expected = casts_and_histories("cpu", nn.Parameter, modes)
     assert casts_and_histories("vgpu", nn.Parameter, modes) == expected
-
-
-@pytest.mark.parametrize(
-    "make_weight",
-    [
-        nn.Parameter,
-        lambda values: values.requires_grad_(),
-        lambda values: values,
-        lambda values: values[:2].requires_grad_(),
-        lambda values: nn.Parameter(values)[:2],
-        lambda values: nn.Parameter(values) * 1,
-        lambda values: nn.Parameter(values.half()),
-    ],
-    ids=["parameter", "leaf", "no gradient", "view", "view of one", "not a leaf", "float16"],
-)
-@pytest.mark.parametrize("cache_enabled", [True, False])
-def test_what_is_kept_is_what_torchs_own_cache_keeps(make_weight, cache_enabled):
-    call = (make_weight, [contextlib.nullcontext] * 2)
-    expected = casts_and_histories("cpu", *call, cache_enabled=cache_enabled)
-    assert casts_and_histories("vgpu", *call, cache_enabled=cache_enabled) == expected

@@ -96,14 +96,6 @@ def test_asarray_shares_memory_on_the_same_device_only(device):
             torch.asarray(x, device=device, copy=False)
 
 
-def test_torch_functions_work_with_python_dispatch_off():
-    a, b = torch.tensor(1.5, device="vgpu:1"), torch.tensor(2, device="vgpu:1")
-    with torch._C._DisableTorchDispatch():
-        total = a + b
-    assert str(total.device) == "vgpu:1"
-    assert total.item() == 3.5
-
-
 @pytest.mark.parametrize("function", [torch.abs, lambda x: x.sgn() * x])
 def test_zeros_that_autograd_makes_without_memory_can_be_read(function):
     found = []

@@ -50,13 +50,6 @@ def test_values_and_gradients_are_those_in_float32_rounded_once(name, dtype):
         assert torch.equal(mine, exact.to(dtype))
 
 
-def test_local_response_norm_of_bfloat16():
-    """torch makes it of avg_pool3d."""
-    x = torch.randn(2, 4, 5, 5, device="vgpu:0", dtype=torch.bfloat16)
-    expected = F.local_response_norm(x.cpu().float(), 2)
-    assert torch.allclose(F.local_response_norm(x, 2).cpu().float(), expected, atol=0.02)
-
-
 # Softmax of float16 in float32 by one kernel, and logsigmoid, which keeps nothing but its input
 
 MIB = 2**20
@@ -102,18 +95,6 @@ def test_softmax_has_the_values_and_gradients_of_float32(name):
         assert torch.equal(out, in_float32(name, wide))
     assert x.grad.dtype is torch.float16
     assert torch.equal(x.grad, wide.grad.half())
-
-
-def test_other_types_are_converted_as_ever():
-    x = torch.randn(4, 8, device="vgpu:0")
-    assert x.half().softmax(0).dtype is torch.float16
-    assert x.half().softmax(0, dtype=torch.float64).dtype is torch.float64
-    assert torch.equal(x.softmax(0, dtype=torch.float64), x.double().softmax(0))
-    assert torch.equal(
-        torch.special.softmax(x.half(), 0, dtype=torch.float32), x.half().float().softmax(0)
-    )
-    with pytest.raises(RuntimeError, match="conversion is supported for Half type only"):
-        torch.ops.aten._softmax(x, 0, True)
 
 
 def test_the_operator_is_one_kernel_in_a_recording():

@@ -33,13 +33,6 @@ def test_the_device_has_its_name(inside):
     assert inside(lambda x: torch.ones(2).device) == torch.device("cpu")
 
 
-def test_a_branch_on_the_device_is_taken_as_outside():
-    def doubled(x):
-        return (x * 2 if x.device == torch.device(GPU) else x * 3).sum()
-
-    assert torch.func.grad(doubled)(torch.ones(2, device=GPU)).tolist() == [2, 2]
-
-
 @pytest.mark.parametrize(
     "add",
     [

@@ -137,13 +137,6 @@ def test_gpus_that_are_enabled_anew_have_nothing_chosen():
     assert str(kept.device) == "vgpu:2"
 
 
-def test_who_loses_the_current_gpu_is_on_the_first():
-    torch.vgpu.set_device(2)
-    with vgpu.enable(2):
-        assert str(torch.ones(1, device="vgpu").device) == "vgpu:0"
-    assert torch.vgpu.current_device() == 2
-
-
 class Named(TorchDispatchMode):
     """Notes the devices that operators are asked for."""
 

@@ -58,33 +58,6 @@ def test_generators_of_a_device():
     assert torch.equal(drawn.cpu(), torch.randn(4, generator=torch.Generator().manual_seed(3)))
 
 
-def test_seeds_of_one_device_and_of_all():
-    torch.vgpu.manual_seed_all(5)
-    with torch.vgpu.device(1):
-        torch.vgpu.manual_seed(6)
-        assert torch.vgpu.initial_seed() == 6
-    assert torch.vgpu.initial_seed() == 5
-
-
-def test_dropout_in_replicas_does_not_depend_on_the_order_of_threads():
-    model = nn.DataParallel(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5)).to("vgpu:0"))
-    x = torch.randn(30, 4)
-    results = []
-    for _ in range(10):
-        torch.manual_seed(0)
-        results.append(model(x).cpu())
-    assert all(torch.equal(result, results[0]) for result in results)
-
-
-def test_fork_rng_restores_the_device():
-    torch.manual_seed(1)
-    with torch.random.fork_rng(devices=[1], device_type="vgpu"):
-        torch.randn(3, device="vgpu:1")
-    first = torch.randn(3, device="vgpu:1")
-    torch.manual_seed(1)
-    assert torch.equal(torch.randn(3, device="vgpu:1"), first)
-
-
 def test_the_state_of_all_generators_is_kept_and_seeded_at_random():
     states = torch.vgpu.get_rng_state_all()
     first = torch.rand(3, device="vgpu:1")

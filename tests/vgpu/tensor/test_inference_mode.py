@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-import vgpu
-
 pytestmark = pytest.mark.virtual_gpus(3)
 DEVICE = "vgpu:1"
 
@@ -73,18 +71,3 @@ def test_a_module_moves_and_computes_on_slices():
         assert isinstance(model[0].weight, nn.Parameter)
     assert str(out.device) == DEVICE
     torch.testing.assert_close(out.cpu(), expected)
-
-
-def test_shapes_and_recordings_see_what_they_see_without_it():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout()).to(DEVICE)
-    x = torch.ones(2, 3, device=DEVICE)
-    names = []
-    for context in (torch.no_grad, torch.inference_mode):
-        with vgpu.record() as timeline, context():
-            model(x).to("cpu")
-        names.append([event.name for event in timeline.events])
-    assert names[0] == names[1]
-    with vgpu.shapes_only(), torch.inference_mode():
-        wide = nn.Linear(3, 4).to(DEVICE)
-        out = wide(torch.ones(2, 3, device=DEVICE)).to("vgpu:2")
-    assert (tuple(out.shape), str(out.device)) == ((2, 4), "vgpu:2")

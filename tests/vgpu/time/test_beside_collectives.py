@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
-from toy_gpu import KB, PLAIN, SPEC
+from toy_gpu import KB, PLAIN, SPEC, times_us, us
 
 import vgpu
 from vgpu.time.resources import Processors
@@ -31,15 +31,6 @@ def rank():
 
 def kilobytes(count):
     return torch.empty(count * KB, device="vgpu")
-
-
-def times_us(timeline, kind):
-    events = [event for event in timeline.events if event.kind == kind]
-    return [(event.start_s * 1e6, event.end_s * 1e6) for event in events]
-
-
-def us(*times):
-    return [pytest.approx(pair, rel=1e-9) for pair in times]
 
 
 def recorded(**options):

@@ -1,5 +1,6 @@
 """Memory freed while a stream may still use it, which an allocator would hand out again."""
 
+import functools
 from contextlib import nullcontext
 
 import pytest
@@ -100,73 +101,75 @@ def test_another_stream_than_the_one_that_was_recorded_is_reported():
     assert len(made_here_used_there(lambda made, side: made.record_stream(third))) == 1
 
 
-def test_a_wait_before_the_last_use_does_not_keep_memory():
-    side = torch.vgpu.Stream("vgpu:0")
+def eight():
+    return torch.ones(8, device="vgpu:0")
+
+
+def wait_before_the_last_use(main, side, before):
+    with side:
+        made = eight()
+    main.wait_stream(side)
+    side.wait_stream(main)
+    made.sum()
+    del made
+    with side:
+        eight()  # may get the same memory
+
+
+def hand_nothing_out_again(main, side, before):
+    with side:
+        made = eight()
+    main.wait_stream(side)
+    made.sum()
+    del made
+    eight()
+
+
+def change_on_another_stream(main, side, before):
+    made = eight()
+    side.wait_stream(main)
+    with side:
+        made.mul_(2)
+    del made
+    eight()
+
+
+def keep_it_or_have_it_from_before(main, side, before):
+    kept = eight()
+    side.wait_stream(main)
+    with side:
+        kept + before[0]
+        before.pop().add_(1)
+    return kept
+
+
+def use_new_memory_elsewhere(main, side, before, waits=False):
+    eight().neg()  # its memory is what `room` may be given, and may still be written
+    room = torch.empty_like(before[0])
+    if waits:
+        side.wait_stream(main)
+    with side:
+        room.copy_(before[0])
+    main.wait_stream(side)
+
+
+CASES = [
+    (wait_before_the_last_use, [("fill_", "sum")]),
+    (hand_nothing_out_again, []),
+    (change_on_another_stream, [("empty", "mul_")]),
+    (keep_it_or_have_it_from_before, []),
+    (use_new_memory_elsewhere, [("copy", "empty_like")]),
+    (functools.partial(use_new_memory_elsewhere, waits=True), []),
+]
+
+
+@pytest.mark.parametrize(("program", "wanted"), CASES)
+def test_memory_in_use_is_told_from_memory_that_may_be_handed_out(program, wanted):
+    side, before = torch.vgpu.Stream("vgpu:0"), [eight()]
     with vgpu.record() as timeline:
-        with side:
-            made = torch.ones(8, device="vgpu:0")
-        current("vgpu:0").wait_stream(side)
-        side.wait_stream(current("vgpu:0"))
-        made.sum()
-        del made
-        with side:
-            torch.ones(8, device="vgpu:0")  # may get the same memory
-    assert [type(race) for race in timeline.races] == [vgpu.FreedInUse]
-
-
-def test_memory_that_its_stream_never_hands_out_again_is_not_reported():
-    side = torch.vgpu.Stream("vgpu:0")
-    with vgpu.record() as timeline:
-        with side:
-            made = torch.ones(8, device="vgpu:0")
-        current("vgpu:0").wait_stream(side)
-        made.sum()
-        del made
-        torch.ones(8, device="vgpu:0")
-    assert timeline.races == []
-
-
-def test_memory_changed_by_another_stream_is_in_use_there():
-    side = torch.vgpu.Stream("vgpu:0")
-    with vgpu.record() as timeline:
-        made = torch.ones(8, device="vgpu:0")
-        side.wait_stream(current("vgpu:0"))
-        with side:
-            made.mul_(2)
-        del made
-        torch.ones(8, device="vgpu:0")
-    (race,) = timeline.races
-    assert (race.operation, race.other_operation) == ("empty", "mul_")
-
-
-def test_memory_that_is_kept_or_older_than_the_recording_is_not_reported():
-    side = torch.vgpu.Stream("vgpu:0")
-    before = torch.ones(8, device="vgpu:0")
-    with vgpu.record() as timeline:
-        kept = torch.ones(8, device="vgpu:0")
-        side.wait_stream(current("vgpu:0"))
-        with side:
-            kept + before
-            before.add_(1)
-        del before
+        kept = program(current("vgpu:0"), side, before)
     del kept
-    assert timeline.races == []
-
-
-def test_new_memory_on_a_stream_that_does_not_wait_for_its_own_is_reported():
-    side = torch.vgpu.Stream("vgpu:0")
-    x = torch.ones(8, device="vgpu:0")
-    for waits in (False, True):
-        with vgpu.record() as timeline:
-            x + x  # its memory is what `room` may be given, and may still be written
-            room = torch.empty_like(x)
-            if waits:
-                side.wait_stream(current("vgpu:0"))
-            with side:
-                room.copy_(x)
-            current("vgpu:0").wait_stream(side)
-        found = [(race.operation, race.other_operation) for race in timeline.races]
-        assert found == ([] if waits else [("copy", "empty_like")])
+    assert [(race.operation, race.other_operation) for race in timeline.races] == wanted
 
 
 def test_a_side_stream_with_its_own_waits_needs_no_more_in_training():

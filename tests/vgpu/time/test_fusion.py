@@ -146,11 +146,11 @@ def test_a_read_does_not_keep_an_earlier_result_alive():
 def test_tensors_that_live_on_keep_no_recording_alive(costs):
     read, changed = matrix(), matrix()
     with vgpu.record(costs):
-        recorder = weakref.ref(recording.under_way.program)
+        program = weakref.ref(recording.under_way.program)
         made = read * 2
         changed.add_(1)
     gc.collect()
-    assert recorder() is None
+    assert program() is None
     assert made.device == read.device == changed.device
 
 

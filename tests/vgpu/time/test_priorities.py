@@ -5,7 +5,7 @@ The toy: a launch takes 1 µs, a GPU reads and writes 1 GB/s, and nothing else c
 
 import pytest
 import torch
-from toy_gpu import COSTS, KB, SPEC
+from toy_gpu import COSTS, KB, SPEC, times_us, us
 
 import vgpu
 
@@ -17,21 +17,10 @@ def neg(kilobytes):
     return torch.ones(kilobytes * KB, device="vgpu:0").neg
 
 
-def times_us(timeline):
-    """Start and end of each kernel on vgpu:0, in the order in which they were launched."""
-    events = [event for event in timeline.of("vgpu:0") if event.kind == "kernel"]
-    events.sort(key=lambda event: event.launch_s)
-    return [(event.start_s * 1e6, event.end_s * 1e6) for event in events]
-
-
 def replayed(timeline):
     """The same, having seen that a replay is equal to the last bit."""
     assert vgpu.replay(timeline).events == timeline.events
     return times_us(timeline)
-
-
-def us(*times):
-    return [pytest.approx(pair, rel=1e-9) for pair in times]
 
 
 def test_a_stream_has_the_priority_that_it_was_made_with():

@@ -29,6 +29,7 @@ LOCATIONS = {
     "name": ("vgpu:2", "vgpu:2"),
     "device": (torch.device("cpu"), "cpu"),
     "table": ({"vgpu:1": "vgpu:0"}, "vgpu:0"),
+    "moving function": (lambda storage, tag: storage.vgpu("vgpu:2"), "vgpu:2"),
     "function": (lambda storage, tag: storage if tag == "vgpu:1" else None, "cpu"),
 }
 
@@ -130,9 +131,3 @@ def test_a_process_without_this_package_reads_the_file_onto_its_cpu(tmp_path):
         cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert result.stdout.split("\n")[:2] == ["True", "[0.0, 1.0, 2.0]"]
-
-
-def test_map_location_functions_may_move_the_storage():
-    data = saved(nn.Linear(2, 2).to("vgpu:1").state_dict())
-    for move in (lambda storage, tag: storage.vgpu(2), lambda storage, tag: storage.vgpu("vgpu:2")):
-        assert str(loaded(data, map_location=move)["weight"].device) == "vgpu:2"

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import data_parallel, gather, parallel_apply, replicate, scatter
+from torch.nn.parallel import gather, parallel_apply, replicate, scatter
 
 import vgpu
 
@@ -54,24 +54,6 @@ def test_replicas_see_their_share_and_gradients_equal_one_device(count):
                 torch.testing.assert_close(mine.grad.cpu(), other.grad)
 
 
-def test_detached_replicas_send_no_gradient_back():
-    with vgpu.enable(2) as lab:
-        module = nn.Linear(3, 2).to(lab.devices[0])
-        first, second = replicate(module, lab.devices, detach=True)
-        # As on CUDA: the first device's tensors are returned as they are, the others' are copies.
-        assert first.weight is module.weight
-        assert second.weight.device == lab.devices[1] and not second.weight.requires_grad
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_the_functional_form_splits_any_dim(dim):
-    with vgpu.enable(3):
-        weight = torch.randn(4, 6)
-        module = nn.Hardswish()
-        out = data_parallel(module, weight.to("vgpu:0"), dim=dim)
-        torch.testing.assert_close(out.cpu(), module(weight))
-
-
 def test_four_primitives_make_data_parallel():
     with vgpu.enable(4):
         model = nn.Linear(3, 2).to("vgpu:0")
@@ -88,13 +70,6 @@ def test_four_primitives_make_data_parallel():
         result.sum().backward()
         expected = torch.autograd.grad(model(x).sum(), model.weight)[0]
         torch.testing.assert_close(model.weight.grad.cpu(), expected.cpu())
-
-
-def test_an_input_on_the_cpu_is_scattered():
-    with vgpu.enable(2):
-        parallel = nn.DataParallel(nn.Linear(3, 2).to("vgpu:0"))
-        x = torch.randn(6, 3)
-        torch.testing.assert_close(parallel(x).cpu(), parallel.module(x.to("vgpu:0")).cpu())
 
 
 def test_a_module_elsewhere_is_refused_with_both_devices():
@@ -114,16 +89,6 @@ def test_batch_norm_buffers_of_the_first_replica_are_kept():
         reference = nn.BatchNorm1d(3)
         reference(x[:4])
         torch.testing.assert_close(parallel.module.running_mean.cpu(), reference.running_mean)
-
-
-def test_scalar_outputs_become_a_vector_with_a_warning():
-    class Loss(nn.Module):
-        def forward(self, x):
-            return x.mean()
-
-    with vgpu.enable(2), pytest.warns(UserWarning, match="all input tensors were scalars"):
-        losses = nn.DataParallel(Loss())(torch.tensor([1.0, 3.0], device="vgpu:0"))
-    assert losses.tolist() == [1.0, 3.0]
 
 
 def test_eight_replicas_many_times_leave_no_byte_and_no_thread():
@@ -222,13 +187,3 @@ def test_data_parallel_takes_complex_inputs_parameters_and_outputs():
     found[0].append(plain.weight.grad)
     found[1].append(parallel.module.weight.grad.cpu())
     torch.testing.assert_close(found[1], found[0])
-
-
-def test_gather_keeps_channels_last_only_if_all_tensors_have_it():
-    last, first = torch.channels_last, torch.contiguous_format
-    with vgpu.enable(2):
-        one, other = (torch.ones(2, 4, 8, 8, device=f"vgpu:{i}") for i in range(2))
-        one = one.to(memory_format=last)
-        both = [one, other.to(memory_format=last)]
-        assert gather(both, 0).stride() == (256, 1, 32, 4)
-        assert gather([one, other.to(memory_format=first)], 0).stride() == (256, 64, 8, 1)

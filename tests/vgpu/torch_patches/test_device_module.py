@@ -34,8 +34,7 @@ def test_the_submodules_have_the_names_of_torch_cudas():
     assert torch.vgpu.random.initial_seed() == torch.vgpu.initial_seed()
     nvtx = torch.vgpu.nvtx
     with nvtx.range("step {}", 3):
-        assert (nvtx.range_push("inside"), nvtx.range_pop()) == (1, 1)
-    assert nvtx.range_push("again") == nvtx.range_pop() == 0 and nvtx.range_pop() == -1
+        assert nvtx.range_push("inside") == nvtx.range_pop() == 0
     nvtx.range_end(nvtx.range_start("elsewhere"))
     nvtx.mark("now")
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 import vgpu
 from teaching.lessons import ROOT
@@ -79,6 +80,13 @@ def test_flash_attn_func_refuses_what_it_does_not_compute():
         flash_attn.flash_attn_func(q, k, v, deterministic=True),
         F.scaled_dot_product_attention(*(p.transpose(1, 2) for p in (q, k, v))).transpose(1, 2),
     )
+
+
+def test_varlen_attn_is_refused_in_a_sentence():
+    flat = [part.flatten(0, 1) for part in tensors()]
+    bounds = torch.tensor([0, 8, 16], dtype=torch.int32, device="vgpu")
+    with pytest.raises(NotImplementedError, match=r"attention of sequences of several lengths"):
+        varlen_attn(*flat, bounds, bounds, 8, 8)
 
 
 SCRIPT = """

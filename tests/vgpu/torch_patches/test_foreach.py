@@ -7,12 +7,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
-from torch.optim.optimizer import _default_to_fused_or_foreach, _foreach_supported_types
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.optimizer import _default_to_fused_or_foreach
 
 import vgpu
-from vgpu.tensor import lookup
-from vgpu.tensor.tensor import VirtualTensor
 
 OPTIMIZERS = {
     name: getattr(torch.optim, name)
@@ -92,13 +89,6 @@ def test_an_optimizer_that_loops_on_cuda_loops_here():
     ]
 
 
-def test_capturable_optimizers_handle_all_parameters_at_once():
-    adam = torch.optim.Adam
-    found = of_optimizer(adam, capturable=True)
-    assert_same(found, of_optimizer(adam, capturable=True, **SEVERAL))
-    assert found[0] != of_optimizer(adam)[0]
-
-
 @pytest.mark.parametrize("clip", [lambda ps, **how: clip_grad_norm_(ps, 1.0, **how),
                                   lambda ps, **how: clip_grad_value_(ps, 1.0, **how)])  # fmt: skip
 @pytest.mark.parametrize("block", [torch.enable_grad, vgpu.shapes_only])
@@ -135,28 +125,6 @@ def test_sparse_gradients_are_changed_too():
     torch.testing.assert_close(trained("vgpu"), trained("cpu"))
 
 
-def test_lists_of_sparse_tensors_change_in_place():
-    before = torch.vgpu.memory_allocated()
-    ones, one = torch.ones(2000, device="vgpu").to_sparse(), torch.ones(1).to_sparse()
-    sizes = torch.vgpu.memory_allocated() - before
-    target = torch.sparse_coo_tensor(one.indices(), one.values(), (2000,), check_invariants=False)
-    target = target.to("vgpu")
-    torch._foreach_copy_([target], [ones])
-    assert torch.vgpu.memory_allocated() - before == 2 * sizes
-    torch._foreach_mul_([target], 0.5)
-    assert target.to_dense().sum().item() == 1000 and target._version == 2
-    torch._foreach_zero_([target])
-    assert target._nnz() == 0 and torch.vgpu.memory_allocated() - before == sizes
-
-
-@pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.9)])
-def test_averages_are_updated_all_at_once(average):
-    model = network()
-    averaged = AveragedModel(model, multi_avg_fn=average)
-    names, _, _ = seen(model, lambda: averaged.update_parameters(model))
-    assert "_foreach_lerp_" in [name for name, _ in names]
-
-
 def test_parameters_of_both_kinds_and_those_on_the_host():
     moved, made, host = network(), nn.Linear(2, 2, device="vgpu:1"), network("cpu")
     for model in (moved, made, copy.deepcopy(moved)):
@@ -182,20 +150,3 @@ def test_optimizers_handle_all_parameters_at_once_under_ddp_and_fsdp2():
             kernels[wrap, len(how)] = [event.name for event in timeline.events]
         assert kernels[wrap, 0] == kernels[wrap, 1]
         assert "_foreach_norm" in kernels[wrap, 0] and "_foreach_addcdiv_" in kernels[wrap, 0]
-
-
-def test_torchs_list_of_classes_is_put_back():
-    assert VirtualTensor in _foreach_supported_types
-    vgpu.disable()
-    assert not [kind for kind in _foreach_supported_types if issubclass(kind, VirtualTensor)]
-
-
-def test_a_step_of_shapes_is_looked_up_when_its_factors_change():
-    with vgpu.shapes_only():
-        model = network()
-        optimizer = torch.optim.AdamW(model.parameters())
-        give_gradients(model)
-        optimizer.step()
-        known = len(lookup.RESULTS)
-        optimizer.step()  # the bias corrections are others
-    assert len(lookup.RESULTS) == known

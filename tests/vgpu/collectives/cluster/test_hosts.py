@@ -135,13 +135,3 @@ def test_a_record_in_a_cluster_has_nothing_of_the_gpus_around_it():
             assert torch.vgpu.memory_allocated("vgpu:0") == 4 * MIB
         del inside
         assert torch.vgpu.memory_allocated("vgpu:0") == 0
-
-
-def test_peaks_last_as_long_as_the_gpus():
-    with vgpu.enable(2):
-        of(5)
-        with vgpu.enable(1, memory_bytes=64 * MIB):
-            of(7)
-        assert counts() == (0, 7 * MIB)
-    with vgpu.enable(2):
-        assert counts() == (0, 0)

@@ -1,13 +1,9 @@
 """PyTorch's own parallel code on one rank of a cluster that does not exist."""
 
-import subprocess
-import sys
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from toy_cluster import collectives, toy
@@ -119,43 +115,10 @@ def test_a_second_cluster_has_groups_of_its_own():
     assert found == {0: {(0, 1, 2, 3)}, 5: {(4, 5, 6, 7)}}
 
 
-# As in a process that launch has forked: what was imported before is hidden from gc.get_objects().
-FROZEN = """
-import functools, gc
-import torch.distributed.tensor.parallel
-from vgpu.plan.transformer import TransformerSizes
-from vgpu.plan import Layout, Plan, predict
-gc.freeze()
-sizes = TransformerSizes(2, 64, 4, 4, 128, 256, sequence=32)
-predict(Plan(sizes, Layout(2, 2, 2), sequence=32))
-gc.unfreeze()
-found = [f for f in gc.get_objects() if type(f) is functools._lru_cache_wrapper]
-of_dtensor = [f for f in found if f.__module__.startswith("torch.distributed.tensor")]
-print(len(of_dtensor), [f.__qualname__ for f in of_dtensor if f.cache_info().currsize])
-"""
-
-
-def test_no_plan_of_dtensor_of_a_frozen_process_outlives_a_cluster():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FROZEN], capture_output=True, text=True
-    )
-    count, kept = done.stdout.split(maxsplit=1)
-    assert int(count) > 1 and kept.strip() == "[]", done.stderr
-
-
 def collectives_so_far():
     from vgpu.time import recording
 
     return [e for e in recording.under_way.program.simulated().trace if e.kind == "collective"]
-
-
-def test_dtensor_is_a_shape():
-    with toy(), vgpu.shapes_only():
-        mesh = init_device_mesh("vgpu", (8,))
-        made = distribute_tensor(torch.empty(80, 4, device="vgpu"), mesh, [Shard(0)])
-        assert made.to_local().shape == (10, 4)
-        assert made.full_tensor().shape == (80, 4)
-        assert str(made.device) == "vgpu:0"
 
 
 def test_fsdp_frees_what_it_has_gathered():

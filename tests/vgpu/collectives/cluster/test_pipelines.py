@@ -12,7 +12,6 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
 )
 from toy_gpu import KB, toy_gpu
 
@@ -175,25 +174,6 @@ def test_messages_take_their_time():
     sent = [event for event in timeline.of("vgpu:0") if event.name == "send"]
     assert [round(event.waited_s / US) for event in sent] == [0, 1]
     assert timeline.makespan_s == pytest.approx(16 * US, abs=2 * ONES_S)
-
-
-def test_zero_bubble_computes_gradients_of_weights_apart():
-    def stage():
-        return nn.Linear(KB, KB, bias=False)
-
-    timeline = together(ScheduleInterleavedZeroBubble, 2, 4, chunks=2, make=stage)
-    for device in timeline.devices:
-        products = [event for event in timeline.of(device) if event.name == "mm"]
-        # Of two stages: forward, and both halves of backward but the first input's gradient.
-        assert len(products) == 4 * (6 if device.index else 5)
-
-
-def test_another_network_is_a_replay():
-    fast = together(Schedule1F1B, 4, 4)
-    assert vgpu.replay(fast) == fast
-    slow = vgpu.replay(fast, link=SLOW)
-    assert slow.makespan_s == together(Schedule1F1B, 4, 4, link=SLOW).makespan_s
-    assert slow.makespan_s > fast.makespan_s
 
 
 def test_sizes_that_are_not_given_are_named():

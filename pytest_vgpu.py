@@ -1,0 +1,85 @@
+"""``pytest --vgpus 4``: a project's tests for CUDA run on virtual GPUs, where no GPU is.
+
+Pytest imports this file in every project of the environment, so torch is imported only when asked for.
+"""
+
+import ast
+import fnmatch
+import os
+from collections.abc import Iterator
+
+import pytest
+from _pytest.assertion.rewrite import rewrite_asserts
+
+_IS_FIRST = pytest.StashKey[bool]()
+_MARKER = (
+    "vgpus(count, gpu='V100', memory_bytes=None): run the test with these virtual GPUs, made by "
+    "vgpu.enable"
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("virtual GPUs")
+    group.addoption(
+        "--vgpus", type=int, metavar="COUNT", help="run tests for CUDA on so many virtual GPUs"
+    )
+    group.addoption("--vgpu-model", metavar="GPU", help="which, as in H100 (default: V100)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", _MARKER)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Before any file of the project is imported."""
+    options = early_config.known_args_namespace
+    if options.vgpus is None:
+        if options.vgpu_model is not None:
+            raise pytest.UsageError("--vgpu-model needs --vgpus, the number of virtual GPUs")
+        return
+    from vgpu import cuda_is_vgpu, run_report
+    from vgpu.run_program import ProgramSettings, start
+
+    early_config.stash[_IS_FIRST] = run_report.is_first_process()
+    gpu = "V100" if options.vgpu_model is None else options.vgpu_model
+    try:
+        start(ProgramSettings(options.vgpus, gpu, cuda_is_vgpu=True))
+    except ValueError as error:
+        raise pytest.UsageError(f"--vgpus and --vgpu-model: {error}") from None
+    if options.assertmode == "rewrite":
+        patterns = [*early_config.getini("python_files"), "conftest.py"]
+
+        def explain_asserts(tree: ast.Module, source: bytes, filename: str) -> None:
+            if any(fnmatch.fnmatch(os.path.basename(filename), pattern) for pattern in patterns):
+                rewrite_asserts(tree, source, filename, early_config)
+
+        cuda_is_vgpu.also_change = explain_asserts
+
+
+@pytest.fixture(autouse=True)
+def _vgpus_of_marker(request: pytest.FixtureRequest) -> Iterator[None]:
+    marker = request.node.get_closest_marker("vgpus")
+    if marker is None:
+        yield
+        return
+    import vgpu
+
+    with vgpu.enable(*marker.args, **marker.kwargs):
+        yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What they ran on; whether anything was put there, in this process or in one that it started."""
+    config = terminalreporter.config
+    if not config.stash.get(_IS_FIRST, False):
+        return
+    import torch
+
+    from vgpu import run_report
+
+    unused = run_report.end().unused(cuda_is_vgpu=True)
+    names = torch.vgpu.get_device_name(0)
+    terminalreporter.write_line(
+        f"vgpu: {unused or f'ran on {torch.vgpu.device_count()} x {names}'}"
+    )

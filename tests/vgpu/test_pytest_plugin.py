@@ -1,0 +1,87 @@
+"""``pytest --vgpus 4``: a project's tests for CUDA, in a pytest of their own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from teaching.lessons import ROOT
+
+TESTS = """
+import subprocess, sys, unittest
+import pytest, torch
+from torch import multiprocessing
+
+CHILD = "import torch; print(torch.ones(1, device='cuda:2').device)"
+
+def total(rank, results):
+    results[rank] = torch.ones(3, device=f"cuda:{rank}").sum().item()
+
+@unittest.skipIf(not torch.cuda.is_available(), "CUDA not available")
+class TestOnGPUs(unittest.TestCase):
+    def test_is_there(self):
+        assert torch.ones(1).cuda().is_cuda and torch.cuda.device_count() == 3
+
+def test_spawned_processes_have_them():
+    results = torch.zeros(2).share_memory_()
+    multiprocessing.spawn(total, (results,), nprocs=2)
+    assert results.tolist() == [3, 3]
+
+def test_other_pythons_have_them():
+    assert "vgpu:2" in subprocess.check_output([sys.executable, "-c", CHILD], text=True)
+
+@pytest.mark.vgpus(6, gpu="H100")
+def test_marked():
+    assert torch.cuda.device_count() == 6 and "H100" in torch.cuda.get_device_name()
+
+def test_explains():
+    count = torch.cuda.device_count()
+    assert count == 7
+"""
+
+
+def run(*arguments, cwd, plugin=True):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment["PYTEST_PLUGINS"] = "pytest_vgpu" if plugin else ""
+    (cwd / "pytest.ini").write_text("[pytest]\n")
+    return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True)
+
+
+@pytest.mark.parametrize("beside", [(), ("-n", "2")])
+def test_a_project_s_tests_for_cuda_run_on_virtual_gpus(beside, tmp_path):
+    (tmp_path / "test_gpu.py").write_text(TESTS)
+    done = run("--vgpus", "3", *beside, cwd=tmp_path)
+    assert "1 failed, 4 passed" in done.stdout, done.stdout + done.stderr
+    assert "assert 3 == 7" in done.stdout, "asserts are explained"
+    assert "vgpu: ran on 3 x Virtual Tesla V100-SXM2-16GB" in done.stdout
+
+
+def test_tests_that_used_no_gpu_are_told(tmp_path):
+    (tmp_path / "test_cpu.py").write_text("def test_nothing(): pass\n")
+    done = run("--vgpus", "2", "--vgpu-model", "H100", cwd=tmp_path)
+    assert "1 passed" in done.stdout and "vgpu: no virtual GPU was used" in done.stdout, done.stdout
+
+
+def test_the_plugin_imports_no_torch_where_it_is_not_asked_for(tmp_path):
+    (tmp_path / "test_x.py").write_text(
+        "import sys\ndef test_x(): assert 'torch' not in sys.modules and 'vgpu' not in sys.modules\n"
+    )
+    done = run(cwd=tmp_path)
+    assert done.returncode == 0 and "vgpu" not in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "phrase"),
+    [
+        (["--vgpus", "2", "--vgpu-model", "Z9"], "no GPU preset 'Z9'; there are K80, "),
+        (["--vgpus", "2", "--vgpu-model", ""], "no GPU preset ''"),
+        (["--vgpus", "0"], "count must be 1 to 127"),
+        (["--vgpu-model", "H100"], "--vgpu-model needs --vgpus"),
+    ],
+)
+def test_bad_options_are_refused_in_a_sentence(arguments, phrase, tmp_path):
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 4 and phrase in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,96 @@
+"""Names that ``torch.cuda`` has and ``torch.vgpu`` has not, for programs whose ``cuda`` is ``vgpu``.
+
+Many packages import such a name, or name it in an ``isinstance``, and never use it: so a class, a
+function or a module of that name is there, and using it raises NotImplementedError. Programs written
+for virtual GPUs do without: there ``hasattr(torch.vgpu, "CUDAGraph")`` is False.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vgpu.memory import gpus
+from vgpu.tensor.generators import default_generator
+from vgpu.torch_patches import device_module
+from vgpu.torch_patches.undo import Changes
+
+
+def install(changes: Changes) -> None:
+    changes.set(device_module, "default_generators", _Generators())
+    changes.set(device_module, "is_current_stream_capturing", lambda: False)
+    changes.set(device_module, "get_arch_list", _get_arch_list)
+    _complete(device_module, torch.cuda, changes)
+    changes.wrap(torch.amp.GradScaler, "__init__", _for_virtual_gpus)
+
+
+class _Generators:
+    """A sequence of each GPU's generator."""
+
+    def __len__(self) -> int:
+        return gpus.device_count()
+
+    def __getitem__(self, index: int) -> torch.Generator:
+        return default_generator(gpus.meant_by(index))
+
+
+def _get_arch_list() -> list[str]:
+    """The compute capabilities of the GPUs, as in "sm_90"."""
+    found = map(device_module.get_device_capability, range(gpus.device_count()))
+    return sorted({f"sm_{major}{minor}" for major, minor in found})
+
+
+def _complete(ours: ModuleType, theirs: ModuleType, changes: Changes) -> None:
+    """Give a module of ``torch.vgpu`` the names that only that of ``torch.cuda`` has."""
+    for name, there in _public(theirs):
+        here = vars(ours).get(name)
+        if isinstance(there, ModuleType):
+            full_name = f"{_vgpu_name(theirs)}.{name}"
+            if here is None:
+                here = ModuleType(full_name, f"What ``{there.__name__}`` has, to be named only.")
+                changes.set(ours, name, here)
+                changes.item(sys.modules, full_name, here)
+            _complete(here, there, changes)
+        elif name not in vars(ours):
+            changes.set(ours, name, _refusing(f"{theirs.__name__}.{name}", there))
+
+
+def _public(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """Classes, functions and modules of torch's own in a module; no types of tensors."""
+    for name, value in list(vars(module).items()):
+        if name.startswith("_") or name.endswith("Tensor"):
+            continue
+        if isinstance(value, ModuleType):
+            if value.__name__ == f"{module.__name__}.{name}":
+                yield name, value
+        elif callable(value) and str(getattr(value, "__module__", "")).startswith("torch"):
+            yield name, value
+
+
+def _vgpu_name(module: ModuleType) -> str:
+    return module.__name__.replace("cuda", gpus.DEVICE_TYPE, 1)
+
+
+def _refusing(name: str, there: Any) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{name} was used, and virtual GPUs have nothing like it: leave it out of this run"
+        )
+
+    if isinstance(there, type):
+        return type(there.__name__, (), {"__new__": refuse, "__module__": __name__})
+    refuse.__name__ = refuse.__qualname__ = name.rpartition(".")[2]
+    return refuse
+
+
+def _for_virtual_gpus(plain: Any) -> Any:
+    """``torch.amp.GradScaler()`` and its subclasses are for "cuda" by default."""
+
+    @functools.wraps(plain)
+    def __init__(self: Any, device: str = "cuda", *args: Any, **options: Any) -> None:
+        plain(self, gpus.DEVICE_TYPE if device == "cuda" else device, *args, **options)
+
+    return __init__
