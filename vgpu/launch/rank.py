@@ -165,7 +165,7 @@ class _Rank:
         The parent then knows the collectives of every rank, as in a hang.
         """
         cpp = ctypes.CDLL("libstdc++.so.6")
-        set_terminate = cpp._ZSt13set_terminatePFvvE
+        set_terminate = cpp["_ZSt13set_terminatePFvvE"]
         set_terminate.restype = handler_type = ctypes.CFUNCTYPE(None)
         process = os.getpid()
 
