@@ -3,7 +3,8 @@
 ``flash_attn`` needs CUDA to be built. Here its functions call ``scaled_dot_product_attention``, which
 takes the time and the bytes of flash attention. Arguments and layouts are those of flash_attn 2
 (https://github.com/Dao-AILab/flash-attention): heads come after the sequence, and a causal mask is
-aligned to its lower right corner. Left out: ``softcap``, ``alibi_slopes``, ``return_attn_probs``.
+aligned to its lower right corner. Left out: ``softcap``, ``alibi_slopes``, ``return_attn_probs``. Of its
+layers, rotary embeddings and normalization are here, by plain operations.
 """
 
 import importlib.util
@@ -18,11 +19,21 @@ from vgpu.time import recording
 
 __version__ = "2.8.3"
 
+_MODULES = (
+    "flash_attn",
+    "flash_attn.flash_attn_interface",
+    "flash_attn.layers",
+    "flash_attn.layers.rotary",
+    "flash_attn.ops",
+    "flash_attn.ops.triton",
+    "flash_attn.ops.triton.layer_norm",
+)
+
 
 def stand_in() -> None:
     """Let ``import flash_attn`` give this module, unless the package itself is installed."""
     if importlib.util.find_spec("flash_attn") is None:
-        for name in ("flash_attn", "flash_attn.flash_attn_interface"):
+        for name in _MODULES:
             sys.modules[name] = sys.modules[__name__]
 
 
@@ -106,6 +117,59 @@ def flash_attn_varlen_func(
     )
 
 
+def apply_rotary_emb(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
+    **left_out: Any,
+) -> torch.Tensor:
+    """Rotate the first 2 * n of each head's numbers in (batch, sequence, heads, width), in float32.
+
+    cos, sin: (sequence or longer, n). Number i turns with i + n, or with i + 1 if interleaved.
+    NotImplementedError for flash_attn's other arguments.
+    """
+    _refuse(left_out)
+    turns = 2 * cos.size(-1)
+    cos, sin = (part[: x.size(1), None].float() for part in (cos, sin))
+    pairs = x[..., :turns].float().unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    axis = -1 if interleaved else -2
+    a, b = pairs.unbind(axis)
+    turned = torch.stack([a * cos - b * sin, a * sin + b * cos], axis).flatten(-2)
+    return torch.cat([turned.to(x.dtype), x[..., turns:]], -1)
+
+
+def layer_norm_fn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+    **left_out: Any,
+) -> Any:
+    """Normalize the last dimension of dropout(x) + residual, in float32; prenorm returns the sum too.
+
+    NotImplementedError for flash_attn's other arguments, and for a bias where is_rms_norm.
+    """
+    _refuse(left_out | ({"bias": "a tensor"} if is_rms_norm and bias is not None else {}))
+    total = F.dropout(x, dropout_p).float()
+    kept = torch.float32 if residual_in_fp32 else x.dtype
+    if residual is not None:
+        total, kept = total + residual, residual.dtype
+    wide = weight.float()
+    if is_rms_norm:
+        out = F.rms_norm(total, weight.shape, wide, eps)
+    else:
+        out = F.layer_norm(total, weight.shape, wide, None if bias is None else bias.float(), eps)
+    out = out.to(x.dtype)
+    return (out, total.to(kept)) if prenorm else out
+
+
 def _mask(
     queries: int, keys: int, causal: bool, window: tuple[int, int], device: torch.device
 ) -> torch.Tensor | None:
@@ -128,5 +192,5 @@ def _refuse(left_out: dict[str, Any]) -> None:
         if name != "deterministic" and value:
             raise NotImplementedError(
                 f"flash_attn with {name}={value!r} is not supported on virtual GPUs: leave it out, "
-                "or compute attention by plain operations"
+                "or compute the same by plain operations"
             )

@@ -82,6 +82,41 @@ def test_flash_attn_func_refuses_what_it_does_not_compute():
     )
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_apply_rotary_emb_turns_pairs_of_numbers_by_their_position(interleaved):
+    x = torch.rand(2, 6, 4, 16, device="vgpu")
+    angles = torch.arange(8.0, device="vgpu")[:, None] * torch.rand(5, device="vgpu")
+    cos, sin = angles.cos(), angles.sin()
+    out = flash_attn.apply_rotary_emb(x, cos, sin, interleaved=interleaved)
+    first = slice(0, 10, 2) if interleaved else slice(0, 5)
+    second = slice(1, 10, 2) if interleaved else slice(5, 10)
+    turned = torch.complex(x[..., first].cpu(), x[..., second].cpu())
+    turned = turned * torch.polar(torch.tensor(1.0), angles[:6, None].cpu())
+    torch.testing.assert_close(out[..., first].cpu(), turned.real)
+    torch.testing.assert_close(out[..., second].cpu(), turned.imag)
+    assert torch.equal(out[..., 10:], x[..., 10:])
+    with pytest.raises(NotImplementedError, match=r"flash_attn with inplace=True is not supp"):
+        flash_attn.apply_rotary_emb(x, cos, sin, inplace=True)
+
+
+@pytest.mark.parametrize("is_rms_norm", [False, True])
+def test_layer_norm_fn_normalizes_the_sum_of_input_and_residual(is_rms_norm):
+    x = torch.rand(3, 8, 16, device="vgpu", dtype=torch.bfloat16)
+    residual = torch.rand(3, 8, 16, device="vgpu")
+    weight = torch.rand(16, device="vgpu")
+    out, total = flash_attn.layer_norm_fn(
+        x, weight, None, residual, prenorm=True, is_rms_norm=is_rms_norm
+    )
+    assert torch.equal(total, x + residual) and out.dtype == torch.bfloat16
+    centered = total if is_rms_norm else total - total.mean(-1, keepdim=True)
+    expected = centered * (centered.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+    torch.testing.assert_close(out, expected.bfloat16())
+    plain, total = flash_attn.layer_norm_fn(
+        x, weight, None, prenorm=True, residual_in_fp32=True, is_rms_norm=is_rms_norm
+    )
+    assert plain.dtype == torch.bfloat16 and torch.equal(total, x.float())
+
+
 def test_varlen_attn_is_refused_in_a_sentence():
     flat = [part.flatten(0, 1) for part in tensors()]
     bounds = torch.tensor([0, 8, 16], dtype=torch.int32, device="vgpu")
