@@ -5,6 +5,7 @@ downloaded.
 
     python tests/foreign                          all suites of packages that are installed
     python tests/foreign accelerate lightning     these
+    python tests/foreign nanogpt=path             a program's folder (also picotron, nanochat)
     python tests/foreign path/to/tests            the tests of a folder or file, by pytest
 """
 
@@ -13,89 +14,21 @@ import datetime
 import importlib.metadata
 import importlib.util
 import json
-import os
-import re
 import subprocess
-import sys
 import tempfile
 import xml.etree.ElementTree as ET
-from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from programs import PROGRAMS, run_program
+from results import ROOT, Done, Result, compare, judge, ranks, run
+
 HERE = Path(__file__).resolve().parent
 PAGE = ROOT / "docs" / "foreign.md"
-RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-REFUSED = re.compile(r"NotImplementedError: (.+)")
-TIME_LIMIT_S = 900
 
 
-@dataclass
-class Result:
-    """What became of the programs of a suite: each counts once."""
-
-    passed: int = 0
-    refused: int = 0
-    """Ended by NotImplementedError: a sentence of the library, or of the package itself."""
-    failed: int = 0
-    wrong: int = 0
-    """Ran, with another number than on the CPU."""
-    skipped: int = 0
-    notes: list[str] = field(default_factory=list)
-
-    def row(self, name: str) -> str:
-        numbers = (self.passed, self.refused, self.failed, self.wrong, self.skipped)
-        notes = "; ".join(dict.fromkeys(self.notes)).replace("|", "/")
-        return f"| {name} | {' | '.join(map(str, numbers))} | {notes} |"
-
-
-def run(*arguments: object, gpus: int = 0) -> subprocess.CompletedProcess[str]:
-    """A Python program in a folder of its own, on so many virtual GPUs; none: as it is."""
-    command = [
-        sys.executable,
-        *(["-m", "vgpu", "--cuda-is-vgpu", f"--count={gpus}"] if gpus else []),
-    ]
-    command += map(str, arguments)
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": "", "HF_HUB_OFFLINE": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            return subprocess.run(
-                command, cwd=folder, env=environment, text=True, capture_output=True,
-                timeout=TIME_LIMIT_S,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return subprocess.CompletedProcess(command, 1, "", f"longer than {TIME_LIMIT_S} s")
-
-
-def judge(result: Result, name: str, done: subprocess.CompletedProcess[str]) -> bool:
-    """Count a program; True where it passed, so that its numbers can be compared."""
-    if done.returncode == 0 and "no virtual GPU was used" not in done.stderr:
-        result.passed += 1
-        return True
-    if done.returncode and (found := REFUSED.findall(done.stderr)):
-        result.refused += 1
-        result.notes.append(f"{name}: {found[-1][:120]}")
-        return False
-    result.failed += 1
-    errors = re.findall(r"\w*Error: .+|longer than .+|no virtual GPU was used.*", done.stderr)
-    result.notes.append(f"{name}: {errors[0][:120] if errors else f'exit {done.returncode}'}")
-    return False
-
-
-def compare(
-    result: Result, name: str, program: list[object], gpus: int, on_cpu: list[object]
-) -> None:
-    """A program that prints JSON with its losses, beside its run on the CPU."""
-    done, cpu = run(*program, gpus=gpus), run(*on_cpu)
-    if not judge(result, name, done):
-        return
-    found, expected = (json.loads(x.stdout.splitlines()[-1])["losses"] for x in (done, cpu))
-    if any(abs(a - b) > 1e-4 * abs(b) for a, b in zip(found, expected, strict=True)):
-        result.passed -= 1
-        result.wrong += 1
-        result.notes.append(f"{name}: {found} for {expected}")
+def losses(done: Done) -> list[float]:
+    """Of a program that prints JSON with its losses."""
+    return json.loads(done.stdout.splitlines()[-1])["losses"]
 
 
 def accelerate() -> Result:
@@ -104,7 +37,7 @@ def accelerate() -> Result:
     folder = Path(importlib.util.find_spec("accelerate").origin).parent / "test_utils" / "scripts"
     for path in sorted(folder.glob("test_*.py")):
         if path.stem not in ("test_cli", "test_notebook"):  # they start others of these
-            judge(result, path.stem, run(*RANKS, path, gpus=2))
+            judge(result, path.stem, run(*ranks(2), path, gpus=2))
     judge(result, "accelerate launch", run(
         "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2",
         "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", folder / "test_ops.py",
@@ -117,9 +50,9 @@ def transformers() -> Result:
     """A tiny GPT-2: Trainer on the CPU, with DataParallel and DDP, and a model over three GPUs."""
     result = Result()
     program = [HERE / "trainer.py", "out"]
-    cpu = [*RANKS, *program, "cpu"]
-    compare(result, "Trainer, DataParallel", program, 2, cpu)
-    compare(result, "Trainer, DDP", [*RANKS, *program], 2, cpu)
+    cpu = run(*ranks(2), *program, "cpu")
+    compare(result, "Trainer, DataParallel", run(*program, gpus=2), cpu, losses)
+    compare(result, "Trainer, DDP", run(*ranks(2), *program, gpus=2), cpu, losses)
     judge(result, "device_map", run(HERE / "device_map.py", "model", gpus=3))
     return result
 
@@ -128,8 +61,9 @@ def lightning() -> Result:
     """A small network with Lightning's strategies, losses beside DDP's on the CPU."""
     result = Result()
     program = HERE / "lightning_fit.py"
+    cpu = run(program, "ddp", "cpu")
     for strategy in ("ddp", "fsdp"):
-        compare(result, strategy, [program, strategy, "cuda"], 2, [program, "ddp", "cpu"])
+        compare(result, strategy, run(program, strategy, "cuda", gpus=2), cpu, losses)
     return result
 
 
@@ -192,6 +126,15 @@ def main() -> None:
                 print(f"{name} is not installed: left out")
                 continue
             rows.append(SUITES[name]().row(f"{name} {importlib.metadata.version(name)}"))
+        elif name.partition("=")[0] in PROGRAMS:
+            program, _, path = name.partition("=")
+            if not (Path(path) / "README.md").exists():
+                parser.error(f"{name!r}: give the program's folder, as in {program}=path/to/it")
+            result = run_program(program, Path(path))
+            if isinstance(result, str):
+                print(result)
+                continue
+            rows.append(result.row(program))
         elif Path(name).exists():
             rows.append(folder_of_tests(Path(name), options.gpus).row(Path(name).name))
         else:

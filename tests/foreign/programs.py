@@ -1,0 +1,213 @@
+"""Training programs that come as a folder: what data and arguments each is run with.
+
+Each is copied, given tiny data of its own format, and run as its authors do. Where a program needs an
+edit to run at all with today's packages, or to run on the CPU for comparison, the edit is here.
+"""
+
+import importlib.util
+import json
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from results import Result, compare, judge, printed, ranks, run
+
+TEXT = "".join(f"{a} times {b} is {a * b}.\n" for a in range(60) for b in range(60))
+
+
+def edit(path: Path, *replacements: tuple[str, str]) -> None:
+    """Replace texts of a file; an error if one is not there, since the program is another then."""
+    text = path.read_text("utf-8")
+    for old, new in replacements:
+        if old not in text:
+            raise ValueError(f"{path} has no {old!r}: it is another version than this was made for")
+        text = text.replace(old, new)
+    path.write_text(text, "utf-8")
+
+
+def nanogpt(folder: Path) -> Result:
+    """train.py with its default ``--compile=True``, beside the CPU without it."""
+    result = Result()
+    data = folder / "data" / "tiny"
+    data.mkdir()
+    letters = {letter: i for i, letter in enumerate(sorted(set(TEXT)))}
+    ids = np.array([letters[letter] for letter in TEXT], np.uint16)
+    split = len(ids) * 9 // 10
+    ids[:split].tofile(data / "train.bin")
+    ids[split:].tofile(data / "val.bin")
+    (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(letters)}))
+    settings = [
+        "--dataset=tiny", "--batch_size=4", "--block_size=32", "--n_layer=2", "--n_head=2",
+        "--n_embd=32", "--max_iters=5", "--eval_interval=5", "--eval_iters=2",
+        "--gradient_accumulation_steps=2", "--warmup_iters=1", "--learning_rate=1e-2",
+    ]  # fmt: skip
+    alike = [*settings, "--dtype=float32"]
+    losses = printed(r"loss")
+    on_cpu = folder / "on_cpu.py"  # DDP on the CPU is not in its script
+    shutil.copy(folder / "train.py", on_cpu)
+    edit(
+        on_cpu,
+        ("device = f'cuda:{ddp_local_rank}'", "device = 'cpu'"),
+        ("torch.cuda.set_device(device)", "pass"),
+        ("device_ids=[ddp_local_rank]", "device_ids=None"),
+    )
+    cpu = ["--device=cpu", "--compile=False", "--backend=gloo"]
+    compare(
+        result, "1 GPU", run("train.py", *alike, gpus=1, folder=folder),
+        run("train.py", *alike, *cpu, folder=folder), losses,
+    )  # fmt: skip
+    compare(
+        result, "2 GPUs", run(*ranks(2), "train.py", *alike, gpus=2, folder=folder),
+        run(*ranks(2), on_cpu, *alike, *cpu, folder=folder), losses,
+    )  # fmt: skip
+    judge(result, "bfloat16", run(*ranks(2), "train.py", *settings, gpus=2, folder=folder))
+    v100 = run(*ranks(2), "train.py", *settings, "--dtype=float16", gpus=2, folder=folder)
+    judge(result, "float16", v100)
+    return result
+
+
+def picotron(folder: Path) -> Result:
+    """train.py in five layouts, beside the same layout on the CPU, and with flash_attn."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    result = Result()
+    (folder / "wandb.py").touch()  # nothing is logged
+    edit(folder / "picotron" / "data.py", ("tokenizer.batch_encode_plus(", "tokenizer("))
+    edit(folder / "picotron" / "model.py", ("config.rope_theta", "10000.0"))
+    words = sorted(set(TEXT.split())) + ["?"]
+    vocabulary = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?")
+    tokenizer = Tokenizer(vocabulary)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    model = folder / "tiny"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(model)
+    config = LlamaConfig(
+        vocab_size=-(-len(words) // 4) * 4, hidden_size=32, intermediate_size=64,
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=32, tie_word_embeddings=False,
+    )  # fmt: skip
+    for target in (model, folder / "hf_model_safetensors"):
+        LlamaForCausalLM(config).save_pretrained(target)
+    data = folder / "texts"
+    data.mkdir()
+    Dataset.from_dict({"text": TEXT.splitlines()}).to_json(data / "train.jsonl")
+    on_cpu = folder.with_name("on_cpu")
+    shutil.copytree(folder, on_cpu)
+    edit(on_cpu / "picotron" / "utils.py", ("device='cuda'", "device='cpu'"))
+    edit(  # not used without FLASH_ATTEN
+        on_cpu / "picotron" / "model.py",
+        ("from flash_attn.flash_attn_interface import flash_attn_func\n", ""),
+        ("from flash_attn.layers.rotary import apply_rotary_emb\n", ""),
+        ("from flash_attn.ops.triton.layer_norm import layer_norm_fn\n", ""),
+    )
+    kind = "torch.cuda.is_available() and torch.cuda.is_bf16_supported() and not "
+    edit(on_cpu / "train.py", (kind + 'config["distributed"]["use_cpu"]', "True"))
+    variables = {"HF_HOME": str(folder / "cache"), "HF_DATASETS_OFFLINE": "1"}
+
+    def train(place: Path, flash: bool, engine: str = "1f1b", **sizes: int):
+        settings = json.loads((place / "template" / "base_config.json").read_text("utf-8"))
+        count = int(np.prod(list(sizes.values())))
+        settings["distributed"] |= {f"{name}_size": size for name, size in sizes.items()}
+        settings["distributed"] |= {"pp_engine": engine, "use_cpu": place == on_cpu}
+        settings["model"] |= {
+            "name": str(place / "tiny"), "num_hidden_layers": 4, "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }  # fmt: skip
+        settings["training"] |= {
+            "total_train_steps": 3, "seq_length": 32, "micro_batch_size": 2, "num_samples": 3000,
+            "gradient_accumulation_steps": 4, "learning_rate": 1e-2,
+        }  # fmt: skip
+        settings["dataset"] |= {"name": str(place / "texts"), "num_proc": None}
+        settings["environment"] |= {"FLASH_ATTEN": str(int(flash)), "HF_TOKEN": "none"}
+        (place / "config.json").write_text(json.dumps(settings), "utf-8")
+        program = [*ranks(count), "train.py", "--config", "config.json"]
+        gpus = 0 if place == on_cpu else count
+        return run(*program, gpus=gpus, folder=place, variables=variables)
+
+    losses = printed(r"Loss:")
+    layouts = [
+        ("DP 2", {"dp": 2}), ("TP 2", {"tp": 2}), ("CP 2", {"cp": 2}), ("PP 2", {"pp": 2}),
+        ("TP 2 and PP 2", {"tp": 2, "pp": 2}),
+    ]  # fmt: skip
+    for name, sizes in layouts:
+        compare(result, name, train(folder, False, **sizes), train(on_cpu, False, **sizes), losses)
+    judge(result, "flash_attn, DP 2", train(folder, True, dp=2))
+    judge(result, "flash_attn, PP 2, afab", train(folder, True, "afab", pp=2))
+    return result
+
+
+def nanochat(folder: Path) -> Result:
+    """scripts.base_train at depth 2 in float32 beside the CPU; in bfloat16; on two ranks.
+
+    All documents are alike, so that two ranks see what one does.
+    """
+    import pyarrow
+    import tiktoken
+    from pyarrow import parquet
+
+    result = Result()
+    (folder / "wandb.py").touch()
+    base = folder / "base"
+    (base / "tokenizer").mkdir(parents=True)
+    special = [
+        "bos", "user_start", "user_end", "assistant_start", "assistant_end", "python_start",
+        "python_end", "output_start", "output_end",
+    ]  # fmt: skip
+    encoding = tiktoken.Encoding(
+        name="bytes",
+        pat_str=r"\S+|\s+",
+        mergeable_ranks={bytes([i]): i for i in range(256)},
+        special_tokens={f"<|{name}|>": 256 + i for i, name in enumerate(special)},
+    )
+    (base / "tokenizer" / "tokenizer.pkl").write_bytes(pickle.dumps(encoding))
+    token_bytes = torch.tensor([1] * 256 + [0] * len(special), dtype=torch.int32)
+    torch.save(token_bytes, base / "tokenizer" / "token_bytes.pt")
+    (base / "base_data_climbmix").mkdir()
+    for shard in range(2):
+        texts = pyarrow.table({"text": [TEXT[:500]] * 2000})
+        path = base / "base_data_climbmix" / f"shard_{shard:05d}.parquet"
+        parquet.write_table(texts, path, row_group_size=500)
+    settings = [
+        "--depth=2", "--aspect-ratio=32", "--head-dim=32", "--max-seq-len=64",
+        "--device-batch-size=2", "--total-batch-size=256", "--num-iterations=3",
+        "--eval-every=3", "--eval-tokens=256", "--core-metric-every=-1", "--warmup-steps=1",
+    ]  # fmt: skip
+    program = ["-m", "scripts.base_train", *settings]
+    wide = {"NANOCHAT_BASE_DIR": str(base), "NANOCHAT_DTYPE": "float32"}
+    narrow = {"NANOCHAT_BASE_DIR": str(base)}
+    cpu = run(*program, folder=folder, variables=wide | {"TORCHDYNAMO_DISABLE": "1"})
+    losses = printed(r"(?:loss|Validation bpb):")
+    one = run(*program, gpus=1, folder=folder, variables=wide)
+    compare(result, "1 GPU", one, cpu, losses)
+    two = run(*ranks(2), *program, gpus=2, folder=folder, variables=wide)
+    compare(result, "2 GPUs", two, cpu, losses)
+    judge(result, "bfloat16", run(*ranks(2), *program, gpus=2, folder=folder, variables=narrow))
+    return result
+
+
+PROGRAMS: dict[str, Callable[[Path], Result]] = {
+    "nanogpt": nanogpt,
+    "picotron": picotron,
+    "nanochat": nanochat,
+}
+NEEDS = {
+    "nanogpt": [],
+    "picotron": ["transformers", "datasets", "tokenizers"],
+    "nanochat": ["tiktoken", "rustbpe", "pyarrow", "filelock", "yaml"],
+}
+
+
+def run_program(name: str, path: Path) -> Result | str:
+    """The program of a folder, in a copy of it; a sentence if packages that it needs are missing."""
+    missing = [package for package in NEEDS[name] if importlib.util.find_spec(package) is None]
+    if missing:
+        return f"{name} needs {', '.join(missing)}, not installed: left out"
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "program"
+        shutil.copytree(path, folder, ignore=shutil.ignore_patterns(".git"))
+        return PROGRAMS[name](folder)

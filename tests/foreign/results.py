@@ -1,0 +1,108 @@
+"""Run a program on virtual GPUs, and say what became of it."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+REFUSED = re.compile(r"NotImplementedError: (.+)")
+TIME_LIMIT_S = 900
+
+Done = subprocess.CompletedProcess[str]
+
+
+@dataclass
+class Result:
+    """What became of the programs of a suite: each counts once."""
+
+    passed: int = 0
+    refused: int = 0
+    """Ended by NotImplementedError: a sentence of the library, or of the package itself."""
+    failed: int = 0
+    wrong: int = 0
+    """Ran, with another number than on the CPU."""
+    skipped: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def row(self, name: str) -> str:
+        numbers = (self.passed, self.refused, self.failed, self.wrong, self.skipped)
+        notes = "; ".join(dict.fromkeys(self.notes)).replace("|", "/")
+        return f"| {name} | {' | '.join(map(str, numbers))} | {notes} |"
+
+
+def ranks(count: int) -> list[object]:
+    """The beginning of a program's arguments by which torchrun starts it so many times."""
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+
+
+def run(
+    *arguments: object,
+    gpus: int = 0,
+    gpu: str = "H100",
+    folder: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Done:
+    """A Python program on so many virtual GPUs; none: as it is.
+
+    It runs in ``folder``, or in an empty one of its own.
+    """
+    command = [
+        sys.executable,
+        *(["-m", "vgpu", "--cuda-is-vgpu", f"--count={gpus}", f"--gpu={gpu}"] if gpus else []),
+    ]
+    command += map(str, arguments)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": "", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as empty:
+        try:
+            return subprocess.run(
+                command, cwd=folder or empty, env=environment | dict(variables or {}), text=True,
+                capture_output=True, timeout=TIME_LIMIT_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return subprocess.CompletedProcess(command, 1, "", f"longer than {TIME_LIMIT_S} s")
+
+
+def judge(result: Result, name: str, done: Done) -> bool:
+    """Count a program; True where it passed, so that its numbers can be compared."""
+    if done.returncode == 0 and "no virtual GPU was used" not in done.stderr:
+        result.passed += 1
+        return True
+    said = done.stderr + done.stdout  # torchrun's --tee has a rank's errors in its output
+    if done.returncode and (found := REFUSED.findall(said)):
+        result.refused += 1
+        result.notes.append(f"{name}: {found[-1][:120]}")
+        return False
+    result.failed += 1
+    errors = re.findall(r"\w*Error: .+|longer than .+|no virtual GPU was used.*", said)
+    result.notes.append(f"{name}: {errors[0][:120] if errors else f'exit {done.returncode}'}")
+    return False
+
+
+def compare(
+    result: Result, name: str, done: Done, expected: Done, losses: Callable[[Done], list[float]]
+) -> None:
+    """Count a program that printed losses, beside those of its run without virtual GPUs."""
+    if not judge(result, name, done):
+        return
+    found, right = losses(done), losses(expected)
+    if not right:
+        raise RuntimeError(f"{name}: the run to compare with printed no loss\n{expected.stderr}")
+    if len(found) != len(right) or any(
+        abs(a - b) > 1e-4 * abs(b) for a, b in zip(found, right, strict=True)
+    ):
+        result.passed -= 1
+        result.wrong += 1
+        result.notes.append(f"{name}: {found} for {right}")
+
+
+def printed(pattern: str) -> Callable[[Done], list[float]]:
+    """What reads the numbers that follow ``pattern`` in a program's output."""
+    number = re.compile(pattern + r"\s*(-?\d+\.\d+)")
+    return lambda done: [float(x) for x in number.findall(done.stdout)]
