@@ -341,10 +341,10 @@ class _Pickler(cloudpickle.Pickler):
             # From 3.1.3 on cloudpickle drops the name of the file, which tracebacks and reports show.
             make, parts = self.dispatch_table[CodeType](obj)
             return _code_in_its_file, (make, parts, obj.co_filename)
-        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
+        own_class = isinstance(obj, ModuleType) and type(obj) is not ModuleType
+        if own_class and sys.modules.get(name := obj.__name__) is obj:
             # Such as torch.ops, which cloudpickle would send as an instance of its class.
-            if sys.modules.get(obj.__name__) is obj:
-                return importlib.import_module, (obj.__name__,)
+            return importlib.import_module, (name,)
         device = obj
         if isinstance(obj, torch.Tensor) or type(obj).__module__.startswith("vgpu."):
             device = getattr(obj, "device", None)
