@@ -68,7 +68,6 @@ RELIANCES = (
         "tensor/kernels.py; as a last resort try the operator on a CPU tensor once.",
         (
             "torch._C.FunctionSchema",
-            "torch._C._dispatch_get_all_op_names",
             "torch._C._dispatch_has_kernel",
             "torch._C._dispatch_has_kernel_for_dispatch_key",
             "torch._ops.OpOverloadPacket",
@@ -362,6 +361,11 @@ RELIANCES = (
             "torch.nn.attention.flex_attention._warn_once",
             "torch.nn.attention.flex_attention.flex_attention_hop",
         ),
+    ),
+    Reliance(
+        "knowing torch's own compile workers from a program's processes",
+        "Take what starts them now into for_children/sitecustomize.py.",
+        ("torch._inductor",),
     ),
     Reliance(
         "starting ranks quickly: what the forkserver imports ahead",
