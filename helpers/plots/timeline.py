@@ -98,7 +98,11 @@ def _draw(
         for kind, start_s, stop_s in stretches(events, end_s * _INVISIBLE):
             bars.setdefault(kind, []).append((start_s * factor, (stop_s - start_s) * factor))
         for kind, spans in bars.items():
-            axes.broken_barh(spans, (row - 0.36, 0.72), color=_OF_KIND[kind], linewidth=0)
+            edge = 0.7 if kind == "collective" else 0  # points, between two that touch
+            height = (row - 0.36, 0.72)
+            axes.broken_barh(
+                spans, height, facecolor=_OF_KIND[kind], edgecolor="white", linewidth=edge
+            )
     # A further stream stands below its GPU's default one, which has the name.
     axes.set_yticks(range(len(lanes)), [name.rpartition(", ")[2] for name in lanes])
     axes.set(ylim=(len(lanes) - 0.4, -0.6), xlim=(0, end_s * factor), xlabel=unit)
@@ -198,12 +202,15 @@ def kind_of(event: TraceEvent) -> str:
 def stretches(events: list[TraceEvent], gap_s: float) -> list[tuple[str, float, float]]:
     """(kind, start, end) of work of one kind without a gap of ``gap_s`` seconds or more.
 
-    Thousands of kernels become a few bars; the drawing stays fast and the file small.
+    Thousands of kernels become a few bars; the drawing stays fast and the file small. A collective
+    right behind another is a bar of its own if it lasts 10 times ``gap_s``: one sees how many there are.
     """
     stretched: list[tuple[str, float, float]] = []
     for event in events:
         kind = kind_of(event)
-        if stretched and stretched[-1][0] == kind and event.start_s - stretched[-1][2] < gap_s:
+        countable = kind == "collective" and event.end_s - event.start_s >= 10 * gap_s
+        same = stretched and stretched[-1][0] == kind and not countable
+        if same and event.start_s - stretched[-1][2] < gap_s:
             stretched[-1] = (kind, stretched[-1][1], max(stretched[-1][2], event.end_s))
         else:
             stretched.append((kind, event.start_s, event.end_s))

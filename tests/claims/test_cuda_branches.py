@@ -136,7 +136,7 @@ def test_the_lessons_ask_in_ways_that_are_known_here():
         for cell in filter(asks, lessons.cells(path)):
             for node in conditions(ast.parse(plain(cell))):
                 found[f"{path.stem}: {ast.unparse(node.test)}"] = on_real(node.test)
-    assert sum(map(len, ASKING.values())) >= 6 and found
+    assert sum(map(len, ASKING.values())) >= 3 and found
     unknown = [name for name, real in found.items() if real is None]
     assert not unknown, f"say in on_real which branch is that of real GPUs: {unknown}"
 

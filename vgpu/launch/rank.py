@@ -4,6 +4,7 @@ import atexit
 import ctypes
 import faulthandler
 import gc
+import importlib
 import io
 import linecache
 import multiprocessing
@@ -22,7 +23,7 @@ from datetime import timedelta
 from inspect import getclosurevars, isfunction
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import IO, Any, NoReturn
 
 import cloudpickle
@@ -340,6 +341,10 @@ class _Pickler(cloudpickle.Pickler):
             # From 3.1.3 on cloudpickle drops the name of the file, which tracebacks and reports show.
             make, parts = self.dispatch_table[CodeType](obj)
             return _code_in_its_file, (make, parts, obj.co_filename)
+        own_class = isinstance(obj, ModuleType) and type(obj) is not ModuleType
+        if own_class and sys.modules.get(name := obj.__name__) is obj:
+            # Such as torch.ops, which cloudpickle would send as an instance of its class.
+            return importlib.import_module, (name,)
         device = obj
         if isinstance(obj, torch.Tensor) or type(obj).__module__.startswith("vgpu."):
             device = getattr(obj, "device", None)

@@ -95,14 +95,14 @@ def capacity(gpu: torch.device, size_bytes: int) -> Iterator[None]:
     if size_bytes <= 0 or (gpu.type != "cuda" and virtual is None):
         raise ValueError(f"a GPU can hold a number of bytes, got {size_bytes} for {gpu}")
     torch.get_device_module(gpu).empty_cache()
-    if virtual is not None:
-        set_bytes, before_bytes = virtual.memory.set_capacity, virtual.memory.capacity_bytes
-    else:
+    if gpu.type == "cuda":
         before_bytes = torch.cuda.get_device_properties(gpu).total_memory
 
         def set_bytes(capacity_bytes: int) -> None:
             torch.cuda.set_per_process_memory_fraction(capacity_bytes / before_bytes, gpu)
 
+    elif virtual is not None:
+        set_bytes, before_bytes = virtual.memory.set_capacity, virtual.memory.capacity_bytes
     set_bytes(size_bytes)
     try:
         yield

@@ -115,7 +115,7 @@ class OperatorInfo:
         "allocates",
         "convolves",
         "copies",
-        "divides",
+        "decomposes",
         "draws",
         "func",
         "fuses",
@@ -207,22 +207,22 @@ class OperatorInfo:
         self.shape_handler = _shape_handlers.get(self.schema_name)
         self.records_itself = not _recording_themselves.isdisjoint((name, self.schema_name))
         # Whether a call is several operators on CUDA, and what runs them; None: it never is.
-        self.divides: Condition | None = None
+        self.decomposes: Condition | None = None
         self.parts: Handler = operators.decompose
         if self.handler is not None:
             return
         if name in _parts:
-            self.divides, self.parts = _parts[name]
+            self.decomposes, self.parts = _parts[name]
         elif self.schema_name.partition("::")[0] not in operators.TORCHS_OWN:
-            self.divides = lambda args, kwargs: operators.is_foreign_in_parts(func)
+            self.decomposes = lambda args, kwargs: operators.is_foreign_in_parts(func)
             self.parts = operators.run_foreign
         elif operators.is_composite(func):
-            self.divides = always
+            self.decomposes = always
         elif name in operators.OF_SEVERAL:
-            self.divides, self.parts = always, operators.run_explicit
+            self.decomposes, self.parts = always, operators.run_explicit
         elif self.name.startswith("_foreach_"):
             # One kernel for lists of dense tensors on one device; no other lists are fit for it.
-            self.divides, self.parts = operators.not_in_one_kernel, operators.one_by_one
+            self.decomposes, self.parts = operators.not_in_one_kernel, operators.one_by_one
 
     def waits_for(self, args: Args) -> bool:
         """Whether the host must know a value before this call can go on.

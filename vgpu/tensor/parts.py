@@ -20,7 +20,7 @@ aten = torch.ops.aten
 # Products and convolutions copy an operand whose strides the libraries of CUDA cannot take.
 
 
-def copies_factor(args: Args, kwargs: Kwargs) -> bool:
+def copies_operand(args: Args, kwargs: Kwargs) -> bool:
     """Whether one of the last two arguments, a matrix each or a batch of them, is copied.
 
     cuBLAS cannot read it where neither its rows nor its columns lie in one piece each, as in what
@@ -43,8 +43,8 @@ def _needs_copy(factor: torch.Tensor) -> bool:
     return not (down == 1 and along >= factor.size(-2))
 
 
-@in_parts("aten::mm", "aten::addmm", "aten::addmm_", when=copies_factor)
-@in_parts("aten::bmm", "aten::baddbmm", "aten::baddbmm_", when=copies_factor)
+@in_parts("aten::mm", "aten::addmm", "aten::addmm_", when=copies_operand)
+@in_parts("aten::bmm", "aten::baddbmm", "aten::baddbmm_", when=copies_operand)
 def product(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     factors = [one.contiguous() if _needs_copy(one) else one for one in args[-2:]]
     return func(*args[:-2], *factors, **kwargs)

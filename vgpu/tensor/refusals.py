@@ -34,6 +34,10 @@ _VARLEN = (
     "GPUs: call torch.nn.functional.scaled_dot_product_attention for each, or flex_attention with a "
     "mask of documents"
 )
+_SPARSE_REDUCE = (
+    "torch.sparse.mm with a reduction is for the CPU alone in PyTorch, also where GPUs are real: call "
+    "it on CPU tensors, or without reduce"
+)
 _STORAGE = (
     "a storage alone cannot be made on or moved to a virtual GPU: make a tensor there, such as "
     "torch.empty(n, dtype=torch.uint8, device='vgpu:0')"
@@ -46,6 +50,7 @@ _REFUSED = {
     "aten::_nested_tensor_from_tensor_list": _NESTED,
     "aten::_nested_view_from_buffer": _NESTED,
     "aten::_nested_view_from_jagged": _NESTED,
+    "aten::_sparse_mm_reduce_impl": _SPARSE_REDUCE,
     "aten::quantize_per_channel": _QUANTIZED,
     "aten::quantize_per_tensor": _QUANTIZED,
     "aten::quantize_per_tensor_dynamic": _QUANTIZED,

@@ -142,7 +142,7 @@ def run(
     info = KNOWN.get(id(func)) or info_of(func)
     now: Observer | None = None
     if not for_handler:
-        if info.divides is not None and info.divides(args, kwargs):
+        if info.decomposes is not None and info.decomposes(args, kwargs):
             with mode or _NO_MODE:
                 return info.parts(func, args, kwargs)
         if mode is None:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from helpers import devices
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
+from helpers.checks.watchers import ReadBacks
 from vgpu.profiling import EagerDispatchMode, OperatorLog
 
 
@@ -207,6 +209,7 @@ def balanced(answer: Callable[[int, int], Sequence[int]]) -> dict[str, Any]:
 @exercise("14.4", "Capacity of an expert")
 def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) -> dict[str, Any]:
     operations = {}
+    device = devices.lab(1)[0]
     for tokens in (10, 1000, random.randint(100, 300)):
         # As many for 10 tokens as for 1000: a loop over experts is within the budget.
         experts = 4 if tokens in (10, 1000) else 8
@@ -214,13 +217,15 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
         capacity = math.ceil(1.25 * tokens / experts)
         if tokens == 10:
             chosen, capacity = torch.tensor([1, 0, 1, 1, 3, 1, 0, 3, 1, 0]), 2
-        given = f"{tokens} tokens, {experts} experts, capacity {capacity}"
+        on_gpu = chosen.to(device)
+        given = f"{tokens} tokens on {device}, {experts} experts, capacity {capacity}"
         given += f", chosen {chosen.tolist()}" if tokens == 10 else ""
         with (
             for_input(given, "Return a tensor of booleans, one for each token."),
+            ReadBacks(device.type) as asked,
             OperatorLog() as calls,
         ):
-            yours = answer(chosen, experts, capacity)
+            yours = answer(on_gpu, experts, capacity)
         if isinstance(yours, torch.Tensor) and yours.dtype != torch.bool:
             raise Wrong(
                 yours=f"a tensor of {yours.dtype}",
@@ -228,7 +233,7 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
                 given=given,
                 hint="A comparison gives booleans.",
             )
-        expected = _first_come(chosen, capacity)
+        expected = _first_come(chosen, capacity).to(device)
         expect_equal(yours, expected, given=given, hint=_hint_for_capacity(yours, expected))
         operations[tokens] = len(calls.names)
         fullest = chosen.bincount(minlength=experts).max().item()
@@ -238,6 +243,14 @@ def within_capacity(answer: Callable[[torch.Tensor, int, int], torch.Tensor]) ->
             expected="as many for 1000 as for 10",
             given="1000 tokens",
             hint="The values are right. A loop over tokens makes a GPU wait for Python each time.",
+        )
+    if asked.count:
+        raise Wrong(
+            yours=f"{asked.count} tensors read back from {device}",
+            expected="none",
+            given=given,
+            hint="The values are right. But .tolist(), .cpu() and nonzero() make the host wait for the "
+            "GPU: count there.",
         )
     return {
         "kept": f"{int(expected.sum())} of {tokens} tokens; the fullest expert was sent {fullest}, "
@@ -258,6 +271,8 @@ def _first_come(chosen: torch.Tensor, capacity: int) -> torch.Tensor:
 def _hint_for_capacity(yours: Any, expected: torch.Tensor) -> str:
     if not isinstance(yours, torch.Tensor) or yours.shape != expected.shape:
         return "Return a tensor of booleans, one for each token."
+    if yours.device != expected.device:
+        return "Make it where chosen is: device=chosen.device."
     if int(yours.sum()) == int(expected.sum()):
         return "As many are kept as should be, but others: the first ones that come are."
     if int(yours.sum()) > int(expected.sum()):

@@ -47,9 +47,10 @@ CLOSE_TO_A_BORDER = {
     ),
     "14.4": (
         "def within_capacity(chosen, experts, capacity):\n"
-        "    kept = torch.zeros(len(chosen), dtype=torch.bool)\n"
+        "    kept = torch.zeros_like(chosen, dtype=torch.bool)\n"
         "    for expert in range(experts):\n"
-        "        kept[(chosen == expert).nonzero()[:capacity]] = True\n"
+        "        sent = chosen == expert\n"
+        "        kept |= sent & (sent.cumsum(0) <= capacity)\n"
         "    return kept"
     ),
 }

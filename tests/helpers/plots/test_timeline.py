@@ -45,6 +45,14 @@ def test_stretches_join_neighbours_of_one_kind(recorded):
     assert len(stretches(events, gap_s=0.0)) >= len(bars)
 
 
+def test_stretches_keep_collectives_apart_that_follow_each_other(recorded):
+    kernel = recorded.of("vgpu:0")[0]
+    times = [(0.0, 1.0), (1.0, 2.0), (2.0, 2.01), (2.01, 2.02)]
+    gathers = [kernel._replace(kind="collective", start_s=a, end_s=b) for a, b in times]
+    long = [(a, b) for _, a, b in stretches(gathers, gap_s=0.1)]
+    assert long == [(0.0, 1.0), (1.0, 2.02)]  # those of a hairline join the one before
+
+
 def test_timeline_names_the_gpu_and_scales_the_axis(recorded):
     made, axes = figure()
     timeline(recorded, "Two stages", axes=axes, host=True)

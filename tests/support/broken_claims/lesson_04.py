@@ -24,7 +24,11 @@ BROKEN = [
         "B03",
         "the second GPU gets nothing",
         edits=[
-            ("sizes_2, records_2 = one_epoch(gpus[:2])", "sizes_2, records_2 = one_epoch(gpus[:1])")
+            (
+                "sizes_2, records_2 = one_epoch(gpus[:2])",
+                "sizes_2, records_2 = one_epoch(gpus[:1])",
+            ),
+            ("guess_4a.compare(sizes_2[0][0])", ""),  # it asks for two numbers
         ],
     ),
     Broken(
@@ -53,7 +57,10 @@ BROKEN = [
     Broken(
         "B04",
         "one GPU does it all",
-        edits=[("nn.DataParallel(model, device_ids=gpus)", "nn.DataParallel(model, gpus[:1])")],
+        edits=[
+            ("nn.DataParallel(model, device_ids=gpus)", "nn.DataParallel(model, gpus[:1])"),
+            ("guess_4a.compare(sizes_2[0][0])", ""),  # it asks for two numbers
+        ],
     ),
     Broken(
         "B07",

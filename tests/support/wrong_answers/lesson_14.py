@@ -143,11 +143,34 @@ WRONG = {
         ),
         (
             "def within_capacity(chosen, experts, capacity):\n"
-            "    kept = torch.zeros(len(chosen), dtype=torch.bool)\n"
+            "    kept = torch.zeros_like(chosen, dtype=torch.bool)\n"
             "    for token in range(len(chosen)):\n"
             "        kept[token] = (chosen[: token + 1] == chosen[token]).sum() <= capacity\n"
             "    return kept",
             "makes a GPU wait",
+        ),
+        (
+            "def within_capacity(chosen, experts, capacity):\n"
+            "    kept = torch.zeros_like(chosen, dtype=torch.bool)\n"
+            "    for expert in range(experts):\n"
+            "        kept[(chosen == expert).nonzero()[:capacity]] = True\n"
+            "    return kept",
+            "count there",
+        ),
+        (
+            "def within_capacity(chosen, experts, capacity):\n"
+            "    counts, kept = [0] * experts, []\n"
+            "    for expert in chosen.tolist():\n"
+            "        counts[expert] += 1\n"
+            "        kept.append(counts[expert] <= capacity)\n"
+            "    return torch.tensor(kept, device=chosen.device)",
+            "count there",
+        ),
+        (
+            "def within_capacity(chosen, experts, capacity):\n"
+            "    places = F.one_hot(chosen.cpu(), experts).cumsum(0)\n"
+            "    return places.gather(1, chosen.cpu()[:, None])[:, 0] <= capacity",
+            "where chosen is",
         ),
     ],
 }

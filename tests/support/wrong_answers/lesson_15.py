@@ -105,6 +105,14 @@ WRONG = {
         (_defend(speed="0.375 * gpus"), "one GPU, not of all"),
         (_defend(layout="dp_replicate=gpus", state="12 * sizes.parameters"), "A larger dp_shard"),
         (_defend(layout="dp_shard=gpus // 2"), "all GPUs"),
+        # One recipe for every cluster: too few tokens to hide the gathers, too much for a GPU, too
+        # many hosts that wait.
+        (_defend(), "more tokens a GPU"),
+        (_defend(batch=4), "a larger tp"),
+        (
+            _defend(layout="dp_shard=gpus // 4, tp=4", batch=4, speed="0.44 / (4 / 3)"),
+            "a smaller tp",
+        ),
         (
             "def defend(sizes, sequence, gpus, gpus_per_host, gpu, network):\n    return 1, 2, 3",
             "The plan comes first",

@@ -80,6 +80,13 @@ def test_what_the_function_refers_to_travels_along():
     assert all(isinstance(m, names["Measure"]) for m in results)
 
 
+def test_a_function_may_call_an_operator_by_its_name_in_torch_ops():
+    def main(rank, world_size):
+        return torch.ops.aten.add(rank, world_size)
+
+    assert launch.run(main, 2) == [2, 3]
+
+
 def test_a_changed_cell_is_what_runs():
     assert run("def main(rank, world_size): return 'old'", 2) == ["old", "old"]
     assert run("def main(rank, world_size): return 'new'", 2) == ["new", "new"]
