@@ -80,7 +80,7 @@ def picotron(folder: Path) -> Result:
     (folder / "wandb.py").touch()  # nothing is logged
     edit(folder / "picotron" / "data.py", ("tokenizer.batch_encode_plus(", "tokenizer("))
     edit(folder / "picotron" / "model.py", ("config.rope_theta", "10000.0"))
-    words = sorted(set(TEXT.split())) + ["?"]
+    words = [*sorted(set(TEXT.split())), "?"]
     vocabulary = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?")
     tokenizer = Tokenizer(vocabulary)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
