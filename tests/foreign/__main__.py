@@ -1,7 +1,7 @@
 """``make test-foreign``: programs and suites that others wrote, on virtual GPUs.
 
-Runs what is installed, or what a folder has, and writes the table of docs/foreign.md. Nothing is
-downloaded.
+Runs what is installed, or what a folder has. Nothing is downloaded. Without arguments it writes the
+first table of docs/foreign.md.
 
     python tests/foreign                          all suites of packages that are installed
     python tests/foreign accelerate lightning     these
@@ -95,23 +95,22 @@ def folder_of_tests(path: Path, gpus: int) -> Result:
     return result
 
 
-HEAD = """\
-# Programs that others wrote
-
-What `make test-foreign` found: scripts and suites of packages that people train with, unchanged, on virtual GPUs. *Refused* ended with a sentence that says what virtual GPUs do not have. *Wrong number* ran and differs from the CPU by more than 1 in 10,000. Run it with the packages that you use: `make test-foreign ARGS="accelerate"`, or with a folder of tests: `make test-foreign ARGS="--gpus 4 path/to/tests"`.
-
-- **accelerate**: the scripts of its `test_utils/scripts`, on two ranks, and one of them through `accelerate launch`.
-- **transformers**: a tiny GPT-2 made from scratch, trained by `Trainer` on two GPUs with `DataParallel` and with DDP, its losses beside DDP's on the CPU; and spread over three GPUs by `device_map`.
-- **lightning**: a small network with the strategies `ddp` and `fsdp` on two GPUs, its losses beside DDP's on the CPU.
-
-"""
+MARKS = "<!-- measured -->\n", "<!-- /measured -->"
 COLUMNS = "| suite | passed | refused in words | failed | wrong number | skipped | which |"
 
 
 def table(rows: list[str]) -> str:
     torch = importlib.metadata.version("torch").partition("+")[0]
     head = f"Measured with torch {torch} on {datetime.date.today():%d %B %Y}."
-    return "\n".join([HEAD + head, "", COLUMNS, "|---|---|---|---|---|---|---|", *rows]) + "\n"
+    return "\n".join([head, "", COLUMNS, "|---|---|---|---|---|---|---|", *rows]) + "\n"
+
+
+def write_table(rows: list[str]) -> None:
+    """Into the page, between its marks."""
+    begin, end = MARKS
+    before, _, rest = PAGE.read_text("utf-8").partition(begin)
+    _, _, after = rest.partition(end)
+    PAGE.write_text(before + begin + table(rows) + end + after, encoding="utf-8")
 
 
 def main() -> None:
@@ -141,7 +140,7 @@ def main() -> None:
             parser.error(f"{name!r} is neither a path nor one of {', '.join(SUITES)}")
         print(rows[-1], flush=True)
     if not options.what:
-        PAGE.write_text(table(rows), encoding="utf-8")
+        write_table(rows)
 
 
 if __name__ == "__main__":
