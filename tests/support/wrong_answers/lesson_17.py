@@ -58,7 +58,7 @@ WRONG = {
         ),
         (
             _STOCHASTIC.format(added=_ADDED, kept="bits.view(torch.float32).bfloat16()"),
-            "Set all 16 lower bits to zero",
+            "Set the lower 16 bits to zero",
         ),
         (
             _STOCHASTIC.format(added=_ADDED.replace("2**16", "2**15"), kept=_KEPT),
@@ -83,7 +83,7 @@ WRONG = {
     ],
     "17.2": [
         (_RANKS.format(dtype="torch.bfloat16", start=0, end="None"), "One too few"),
-        (_RANKS.format(dtype="torch.float32", start=1, end="None"), "Each partial sum must be"),
+        (_RANKS.format(dtype="torch.float32", start=1, end="None"), "each partial sum"),
         (_RANKS.format(dtype="torch.bfloat16", start=1, end="len(parts)"), "It never is"),
         ("def ranks_until(parts, most):\n    return None", "It does become that large"),
         (
@@ -104,7 +104,7 @@ WRONG = {
         ),
         (
             _LAYER.format(scale=_SCALE, share="zero.float().mean().item()", result=_RESULT),
-            "not 0",
+            "0 before",
         ),
         (
             _LAYER.format(
