@@ -79,7 +79,7 @@ WRONG = {
             "it must stay as it is",
         ),
         (_STOCHASTIC.format(added=_ADDED, kept=_KEPT.removesuffix(".bfloat16()")), "upper 16 bits"),
-        ("def stochastic(x):\n    return x.tolist()", "upper 16 bits"),
+        ("def stochastic(x):\n    return x.tolist()", "Return a tensor"),
     ],
     "17.2": [
         (_RANKS.format(dtype="torch.bfloat16", start=0, end="None"), "One too few"),
