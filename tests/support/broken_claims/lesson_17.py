@@ -65,12 +65,7 @@ BROKEN = [
     Broken(
         "J06",
         "the scale is not set by the largest number",
-        edits=[
-            (
-                "scale = most / largest.clamp(min=1e-30)",
-                "scale = most / x.abs().median() / 100",
-            )
-        ],
+        edits=[("size.amax(dim, keepdim=True)", "(100 * size.median())")],
     ),
     Broken(
         "J07",
