@@ -7,7 +7,7 @@ assumes.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 _Preset = TypeVar("_Preset")
@@ -90,6 +90,16 @@ LINKS: dict[str, Link] = {
     ),
     "NVLink 3": Link("NVLink 3 (12 links)", 300e9, 5e-6, "NVIDIA A100 whitepaper"),
     "NVLink 4": Link("NVLink 4 (18 links)", 450e9, 5e-6, "NVIDIA H100 whitepaper"),
+    "NVLink 5": Link("NVLink 5 (18 links)", 900e9, 5e-6, "NVIDIA Blackwell datasheet"),
+    "NVLink-C2C": Link("NVLink-C2C", 450e9, 5e-6, "NVIDIA GB200 NVL72 datasheet"),  # to Grace
+    # Each of eight GPUs has a link of its own to each of the other seven.
+    "Infinity Fabric 4": Link(
+        "Infinity Fabric 4 (7 links)",
+        448e9,
+        5e-6,
+        "AMD Instinct MI300X platform data sheet",
+        pair_bytes_per_s=64e9,
+    ),
 }
 
 
@@ -153,7 +163,37 @@ class GPUSpec:
 
 # Datasheets since the A100 also print twice the rates of tensor cores, for matrices with two zeros in
 # each four entries. H100's and H200's print only those: 989 TFLOP/s of TF32, 1979 of float16 and
-# bfloat16, 3958 of float8. Compute capabilities are from https://developer.nvidia.com/cuda-gpus.
+# bfloat16, 3958 of float8. So do Blackwell's, and some of theirs add up all GPUs of a board or a rack.
+# Compute capabilities are from https://developer.nvidia.com/cuda-gpus.
+_HOPPER = GPUSpec(
+    name="Virtual H100 80GB HBM3",
+    memory_bytes=80 * GIB,
+    memory_bandwidth_bytes_per_s=3.35e12,
+    fp32_flop_per_s=67e12,
+    tensor_flop_per_s=989e12,
+    multi_processor_count=132,
+    compute_capability=(9, 0),
+    source="NVIDIA H100 Tensor Core GPU datasheet, SXM column; multiprocessors: NVIDIA H100 whitepaper",
+    link=LINKS["NVLink 4"],
+    host_link=LINKS["PCIe 5"],
+    tf32_flop_per_s=494.5e12,
+    fp8_flop_per_s=1979e12,
+)
+_BLACKWELL = GPUSpec(
+    name="Virtual B200",
+    memory_bytes=180 * GIB,
+    memory_bandwidth_bytes_per_s=8e12,
+    fp32_flop_per_s=75e12,
+    tensor_flop_per_s=2250e12,
+    multi_processor_count=148,
+    compute_capability=(10, 0),
+    source="NVIDIA Blackwell datasheet, HGX B200: an eighth of the board, dense; multiprocessors: as "
+    "CUDA reports them",
+    link=LINKS["NVLink 5"],
+    host_link=LINKS["PCIe 5"],
+    tf32_flop_per_s=1125e12,
+    fp8_flop_per_s=4500e12,
+)
 PRESETS: dict[str, GPUSpec] = {
     "K80": GPUSpec(
         name="Virtual Tesla K80",
@@ -193,35 +233,43 @@ PRESETS: dict[str, GPUSpec] = {
         host_link=LINKS["PCIe 4"],
         tf32_flop_per_s=156e12,
     ),
-    "H100": GPUSpec(
-        name="Virtual H100 80GB HBM3",
-        memory_bytes=80 * GIB,
-        memory_bandwidth_bytes_per_s=3.35e12,
-        fp32_flop_per_s=67e12,
-        tensor_flop_per_s=989e12,
-        multi_processor_count=132,
-        compute_capability=(9, 0),
-        source="NVIDIA H100 Tensor Core GPU datasheet, SXM column; multiprocessors: NVIDIA H100 "
-        "whitepaper",
-        link=LINKS["NVLink 4"],
-        host_link=LINKS["PCIe 5"],
-        tf32_flop_per_s=494.5e12,
-        fp8_flop_per_s=1979e12,
-    ),
-    "H200": GPUSpec(
+    "H100": _HOPPER,
+    "H200": replace(
+        _HOPPER,
         name="Virtual H200",
         memory_bytes=141 * GIB,
         memory_bandwidth_bytes_per_s=4.8e12,
-        fp32_flop_per_s=67e12,
-        tensor_flop_per_s=989e12,
-        multi_processor_count=132,
-        compute_capability=(9, 0),
         source="NVIDIA H200 Tensor Core GPU datasheet, SXM column; multiprocessors: NVIDIA H100 "
         "whitepaper",
-        link=LINKS["NVLink 4"],
+    ),
+    "B200": _BLACKWELL,
+    "GB200": replace(
+        _BLACKWELL,
+        name="Virtual GB200",
+        memory_bytes=186 * GIB,
+        fp32_flop_per_s=80e12,
+        tensor_flop_per_s=2500e12,
+        multi_processor_count=152,
+        source="NVIDIA GB200 NVL72 datasheet: a 72nd of the rack, dense; multiprocessors: as CUDA "
+        "reports them",
+        host_link=LINKS["NVLink-C2C"],
+        tf32_flop_per_s=1250e12,
+        fp8_flop_per_s=5000e12,
+    ),
+    "MI300X": GPUSpec(
+        name="Virtual MI300X",
+        memory_bytes=192 * GIB,
+        memory_bandwidth_bytes_per_s=5.3e12,
+        fp32_flop_per_s=163.4e12,
+        tensor_flop_per_s=1307.4e12,
+        multi_processor_count=304,
+        compute_capability=(9, 4),
+        source="AMD Instinct MI300X data sheet, whose compute units stand for multiprocessors; "
+        "gfx942 is what PyTorch reports as (9, 4)",
+        link=LINKS["Infinity Fabric 4"],
         host_link=LINKS["PCIe 5"],
-        tf32_flop_per_s=494.5e12,
-        fp8_flop_per_s=1979e12,
+        tf32_flop_per_s=653.7e12,
+        fp8_flop_per_s=2614.9e12,
     ),
 }
 

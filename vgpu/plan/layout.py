@@ -37,7 +37,7 @@ from torch.utils.checkpoint import (
 )
 from tqdm.auto import tqdm
 
-from vgpu.plan.transformer import Transformer, TransformerSizes, check_count
+from vgpu.plan.transformer import Transformer, TransformerBlock, TransformerSizes, check_count
 
 RECOMPUTE = ("none", "selective", "full")
 """What of a block backward computes again: nothing, all but attention and every second matrix
@@ -320,9 +320,21 @@ class ParallelModel:
             block.set_reshard_after_forward(reshard_after_forward, recurse=False)
 
 
+def adam(module: nn.Module) -> torch.optim.AdamW:
+    """AdamW, fused, with a group of parameters for each block and one for the others.
+
+    DTensor looks at each operator's whole lists of tensors: of all blocks together that takes seconds.
+    """
+    blocks = [child for child in module.modules() if isinstance(child, TransformerBlock)]
+    groups = [list(block.parameters()) for block in blocks]
+    inside = {id(parameter) for group in groups for parameter in group}
+    groups.append([p for p in module.parameters() if id(p) not in inside])
+    return torch.optim.AdamW([{"params": group} for group in groups if group], fused=True)
+
+
 def adam_with_state(module: nn.Module) -> torch.optim.AdamW:
     """The module's optimizer after a first step, which makes its state."""
-    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    optimizer = adam(module)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

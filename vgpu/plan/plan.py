@@ -14,6 +14,7 @@ from vgpu.plan.layout import (
     RECOMPUTE,
     Layout,
     ParallelModel,
+    adam,
     adam_with_state,
     check_hosts,
     check_tp,
@@ -263,7 +264,7 @@ class Rank:
         self._parallel = ParallelModel(whole, plan.layout, plan.layout.mesh("vgpu"))
         self.model = self._parallel.module
         if takes_a_step:
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+            self.optimizer = adam(self.model)
             self.train(plan)
         else:
             self.optimizer = adam_with_state(self.model)
