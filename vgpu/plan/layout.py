@@ -1,8 +1,8 @@
 """How a transformer is divided over ranks: degrees of parallelism, and PyTorch's own code for them.
 
-The degrees have torchtitan's names: ``pp``, ``dp_replicate``, ``dp_shard`` and ``tp``. FSDP2, tensor
-parallelism and recomputation are applied by the same lines to ranks that exist, under ``launch.run`` or
-torchrun, and to a rank of ``vgpu.cluster``.
+The degrees have torchtitan's names: ``pp``, ``dp_replicate``, ``dp_shard``, ``cp`` and ``tp``. FSDP2,
+tensor and context parallelism and recomputation are applied by the same lines to ranks that exist, under
+``launch.run`` or torchrun, and to a rank of ``vgpu.cluster``.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -51,7 +52,7 @@ SHOW_AFTER_S = 2.0
 class Layout:
     """Degrees of parallelism; their product is the number of ranks.
 
-    Neighboring ranks are those of ``tp``, which send most often; then come ``dp_shard``,
+    Neighboring ranks are those of ``tp``, which send most often; then come ``cp``, ``dp_shard``,
     ``dp_replicate`` and ``pp``.
     """
 
@@ -63,6 +64,8 @@ class Layout:
     """Ranks that compute each layer together (tensor and sequence parallelism)."""
     pp: int = 1
     """Pipeline stages: groups of ranks with consecutive layers each."""
+    cp: int = 1
+    """Ranks that share each sequence (context parallelism); FSDP2 shards among them, too."""
 
     def __post_init__(self) -> None:
         for name, degree in vars(self).items():
@@ -74,16 +77,32 @@ class Layout:
 
     @property
     def ranks_per_stage(self) -> int:
-        return self.dp_replicate * self.dp_shard * self.tp
+        return self.dp_replicate * self.shards * self.tp
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which parameters are sharded: those of ``dp_shard`` and of ``cp``."""
+        return self.dp_shard * self.cp
 
     @property
     def dp(self) -> int:
-        """Parts into which a batch is divided; ranks of ``tp`` see the same samples."""
+        """Parts into which a batch is divided; ranks of ``tp`` and ``cp`` see the same samples."""
         return self.dp_replicate * self.dp_shard
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The ranks of the default process group, with a dimension for each degree but ``pp`` of 1."""
-        degrees = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        """The ranks of the default process group, with a dimension for each degree but ``pp`` of 1.
+
+        Those of ``cp`` belong to ``dp_shard``: FSDP2 shards among both.
+        """
+        return self._mesh(device_type, {"dp_shard": self.shards, "tp": self.tp})
+
+    def context_mesh(self, device_type: str) -> DeviceMesh:
+        """The ranks that share their sequences with this one."""
+        degrees = {"dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
+        return self._mesh(device_type, degrees)["cp"]
+
+    def _mesh(self, device_type: str, of_replica: dict[str, int]) -> DeviceMesh:
+        degrees = {"dp_replicate": self.dp_replicate} | of_replica
         if self.pp > 1:
             degrees = {"pp": self.pp} | degrees
         return init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
@@ -147,9 +166,10 @@ def check_hosts(layout: Layout, gpus_per_host: int) -> None:
 
     Some would be slower than others, and no single rank would show how long a step takes.
     """
-    sizes = {"tp": layout.tp, "dp_shard": layout.dp_shard, "dp_replicate": layout.dp_replicate}
-    for name in sizes:
-        several = groups({**sizes, "pp": layout.pp}, name)
+    sizes = {"tp": layout.tp, "cp": layout.cp, "dp_shard": layout.dp_shard}
+    sizes |= {"dp_replicate": layout.dp_replicate, "pp": layout.pp}
+    for name in ("tp", "cp", "dp_shard", "dp_replicate"):
+        several = groups(sizes, "cp", name) if name == "dp_shard" else groups(sizes, name)
         ways = sorted({placement(group, gpus_per_host) for group in several})
         if len(ways) > 1:
             raise ValueError(
@@ -274,6 +294,24 @@ def loss_context(layout: Layout) -> AbstractContextManager[None]:
     return loss_parallel() if layout.tp > 1 else nullcontext()
 
 
+@contextmanager
+def attention_context(mesh: DeviceMesh | None) -> Iterator[None]:
+    """For forward and backward: attention of sequences that the ranks of a mesh share.
+
+    It is PyTorch's own: each rank has a part of a sequence's front and as much of its end, so that all
+    compute as much; keys and values are gathered, and their gradients go round a ring.
+    """
+    if mesh is None:
+        yield
+        return
+    # What has a sequence's length was made with a rank's part of it, so that nothing is left to divide.
+    nothing = torch.empty(2 * mesh.size())
+    with context_parallel(
+        mesh, buffers=[nothing], buffer_seq_dims=[0], no_restore_buffers={nothing}
+    ):
+        yield
+
+
 def apply_fsdp(
     model: nn.Module,
     blocks: Iterable[nn.Module],
@@ -301,6 +339,8 @@ class ParallelModel:
         self, model: Transformer | TransformerStage, layout: Layout, mesh: DeviceMesh
     ) -> None:
         """model: on the host. Of the whole a GPU need not have room for more than its own part."""
+        self._layout = layout
+        self._context = layout.context_mesh("vgpu") if layout.cp > 1 else None
         if layout.tp > 1:
             apply_tp(model, mesh["tp"])
         self._blocks = list(model.blocks)
@@ -311,6 +351,12 @@ class ParallelModel:
         blocks = progress("sharding blocks", "block", items=self._blocks)
         apply_fsdp(model, blocks, mesh[dp], policy)
         self.module: Any = model.to("vgpu")
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """For forward, loss and backward."""
+        with loss_context(self._layout), attention_context(self._context):
+            yield
 
     def configure(self, recompute: str, reshard_after_forward: bool) -> None:
         """Set what may change from step to step: one of ``RECOMPUTE``, and FSDP2's option."""

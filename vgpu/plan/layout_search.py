@@ -170,11 +170,11 @@ def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
 def _too_large_on_paper(plan: Plan) -> str:
     capacity = plan.spec.memory_bytes
     least = functools.partial(
-        estimate.least_bytes, plan.sizes, dp_shard=plan.layout.dp_shard, tp=plan.layout.tp
+        estimate.least_bytes, plan.sizes, dp_shard=plan.layout.shards, tp=plan.layout.tp
     )
     if least(0) > capacity:
         return _STATE_TOO_LARGE
-    tokens, once = plan.batch * plan.sequence, not plan.reshard_after_forward
+    tokens, once = plan.batch * plan.tokens_per_sequence, not plan.reshard_after_forward
     if least(tokens, recompute=plan.recompute, gathered_once=once) > capacity:
         return _ACTIVATIONS_TOO_LARGE
     return ""
@@ -219,7 +219,9 @@ def _works_no_more(plan: Plan, other: Plan) -> bool:
 
 def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, Any]) -> None:
     plan, seconds, sizes_bytes = one.plan, [], []
-    kept_bytes = estimate.kept_bytes(plan.sizes, plan.batch * plan.sequence, plan.recompute)
+    kept_bytes = estimate.kept_bytes(
+        plan.sizes, plan.batch * plan.tokens_per_sequence, plan.recompute
+    )
     least_added_bytes = kept_bytes // plan.layout.tp
     for layers, rank in ranks.items():
         step = rank.recorded(with_layers(plan, layers), **costs)
