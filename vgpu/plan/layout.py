@@ -38,6 +38,7 @@ from torch.utils.checkpoint import (
 )
 from tqdm.auto import tqdm
 
+from vgpu.plan.float8 import use_float8
 from vgpu.plan.transformer import Transformer, TransformerBlock, TransformerSizes, check_count
 
 RECOMPUTE = ("none", "selective", "full")
@@ -336,9 +337,19 @@ class ParallelModel:
     """
 
     def __init__(
-        self, model: Transformer | TransformerStage, layout: Layout, mesh: DeviceMesh
+        self,
+        model: Transformer | TransformerStage,
+        layout: Layout,
+        mesh: DeviceMesh,
+        *,
+        float8: bool = False,
     ) -> None:
-        """model: on the host. Of the whole a GPU need not have room for more than its own part."""
+        """model: on the host. Of the whole a GPU need not have room for more than its own part.
+
+        float8: whether the blocks' linear layers multiply in it.
+        """
+        if float8:
+            use_float8(model.blocks)
         self._layout = layout
         self._context = layout.context_mesh("vgpu") if layout.cp > 1 else None
         if layout.tp > 1:
@@ -400,14 +411,16 @@ def _recomputed(forward: Any, recompute: str) -> Any:
 def _keep_every_second_product() -> Any:
     """torchtitan's selective activation checkpointing: what to keep of a block, besides its input."""
     products = {False: 0, True: 0}
+    multiplies = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}
     kept = {
+        torch.ops.aten.amax.default,  # of what is cast to float8
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
     }
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keeps = func in kept
-        if func is torch.ops.aten.mm.default:
+        if func in multiplies:
             products[context.is_recompute] += 1
             keeps = products[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

@@ -197,7 +197,9 @@ class _StageRank:
         sizes = dataclasses.replace(plan.sizes, sequence=plan.tokens_per_sequence)
         self._layers = _stages_of(plan, device)
         models = {
-            stage: ParallelModel(TransformerStage(sizes, layers), plan.layout, mesh)
+            stage: ParallelModel(
+                TransformerStage(sizes, layers), plan.layout, mesh, float8=plan.float8
+            )
             for stage, layers in self._layers.items()
         }
         for model in models.values():

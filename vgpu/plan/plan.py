@@ -53,6 +53,8 @@ class Plan:
     """Stages of each rank in a pipeline: above 1 it is interleaved 1F1B, else 1F1B."""
     micro_batches: int | None = None
     """Of a pipeline, into which ``batch`` is divided; None: as many as its ranks, as in torchtitan."""
+    float8: bool = False
+    """Whether the linear layers of blocks multiply in float8 (``vgpu.plan.float8``)."""
 
     def __post_init__(self) -> None:
         if self.sequence is None:
@@ -80,6 +82,11 @@ class Plan:
         self._check_sequence()
         self._check_pipeline()
         self._check_bytes()
+        if self.float8 and self.spec.fp8_flop_per_s is None:
+            raise ValueError(
+                f"{self.spec.name} cannot multiply float8 tensors; of the presets, "
+                f"{', '.join(name for name, gpu in vgpu.PRESETS.items() if gpu.fp8_flop_per_s)} can"
+            )
 
     def _check_sequence(self) -> None:
         parts = 2 * self.layout.cp
@@ -274,7 +281,9 @@ class Rank:
         """
         self._layout = plan.layout
         whole = Transformer(dataclasses.replace(plan.sizes, sequence=plan.tokens_per_sequence))
-        self._parallel = ParallelModel(whole, plan.layout, plan.layout.mesh("vgpu"))
+        self._parallel = ParallelModel(
+            whole, plan.layout, plan.layout.mesh("vgpu"), float8=plan.float8
+        )
         self.model = self._parallel.module
         if takes_a_step:
             self.optimizer = adam(self.model)
