@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -38,7 +38,7 @@ from torch.utils.checkpoint import (
 )
 from tqdm.auto import tqdm
 
-from vgpu.plan.float8 import use_float8
+from vgpu.plan.float8 import LastCast, gather_input, scatter_output, use_float8
 from vgpu.plan.transformer import Transformer, TransformerBlock, TransformerSizes, check_count
 
 RECOMPUTE = ("none", "selective", "full")
@@ -249,11 +249,14 @@ class TransformerStage(nn.Module):
 # PyTorch's own code
 
 
-def apply_tp(model: Transformer | TransformerStage, mesh: DeviceMesh) -> None:
+def apply_tp(
+    model: Transformer | TransformerStage, mesh: DeviceMesh, casts: LastCast | None = None
+) -> None:
     """Divide each layer among the ranks of a mesh of one dimension, in place.
 
     Between the layers each rank holds a part of every sequence (sequence parallelism, Korthikanti
-    et al., 2022). The logits stay divided by vocabulary: compute the loss in ``loss_context``.
+    et al., 2022). The logits stay divided by vocabulary: compute the loss in ``loss_context``. casts:
+    of a model in float8, where float8 is gathered.
     """
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -266,28 +269,41 @@ def apply_tp(model: Transformer | TransformerStage, mesh: DeviceMesh) -> None:
     if here:  # a stage in the middle has blocks only
         parallelize_module(model, mesh, here)
     whole = (Replicate(), None, None)
+    gathers: dict[str, ParallelStyle] = {
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None, None), desired_input_layouts=whole
+        ),
+        "feed_forward": PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        ),
+    }
+    summed = RowwiseParallel(output_layouts=Shard(1))
+    if casts is not None:
+        gathers, summed = {}, RowwiseParallel(output_layouts=Partial(), use_local_output=False)
     for block in model.blocks:
         parallelize_module(
             block,
             mesh,
             {
                 "attention_norm": SequenceParallel(),
-                "attention": PrepareModuleInput(
-                    input_layouts=(Shard(1), None, None), desired_input_layouts=whole
-                ),
                 "attention.query": ColwiseParallel(),
                 "attention.key": ColwiseParallel(),
                 "attention.value": ColwiseParallel(),
-                "attention.output": RowwiseParallel(output_layouts=Shard(1)),
+                "attention.output": summed,
                 "feed_forward_norm": SequenceParallel(),
-                "feed_forward": PrepareModuleInput(
-                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-                ),
                 "feed_forward.gate": ColwiseParallel(),
                 "feed_forward.up": ColwiseParallel(),
-                "feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
+                "feed_forward.down": summed,
+                **gathers,
             },
         )
+        if casts is not None:
+            for part, output in (
+                (block.attention, block.attention.output),
+                (block.feed_forward, block.feed_forward.down),
+            ):
+                gather_input(part, casts)
+                scatter_output(output, mesh, casts)
 
 
 def loss_context(layout: Layout) -> AbstractContextManager[None]:
@@ -348,12 +364,11 @@ class ParallelModel:
 
         float8: whether the blocks' linear layers multiply in it.
         """
-        if float8:
-            use_float8(model.blocks)
+        casts = use_float8(model.blocks) if float8 else None
         self._layout = layout
         self._context = layout.context_mesh("vgpu") if layout.cp > 1 else None
         if layout.tp > 1:
-            apply_tp(model, mesh["tp"])
+            apply_tp(model, mesh["tp"], casts)
         self._blocks = list(model.blocks)
         self._forwards = [block.forward for block in self._blocks]
         dp = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
