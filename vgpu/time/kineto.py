@@ -179,8 +179,10 @@ class _Writer:
         else:
             arguments["FLOP"] = event.flop
         where = {"rank": launch["rank"], "pid": event.device.index, "tid": stream}
-        yield {**where, **_span(kind, name, event.start_s, event.end_s), "args": arguments}
-        at_us = event.start_s * 1e6
+        # A kernel of NCCL begins when its own rank is ready, and waits for the others in it.
+        start_s = event.start_s if event.ready_s is None else event.ready_s
+        yield {**where, **_span(kind, name, start_s, event.end_s), "args": arguments}
+        at_us = start_s * 1e6
         yield {**_flow(launch, at_us), **where, "ph": "f", "bp": "e"}
 
     def _collective(self, event: "TraceEvent", name: str) -> Row:

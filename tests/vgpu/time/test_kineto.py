@@ -71,7 +71,14 @@ def test_a_collective_says_its_elements_type_and_group(joined, tmp_path):
         assert row["args"]["dtype"] == "BFloat16"
         assert row["args"]["Group size"] == 2
         assert row["args"]["Process Group Ranks"] == "[0, 1]"
-    assert first["ts"] == second["ts"] and first["pid"] != second["pid"]
+    assert first["pid"] != second["pid"]
+
+
+def test_a_collective_lasts_from_its_own_rank_s_arrival_to_the_common_end(joined, tmp_path):
+    rows = rows_of(joined, tmp_path / "trace.json")
+    early, late = (row for row in rows if row["name"] == "ncclDevKernel_AllReduce")
+    assert early["ts"] + early["dur"] == pytest.approx(late["ts"] + late["dur"])
+    assert early["dur"] - late["dur"] == pytest.approx(2000)
 
 
 def test_one_rank_of_a_joined_timeline_has_a_file_of_its_own(joined, tmp_path):
