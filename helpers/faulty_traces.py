@@ -176,6 +176,7 @@ def _stage(rank: int, micro_batches: int, rows: int, width: int) -> Step:
             gradient = output.detach() if rank == RANKS - 1 else received(rank + 1)
             output.backward(gradient)
             if rank > 0:
+                assert given.grad is not None
                 dist.isend(given.grad, rank - 1)
         optimizer.step()
         optimizer.zero_grad()

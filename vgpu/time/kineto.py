@@ -201,7 +201,7 @@ class _Writer:
         timeline = self._timeline
         for position, rank in enumerate(timeline.ranks):
             yield from self._process(position, _FIRST_HOST + rank, f"rank {rank}", "CPU", 2 * rank)
-        for device in timeline.devices:
+        for device in (each for each in timeline.devices if timeline.streams(each)):
             position = device.index if self._are_joined else 0
             rank, gpu = timeline.ranks[position], f"GPU {device.index}"
             name = (

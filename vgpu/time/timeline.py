@@ -113,13 +113,13 @@ class Timeline:
     gpu: str  # the model of GPU whose datasheet set the times
     devices: list[torch.device]
     events: list[TraceEvent] = field(default_factory=list)  # by start, device, stream
-    host_ranges: list[HostRange] = field(default_factory=list)  # by their end
     races: list[Race] = field(default_factory=list)
     makespan_s: float = 0.0  # until host, kernels and copies had all ended
     host_s: float = 0.0  # until the host's code had ended; what a clock without synchronize reads
     # Where several ranks are joined: the rank of each of the devices. One number for a rank alone.
     ranks: list[int] = field(default_factory=lambda: [0])
     programs: tuple[Program, ...] = field(default=(), repr=False)  # from which it can be replayed
+    host_ranges: list[HostRange] = field(default_factory=list)  # by their end
 
     def busy_s(self, device: torch.device | str) -> float:
         """Seconds in which at least one kernel ran on ``device``; copies do not count."""
