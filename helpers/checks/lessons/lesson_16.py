@@ -1,4 +1,4 @@
-"""Checks of lesson 16: delays of kernels, six faults in six traces, all ranks on one page."""
+"""Checks of lesson 16: delays of kernels, six faults, all ranks on one page, a peak's owners."""
 
 import copy
 import random
@@ -348,3 +348,92 @@ def _clock_hint(yours: float, own: float, later_ns: float) -> str:
     }
     otherwise = "ts + (its baseTimeNanoseconds - the smallest) / 1000."
     return hint_by_value(yours, values, otherwise, within=1e-9)
+
+
+@exercise("16.4", "Who holds the peak?")
+def at_peak(answer: Callable[[list[Row]], dict[str, int]]) -> dict[str, Any]:
+    for count in (3, 12, 40, 40):
+        trace = _history(count)
+        given = f"a history of {len(trace)} entries: {_short_history(trace)}"
+        with for_input(given, "Return a dictionary from names to bytes."):
+            yours = {str(name): int(size) for name, size in answer(copy.deepcopy(trace)).items()}
+        expected = _held(trace, at_end=False)
+        if yours != expected:
+            raise Wrong(
+                yours=dict(sorted(yours.items())),
+                expected=dict(sorted(expected.items())),
+                given=given,
+                hint=_peak_hint(yours, trace),
+            )
+    shown = ", ".join(f"{name or 'without frames'} {size:,}" for name, size in yours.items())
+    return {"the last one, bytes": shown}
+
+
+_PLACES = ("load", "forward", "backward", "step")
+
+
+def _history(count: int) -> list[Row]:
+    """Allocations at few addresses, used again and again; it ends below its peak."""
+    trace: list[Row] = [_entry("free_requested", 9, 512), _entry("free_completed", 9, 512)]
+    trace.append(_entry("segment_alloc", 1, 20 * 2**20))
+    live: dict[int, int] = {}
+    for _ in range(count):
+        free = [place for place in range(1, 9) if place not in live]
+        if free and (not live or random.random() < 0.6):
+            place, size = random.choice(free), 512 * random.randint(1, 64)
+            names = random.choice((*(("empty", name) for name in _PLACES), ("load",), ()))
+            trace.append(_entry("alloc", place, size, *names))
+            live[place] = size
+        else:
+            place = random.choice(list(live))
+            size = live.pop(place)
+            trace += [_entry("free_requested", place, size), _entry("free_completed", place, size)]
+    largest = _entry("alloc", 10, 512 * 1024, "forward")
+    trace += [largest, _entry("free_requested", 10, largest["size"])]
+    trace += [_entry("free_completed", 10, largest["size"])]
+    return [*trace, _entry("alloc", 10, 512, "step")]
+
+
+def _entry(action: str, place: int, size: int, *names: str) -> Row:
+    frames = [{"name": name, "filename": "train.py", "line": 3} for name in names]
+    return {"action": action, "addr": place << 20, "size": size, "stream": 0, "frames": frames}
+
+
+def _held(trace: list[Row], *, at_end: bool, outermost: bool = False) -> dict[str, int]:
+    live: dict[int, Row] = {}
+    most, held = 0, list[Row]()
+    for entry in trace:
+        if entry["action"] == "alloc":
+            live[entry["addr"]] = entry
+        elif entry["action"] == "free_completed":
+            live.pop(entry["addr"], None)
+        total = sum(each["size"] for each in live.values())
+        if total > most or at_end:
+            most, held = total, list(live.values())
+    by_function: dict[str, int] = {}
+    for entry in held:
+        names = [frame["name"] for frame in entry["frames"]] or [""]
+        name = names[-1 if outermost else 0]
+        by_function[name] = by_function.get(name, 0) + entry["size"]
+    return by_function
+
+
+def _peak_hint(yours: dict[str, int], trace: list[Row]) -> str:
+    right = sum(_held(trace, at_end=False).values())
+    everything = sum(entry["size"] for entry in trace if entry["action"] == "alloc")
+    if yours == _held(trace, at_end=True):
+        return "That is what is held in the end: copy what lives at the peak."
+    if yours == _held(trace, at_end=False, outermost=True):
+        return "Frames begin with the innermost: frames[0]."
+    if sum(yours.values()) == everything:
+        return "That is all that was ever allocated: a free ends a block."
+    if sum(yours.values()) > everything:
+        return "Segments are what blocks are cut from: only alloc and free_completed count."
+    if sum(yours.values()) == right:
+        return "The bytes are right, and not whose they are: add up each name's blocks."
+    return "A block lives from its alloc to the free_completed of the same address."
+
+
+def _short_history(trace: list[Row]) -> str:
+    texts = [f"{entry['action']} {entry['addr'] >> 20}: {entry['size']}" for entry in trace[:8]]
+    return ", ".join(texts) + (" ..." if len(trace) > 8 else "")

@@ -18,4 +18,15 @@ BROKEN = [
         "both ranks have as many rows",
         edits=[("ddp_steps(1, 8192)", "ddp_steps(1, 4096)")],
     ),
+    Broken(
+        "L04",
+        "the validation set is small",
+        edits=[("torch.randn(40, 2**18, device=gpu)", "torch.randn(4, 2**18, device=gpu)")],
+    ),
+    Broken(
+        "L05",
+        "rank 1 has no second batch",
+        expensive=True,
+        edits=[("if rank != 2:  # rank 2 has", "if rank != 1:  # rank 1 has")],
+    ),
 ]

@@ -354,6 +354,12 @@ RELIANCES = (
         ),
     ),
     Reliance(
+        "PyTorch's own report on a memory snapshot, in lesson 16",
+        "Look in torch/cuda for what reads the dictionary of torch.cuda.memory._snapshot now, and "
+        "compare vgpu/memory/snapshot.py with it.",
+        ("torch.cuda._memory_viz",),
+    ),
+    Reliance(
         "torch.compile and flex_attention on virtual GPUs",
         "Look in torch/_dynamo/eval_frame.py how OptimizedModule makes its forward, and in "
         "torch/nn/attention/flex_attention.py how flex_attention checks devices and calls its "

@@ -71,6 +71,24 @@ def _page(**changes):
     return _PAGE.format(**{**_RIGHT_PAGE, **changes})
 
 
+_PEAK = """
+def at_peak(trace):
+    live, total, most, held = {}, 0, 0, []
+    for entry in trace:
+        if entry["action"] == "alloc":
+            live[entry["addr"]] = entry
+            total += entry["size"]
+        elif entry["action"] == "free_completed" and entry["addr"] in live:
+            total -= live.pop(entry["addr"])["size"]
+        if total > most:
+            most, held = total, list(live.values())
+    by_function = {}
+    for entry in held:
+        name = entry["frames"][0]["name"] if entry["frames"] else ""
+        by_function[name] = by_function.get(name, 0) + entry["size"]
+    return by_function
+"""
+
 WRONG = {
     "16.1": [
         (_delays(end='row["ts"]'), "A launch ends at ts + dur"),
@@ -122,5 +140,21 @@ WRONG = {
         (_page(name='row["args"]["name"]'), "Rows named process_name"),
         ("def one_page(traces):\n    return []", "All rows of all ranks"),
         ("def one_page(traces):\n    return 3", "Return a list of rows"),
+    ],
+    "16.4": [
+        (_PEAK.replace("for entry in held", "for entry in live.values()"), "held in the end"),
+        (_PEAK.replace('["frames"][0]', '["frames"][-1]'), "begin with the innermost"),
+        (
+            _PEAK.replace(
+                "for entry in held", 'for entry in [e for e in trace if e["action"] == "alloc"]'
+            ),
+            "ever allocated",
+        ),
+        (
+            _PEAK.replace('entry["action"] == "alloc"', '"alloc" in entry["action"]'),
+            "Segments are what blocks are cut from",
+        ),
+        (_PEAK.replace("by_function.get(name, 0) + ", ""), "from its alloc to"),
+        ("def at_peak(trace):\n    return 3", "Return a dictionary"),
     ],
 }
