@@ -1,14 +1,12 @@
-"""Checks of lesson 02: a silent wrong gradient, a meter without a graph, an old script."""
+"""Checks of lesson 02: a silent wrong gradient, a meter without a graph, a test loop."""
 
-import copy
 import gc
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn, optim
+from torch import nn
 
 from helpers.autograd_graph import SavedTensors
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
@@ -159,112 +157,56 @@ def _expect_mean(yours: Any, expected: float, counts: list[int]) -> None:
     expect_close(yours, expected, given=given, rtol=1e-4, atol=1e-6, hint=hint)
 
 
-@exercise("2.3", "Modernise a second old script")
-def fit_today(answer: Callable[..., tuple[float, float]]) -> dict[str, Any]:
-    size, classes = (int(torch.randint(3, 8, ())) for _ in range(2))
-    batches, held_out = _random_batches(size, classes), _random_batches(size, classes)
-    model, rate = WatchedScores(size, classes), float(torch.rand(()) + 0.1)
-    model.eval()  # so that a forgotten train() is noticed
-    reference = WatchedScores(size, classes)
-    reference.load_state_dict(model.state_dict())
-    expected = _fit_reference(reference, batches, held_out, rate)
-
-    # One batch alone: its loss does not depend on how the step that follows it is made.
-    first = _run_and_watch(answer, copy.deepcopy(model), batches[:1], held_out[:1], rate)
-    alone = _fit_reference(copy.deepcopy(model), batches[:1], held_out[:1], rate)
-    loss_hint = (
-        "size_average=False meant a sum over the batch; log_softmax goes over classes, dim 1."
-    )
-    _expect_loss(first[0], alone[0], "the training loss of one batch", loss_hint)
-
-    returned = _run_and_watch(answer, model, batches, held_out, rate)
-    hint = "The weights differ from the old script's: is each of its steps still there?"
-    expected_state = reference.state_dict()
-    for name, yours in model.state_dict().items():
-        expect_close(yours, expected_state[name], given=f"{name} after training", hint=hint)
-    _expect_loss(returned[0], expected[0], "the training loss", "It is summed over all batches.")
-    _expect_loss(returned[1], expected[1], "the held-out loss", loss_hint)
+@exercise("2.3", "A test loop that leaves no trace")
+def evaluate(answer: Callable[..., tuple[float, float]]) -> dict[str, Any]:
+    for training in (True, False):
+        size, classes = (int(torch.randint(3, 8, ())) for _ in range(2))
+        counts = (torch.randperm(9)[:3] + 1).tolist()
+        batches = [(torch.randn(n, size) * 3, torch.randint(classes, (n,))) for n in counts]
+        model = WatchedScores(size, classes).train(training)
+        expected = _over_all(model, batches)
+        model.seen.clear()
+        given = f"batches of {', '.join(map(str, counts))} samples, model.training {training}"
+        with for_input(given):
+            returned, held = _run_and_watch(answer, model, batches)
+            _expect_modes(model, training, len(batches))
+            both = isinstance(returned, (tuple, list)) and len(returned) == 2
+            if not both or any(type(part) is not float for part in returned):
+                raise Wrong(
+                    yours=returned,
+                    expected="two Python numbers: the mean loss and the share that is right",
+                    hint="A sum of tensors is a tensor: .item() makes a number.",
+                )
+            if held:
+                raise Wrong(
+                    yours=f"{format_bytes(held)} that autograd saved are still alive",
+                    expected="0 B",
+                    hint="Something keeps a loss with its graph.",
+                )
+            hint = "The mean goes over samples, not over batches: these differ in size."
+            expect_close(returned[0], expected[0], rtol=1e-4, atol=1e-5, hint=hint)
+            expect_close(returned[1], expected[1], hint="The share of samples that are right.")
     return {
-        "your losses": f"{returned[0]:.4f} in training, {returned[1]:.4f} held out, as before",
-        "warnings, graphs": f"none, on {len(batches)} and {len(held_out)} batches",
-        "saved tensors left": "0 B, the budget",
+        "your loss and share": f"{returned[0]:.4f} and {returned[1]:.0%} of {sum(counts)} samples",
+        "saved tensors": "0 B, the budget",
     }
 
 
-def _expect_loss(yours: float, expected: float, name: str, hint: str) -> None:
-    expect_close(yours, expected, given=name, rtol=1e-4, atol=1e-5, hint=hint)
+def _over_all(model: nn.Module, batches: Batches) -> tuple[float, float]:
+    images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    with torch.no_grad():
+        scores = model(images)
+    right = (scores.argmax(1) == labels).float().mean()
+    return F.cross_entropy(scores, labels).item(), right.item()
 
 
 def _run_and_watch(
-    answer: Callable[..., Any],
-    model: WatchedScores,
-    batches: Batches,
-    held_out: Batches,
-    rate: float,
-) -> tuple[float, float]:
-    """What the answer returned, after all that does not depend on its numbers has been checked."""
-    counts = f"batches: {len(batches)}, held out: {len(held_out)}"
-    hint = "Each old word has a successor: the table at the end of the lesson names them."
-    with for_input(f"a network, {counts}, rate {rate:.2f}", hint):
-        warned, returned, held = _run_quietly(answer, model, batches, held_out, rate)
-        if warned:
-            hint = "The warning names the old word and what replaces it."
-            if "Converting a tensor" in warned[0]:
-                hint = "float(loss) warns, since it drops the history without a word: loss.item()."
-            raise Wrong(yours=f"a warning: {warned[0]}", expected="no warning", hint=hint)
-        _expect_modes(model.seen, len(batches), len(held_out))
-        both = isinstance(returned, (tuple, list)) and len(returned) == 2
-        if not both or any(type(part) is not float for part in returned):
-            raise Wrong(
-                yours=returned,
-                expected="two Python numbers: the training loss and the held-out loss",
-                hint="Return two Python numbers; a loss is a 0-dim tensor, .item() makes a number.",
-            )
-        if held:
-            raise Wrong(
-                yours=f"{format_bytes(held)} that autograd saved are still alive",
-                expected="0 B",
-                hint="Something keeps a loss with its graph.",
-            )
-    return returned[0], returned[1]
-
-
-def _random_batches(size: int, classes: int) -> Batches:
-    counts = torch.randint(2, 7, (3,)).tolist()
-    return [(torch.randn(count, size) * 3, torch.randint(classes, (count,))) for count in counts]
-
-
-def _fit_reference(
-    model: nn.Module, batches: Batches, held_out: Batches, rate: float
-) -> tuple[float, float]:
-    optimizer = optim.SGD(model.parameters(), lr=rate)
-    total = 0.0
-    for images, labels in batches:
-        loss = F.cross_entropy(model(images), labels, reduction="sum")
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        total += loss.item()
-    with torch.no_grad():
-        losses = [F.cross_entropy(model(x), labels, reduction="sum") for x, labels in held_out]
-    return total, sum(loss.item() for loss in losses)
-
-
-def _run_quietly(
-    answer: Callable[..., Any],
-    model: WatchedScores,
-    batches: Batches,
-    held_out: Batches,
-    rate: float,
-) -> tuple[list[str], Any, int]:
-    """The answer's warnings, what it returned, and the saved bytes it left alive."""
-    warned_always = torch.is_warn_always_enabled()
+    answer: Callable[..., Any], model: nn.Module, batches: Batches
+) -> tuple[Any, int]:
+    """What the answer returned, and the saved bytes it left alive."""
     try:
-        with warnings.catch_warnings(record=True) as seen, SavedTensors() as saved:
-            warnings.simplefilter("always")
-            torch.set_warn_always(True)  # C++ gives some warnings once per process
-            returned = answer(model, batches, held_out, rate)
+        with SavedTensors() as saved:
+            returned = answer(model, batches)
             gc.collect()
             held = saved.live_bytes()
         if not torch.is_grad_enabled():
@@ -274,39 +216,32 @@ def _run_quietly(
                 hint="set_grad_enabled(False) as a function stays. Use it, or no_grad, with `with`.",
             )
     finally:
-        torch.set_warn_always(warned_always)
         torch.set_grad_enabled(True)
-    return [str(item.message).splitlines()[0] for item in seen], returned, held
+    return returned, held
 
 
-def _expect_modes(seen: list[tuple[bool, bool]], trained: int, held_out: int) -> None:
-    if len(seen) != trained + held_out:
+def _expect_modes(model: WatchedScores, training: bool, batches: int) -> None:
+    if len(model.seen) != batches:
         raise Wrong(
-            yours=f"{len(seen)} calls of the model",
-            expected=f"{trained + held_out}, one a batch",
-            hint="Go once over the batches, then once over the held-out ones.",
+            yours=f"{len(model.seen)} calls of the model",
+            expected=f"{batches}, one a batch",
+            hint="Go once over the batches.",
         )
-    if not all(training for training, _ in seen[:trained]):
+    if any(recorded for _, recorded in model.seen):
         raise Wrong(
-            yours="the model was not in training mode for the batches",
-            expected="model.train()",
-            hint="The check hands the model over in eval(): switch it, as the old script does.",
-        )
-    if not all(recorded for _, recorded in seen[:trained]):
-        raise Wrong(
-            yours="no graph was recorded for the batches",
-            expected="a graph for backward() to go through",
-            hint="Leave the training loop outside no_grad.",
-        )
-    if any(recorded for _, recorded in seen[trained:]):
-        raise Wrong(
-            yours="a graph was recorded for the held-out batches",
+            yours="a graph was recorded",
             expected="no graph",
-            hint="volatile=True asked for none. Today: with torch.no_grad():",
+            hint="eval() leaves recording on: with torch.no_grad():",
         )
-    if any(training for training, _ in seen[trained:]):
+    if any(mode for mode, _ in model.seen):
         raise Wrong(
-            yours="the model was in training mode for the held-out batches",
+            yours="the model was in training mode",
             expected="model.eval()",
             hint="no_grad does not replace model.eval().",
+        )
+    if model.training != training:
+        raise Wrong(
+            yours=f"model.training is {model.training} afterwards",
+            expected=f"{training}, as it was before",
+            hint="Note model.training first, and set it again with model.train(flag).",
         )

@@ -21,34 +21,31 @@ class RunningMean:
         {mean}
 """
 
-_FIT = """
-def fit_today(model, batches, held_out, rate):
-    optimizer = optim.SGD(model.parameters(), lr=rate)
-    model.train()
-    total = held_out_loss = 0
-    for images, labels in batches:
-        {loss}
-        optimizer.zero_grad()
-        loss.backward()
-        {clip}
-        optimizer.step()
-        total += loss.item()
-    {evaluate}
-        for images, labels in held_out:
-            loss = F.cross_entropy(model(images), labels, reduction="sum")
-            held_out_loss += {add}
-    return total, held_out_loss
+_EVALUATE = """
+def evaluate(model, batches):
+    mode = model.training
+    {before}
+    with {block}:
+        loss = right = count = 0
+        for images, labels in batches:
+            scores = model(images)
+            loss += F.cross_entropy(scores, labels, reduction="sum"){item}
+            right += (scores.argmax(1) == labels).sum().item()
+            count += {count}
+    {after}
+    return loss / count, right / count
 """
 
 
-def _fit(**parts):
+def _evaluate(**parts):
     usual = {
-        "loss": 'loss = F.cross_entropy(model(images), labels, reduction="sum")',
-        "clip": "nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-        "evaluate": "model.eval()\n    with torch.no_grad():",
-        "add": "loss.item()",
+        "before": "model.eval()",
+        "block": "torch.no_grad()",
+        "item": ".item()",
+        "count": "len(labels)",
+        "after": "model.train(mode)",
     }
-    return _FIT.format(**{**usual, **parts})
+    return _EVALUATE.format(**{**usual, **parts})
 
 
 _BY_COUNT = "return float(self.total / self.count)"
@@ -119,28 +116,18 @@ WRONG = {
         ),
     ],
     "2.3": [
-        ("fit_today = fit_2017", "0-dim"),
-        (_fit(evaluate="model.eval()\n    if True:"), "no_grad"),
-        (_fit(evaluate="with torch.no_grad():"), "does not replace model.eval()"),
-        (_fit().replace("model.train()", "pass"), "switch it, as the old script does"),
-        (_fit(add="loss"), "two Python numbers"),
-        (_fit().replace("+= loss.item()", "+= float(loss)", 1), "drops the history without a word"),
-        # Again: C++ has given its warning by now.
-        (_fit(loss="loss = F.cross_entropy(model(images), labels)"), "a sum over the batch"),
+        (_evaluate(block="torch.enable_grad()"), "eval() leaves recording on"),
+        (_evaluate(before="pass"), "does not replace model.eval()"),
+        (_evaluate(after="pass"), "Note model.training first"),
+        (_evaluate(after="model.train()"), "Note model.training first"),
+        (_evaluate(item=""), ".item() makes a number"),
+        (_evaluate(count="1"), "over samples, not over batches"),
         (
-            _fit(
-                loss="loss = F.nll_loss(F.log_softmax(model(images), 0), labels, reduction='sum')"
+            _evaluate(
+                before="model.eval(); torch.set_grad_enabled(False)", block="torch.no_grad()"
             ),
-            "dim 1",
-        ),
-        (
-            _fit(loss="loss = F.nll_loss(F.log_softmax(model(images)), labels, reduction='sum')"),
-            "names the old word",
-        ),
-        (_fit(clip="pass"), "each of its steps"),
-        (
-            _fit(evaluate="model.eval()\n    torch.set_grad_enabled(False)\n    if True:"),
             "as a function stays",
         ),
+        (_evaluate(before="model.eval(); model(batches[0][0])"), "Go once over the batches"),
     ],
 }
