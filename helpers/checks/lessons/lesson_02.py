@@ -1,4 +1,4 @@
-"""Checks of lesson 02: a silent wrong gradient, a meter without a graph, a test loop."""
+"""Checks of lesson 02: a silent wrong gradient, a meter without a graph, a head to train."""
 
 import gc
 from collections.abc import Callable
@@ -157,58 +157,37 @@ def _expect_mean(yours: Any, expected: float, counts: list[int]) -> None:
     expect_close(yours, expected, given=given, rtol=1e-4, atol=1e-6, hint=hint)
 
 
-@exercise("2.3", "A test loop that leaves no trace")
-def evaluate(answer: Callable[..., tuple[float, float]]) -> dict[str, Any]:
-    for training in (True, False):
-        size, classes = (int(torch.randint(3, 8, ())) for _ in range(2))
-        counts = (torch.randperm(9)[:3] + 1).tolist()
-        batches = [(torch.randn(n, size) * 3, torch.randint(classes, (n,))) for n in counts]
-        model = WatchedScores(size, classes).train(training)
-        expected = _over_all(model, batches)
-        model.seen.clear()
-        given = f"batches of {', '.join(map(str, counts))} samples, model.training {training}"
-        with for_input(given):
-            returned, held = _run_and_watch(answer, model, batches)
-            _expect_modes(model, training, len(batches))
-            both = isinstance(returned, (tuple, list)) and len(returned) == 2
-            if not both or any(type(part) is not float for part in returned):
-                raise Wrong(
-                    yours=returned,
-                    expected="two Python numbers: the mean loss and the share that is right",
-                    hint="A sum of tensors is a tensor: .item() makes a number.",
-                )
-            if held:
-                raise Wrong(
-                    yours=f"{format_bytes(held)} that autograd saved are still alive",
-                    expected="0 B",
-                    hint="Something keeps a loss with its graph.",
-                )
-            hint = "The mean goes over samples, not over batches: these differ in size."
-            expect_close(returned[0], expected[0], rtol=1e-4, atol=1e-5, hint=hint)
-            expect_close(returned[1], expected[1], hint="The share of samples that are right.")
-    return {
-        "your loss and share": f"{returned[0]:.4f} and {returned[1]:.0%} of {sum(counts)} samples",
-        "saved tensors": "0 B, the budget",
-    }
+@exercise("2.3", "Train the head alone")
+def head_loss(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
+    size, width, classes, batch = (int(torch.randint(3, 9, ())) for _ in range(4))
+    backbone, head = WatchedScores(size, width), nn.Linear(width, classes)
+    images, labels = torch.randn(batch, size), torch.randint(classes, (batch,))
+    expected = F.cross_entropy(head(backbone(images).detach()), labels)
+    right = torch.autograd.grad(expected, head.weight)[0]
+    backbone.seen.clear()
+
+    hint = "A head computes its gradient from what it is given; inference_mode's may not be saved."
+    with for_input(f"{batch} images of {size} numbers, {width} features, {classes} classes", hint):
+        loss = _with_recording_restored(answer, backbone, head, images, labels)
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            raise Wrong(yours=loss, expected="a 0-dim tensor", hint="Return the loss itself.")
+        _expect_backbone_untouched(backbone)
+        hint = "The loss is that of head(backbone(images))."
+        expect_close(loss.detach(), expected.detach(), hint=hint)
+        if not loss.requires_grad:
+            raise Wrong(
+                yours="a loss without a graph",
+                expected="a loss whose backward() reaches the head",
+                hint="Call the head outside of the block that records nothing.",
+            )
+        loss.backward()
+        expect_close(head.weight.grad, right, hint="The gradient of the head's weight is off.")
+    return {"your graph": "the head's alone", "graphs in the backbone": "0, the budget"}
 
 
-def _over_all(model: nn.Module, batches: Batches) -> tuple[float, float]:
-    images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    with torch.no_grad():
-        scores = model(images)
-    right = (scores.argmax(1) == labels).float().mean()
-    return F.cross_entropy(scores, labels).item(), right.item()
-
-
-def _run_and_watch(
-    answer: Callable[..., Any], model: nn.Module, batches: Batches
-) -> tuple[Any, int]:
-    """What the answer returned, and the saved bytes it left alive."""
+def _with_recording_restored(answer: Callable[..., Any], *given: Any) -> Any:
     try:
-        with SavedTensors() as saved:
-            returned = answer(model, batches)
-            gc.collect()
-            held = saved.live_bytes()
+        returned = answer(*given)
         if not torch.is_grad_enabled():
             raise Wrong(
                 yours="recording is still off after the call",
@@ -217,31 +196,23 @@ def _run_and_watch(
             )
     finally:
         torch.set_grad_enabled(True)
-    return returned, held
+    return returned
 
 
-def _expect_modes(model: WatchedScores, training: bool, batches: int) -> None:
-    if len(model.seen) != batches:
+def _expect_backbone_untouched(backbone: WatchedScores) -> None:
+    if len(backbone.seen) != 1:
         raise Wrong(
-            yours=f"{len(model.seen)} calls of the model",
-            expected=f"{batches}, one a batch",
-            hint="Go once over the batches.",
+            yours=f"{len(backbone.seen)} calls of the backbone", expected="1", hint="Call it once."
         )
-    if any(recorded for _, recorded in model.seen):
+    if not all(parameter.requires_grad for parameter in backbone.parameters()):
         raise Wrong(
-            yours="a graph was recorded",
+            yours="parameters of the backbone that no longer require a gradient",
+            expected="parameters as they came",
+            hint="requires_grad_(False) changes the caller's network for good.",
+        )
+    if backbone.seen[0][1]:
+        raise Wrong(
+            yours="a graph was recorded in the backbone",
             expected="no graph",
-            hint="eval() leaves recording on: with torch.no_grad():",
-        )
-    if any(mode for mode, _ in model.seen):
-        raise Wrong(
-            yours="the model was in training mode",
-            expected="model.eval()",
-            hint="no_grad does not replace model.eval().",
-        )
-    if model.training != training:
-        raise Wrong(
-            yours=f"model.training is {model.training} afterwards",
-            expected=f"{training}, as it was before",
-            hint="Note model.training first, and set it again with model.train(flag).",
+            hint="Cutting the result off comes too late. Which block records nothing?",
         )

@@ -21,32 +21,12 @@ class RunningMean:
         {mean}
 """
 
-_EVALUATE = """
-def evaluate(model, batches):
-    mode = model.training
-    {before}
+_HEAD = """
+def head_loss(backbone, head, images, labels):
     with {block}:
-        loss = right = count = 0
-        for images, labels in batches:
-            scores = model(images)
-            loss += F.cross_entropy(scores, labels, reduction="sum"){item}
-            right += (scores.argmax(1) == labels).sum().item()
-            count += {count}
-    {after}
-    return loss / count, right / count
+        features = backbone(images){end}
+    return F.cross_entropy(head(features), labels)
 """
-
-
-def _evaluate(**parts):
-    usual = {
-        "before": "model.eval()",
-        "block": "torch.no_grad()",
-        "item": ".item()",
-        "count": "len(labels)",
-        "after": "model.train(mode)",
-    }
-    return _EVALUATE.format(**{**usual, **parts})
-
 
 _BY_COUNT = "return float(self.total / self.count)"
 
@@ -116,18 +96,26 @@ WRONG = {
         ),
     ],
     "2.3": [
-        (_evaluate(block="torch.enable_grad()"), "eval() leaves recording on"),
-        (_evaluate(before="pass"), "does not replace model.eval()"),
-        (_evaluate(after="pass"), "Note model.training first"),
-        (_evaluate(after="model.train()"), "Note model.training first"),
-        (_evaluate(item=""), ".item() makes a number"),
-        (_evaluate(count="1"), "over samples, not over batches"),
+        (_HEAD.format(block="torch.enable_grad()", end=".detach()"), "comes too late"),
+        (_HEAD.format(block="torch.inference_mode()", end=""), "may not be saved"),
         (
-            _evaluate(
-                before="model.eval(); torch.set_grad_enabled(False)", block="torch.no_grad()"
+            _HEAD.format(block="torch.no_grad()", end="; images = head(features)").replace(
+                "head(features), labels", "images, labels"
             ),
+            "outside of the block",
+        ),
+        (
+            _HEAD.format(block="torch.no_grad()", end="\n    torch.set_grad_enabled(False)"),
             "as a function stays",
         ),
-        (_evaluate(before="model.eval(); model(batches[0][0])"), "Go once over the batches"),
+        (
+            _HEAD.format(block="torch.no_grad()", end="; backbone.requires_grad_(False)"),
+            "for good",
+        ),
+        (
+            _HEAD.format(block="torch.no_grad()", end="").replace("labels)\n", "labels).item()\n"),
+            "Return the loss itself",
+        ),
+        (_HEAD.format(block="torch.no_grad()", end=" * 2"), "is that of head"),
     ],
 }
