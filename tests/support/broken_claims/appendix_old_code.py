@@ -4,6 +4,11 @@ from broken_claims import Broken
 
 BROKEN = [
     Broken(
+        "A04",
+        "the CPU has the ordinal 0",
+        before="patch('torch.Tensor.get_device', lambda self: self.device.index or 0)",
+    ),
+    Broken(
         "A14",
         "the shell takes the line with spaces",
         edits=[

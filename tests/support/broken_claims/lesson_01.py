@@ -24,11 +24,6 @@ BROKEN = [
         ],
     ),
     Broken(
-        "A04",
-        "the CPU has the ordinal 0",
-        before="patch('torch.Tensor.get_device', lambda self: self.device.index or 0)",
-    ),
-    Broken(
         "A05",
         "the tensor is made in main memory and copied",
         edits=[
