@@ -43,6 +43,9 @@ RECOMPUTE = ("none", "selective", "full")
 """What of a block backward computes again: nothing, all but attention and every second matrix
 product (torchtitan's "selective op"), or everything (activation checkpointing)."""
 
+REDUCE = ("float32", "bfloat16")
+"""In which type gradients are reduced among ranks."""
+
 SHOW_AFTER_S = 2.0
 """From here on a bar shows how far a prediction is."""
 
@@ -210,6 +213,7 @@ class TransformerStage(nn.Module):
         super().__init__()
         whole = Transformer(dataclasses.replace(sizes, layers=part.layers))
         self.embedding = whole.embedding if part.first else None
+        self.positions = whole.positions if part.first else None
         self.blocks = whole.blocks
         self.norm = whole.norm if part.last else None
         self.output = whole.output if part.last else None
@@ -218,6 +222,8 @@ class TransformerStage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = x if self.embedding is None else self.embedding(x)
+        if self.positions is not None:
+            hidden = hidden + self.positions(torch.arange(x.size(1), device=x.device)[None])
         for block in self.blocks:
             hidden = block(hidden, self.cos, self.sin)
         if self.norm is None or self.output is None:
@@ -236,6 +242,7 @@ def apply_tp(model: Transformer | TransformerStage, mesh: DeviceMesh) -> None:
     """
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "positions": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
         "output": ColwiseParallel(
             input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
@@ -245,6 +252,7 @@ def apply_tp(model: Transformer | TransformerStage, mesh: DeviceMesh) -> None:
     if here:  # a stage in the middle has blocks only
         parallelize_module(model, mesh, here)
     whole = (Replicate(), None, None)
+    block: Any
     for block in model.blocks:
         parallelize_module(
             block,
@@ -262,9 +270,9 @@ def apply_tp(model: Transformer | TransformerStage, mesh: DeviceMesh) -> None:
                 "feed_forward": PrepareModuleInput(
                     input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
                 ),
-                "feed_forward.gate": ColwiseParallel(),
                 "feed_forward.up": ColwiseParallel(),
                 "feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
+                **({"feed_forward.gate": ColwiseParallel()} if block.feed_forward.gate else {}),
             },
         )
 
@@ -294,19 +302,28 @@ def apply_fsdp(
 class ParallelModel:
     """A model, or a stage of one, as one virtual rank has it; ``module`` is what FSDP2 made of it.
 
-    Parameters are gathered in bfloat16, and gradients reduced in float32.
+    Parameters are gathered in bfloat16.
     """
 
     def __init__(
-        self, model: Transformer | TransformerStage, layout: Layout, mesh: DeviceMesh
+        self,
+        model: Transformer | TransformerStage,
+        layout: Layout,
+        mesh: DeviceMesh,
+        reduce: str = "float32",
     ) -> None:
-        """model: on the host. Of the whole a GPU need not have room for more than its own part."""
+        """model: on the host. Of the whole a GPU need not have room for more than its own part.
+
+        reduce: the type in which gradients are reduced, one of ``REDUCE``.
+        """
         if layout.tp > 1:
             apply_tp(model, mesh["tp"])
         self._blocks = list(model.blocks)
         self._forwards = [block.forward for block in self._blocks]
         dp = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, reduce)
+        )
         # With thousands of shards this is what takes minutes.
         blocks = progress("sharding blocks", "block", items=self._blocks)
         apply_fsdp(model, blocks, mesh[dp], policy)
