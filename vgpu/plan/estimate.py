@@ -52,7 +52,7 @@ def kept_bytes(sizes: TransformerSizes, tokens: int, recompute: str = "full") ->
     numbers = {
         "full": sizes.width,
         "selective": 3 * sizes.width + narrow + sizes.feed_forward,
-        "none": 6 * sizes.width + 2 * narrow + 3 * sizes.feed_forward,
+        "none": 6 * sizes.width + 2 * narrow + sizes.feed_forward_products * sizes.feed_forward,
     }
     return 2 * tokens * numbers[recompute]
 

@@ -45,6 +45,9 @@ RECOMPUTE = ("none", "selective", "full")
 """What of a block backward computes again: nothing, all but attention and every second matrix
 product (torchtitan's "selective op"), or everything (activation checkpointing)."""
 
+REDUCE = ("float32", "bfloat16")
+"""In which type gradients are reduced among ranks."""
+
 SHOW_AFTER_S = 2.0
 """From here on a bar shows how far a prediction is."""
 
@@ -231,6 +234,7 @@ class TransformerStage(nn.Module):
         super().__init__()
         whole = Transformer(dataclasses.replace(sizes, layers=part.layers))
         self.embedding = whole.embedding if part.first else None
+        self.positions = whole.positions if part.first else None
         self.blocks = whole.blocks
         self.norm = whole.norm if part.last else None
         self.output = whole.output if part.last else None
@@ -239,6 +243,8 @@ class TransformerStage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = x if self.embedding is None else self.embedding(x)
+        if self.positions is not None:
+            hidden = hidden + self.positions(torch.arange(x.size(1), device=x.device)[None])
         for block in self.blocks:
             hidden = block(hidden, self.cos, self.sin)
         if self.norm is None or self.output is None:
@@ -260,6 +266,7 @@ def apply_tp(
     """
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "positions": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
         "output": ColwiseParallel(
             input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
@@ -280,6 +287,7 @@ def apply_tp(
     summed = RowwiseParallel(output_layouts=Shard(1))
     if casts is not None:
         gathers, summed = {}, RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+    block: Any
     for block in model.blocks:
         parallelize_module(
             block,
@@ -291,10 +299,10 @@ def apply_tp(
                 "attention.value": ColwiseParallel(),
                 "attention.output": summed,
                 "feed_forward_norm": SequenceParallel(),
-                "feed_forward.gate": ColwiseParallel(),
                 "feed_forward.up": ColwiseParallel(),
                 "feed_forward.down": summed,
                 **gathers,
+                **({"feed_forward.gate": ColwiseParallel()} if block.feed_forward.gate else {}),
             },
         )
         if casts is not None:
@@ -349,7 +357,7 @@ def apply_fsdp(
 class ParallelModel:
     """A model, or a stage of one, as one virtual rank has it; ``module`` is what FSDP2 made of it.
 
-    Parameters are gathered in bfloat16, and gradients reduced in float32.
+    Parameters are gathered in bfloat16.
     """
 
     def __init__(
@@ -358,11 +366,12 @@ class ParallelModel:
         layout: Layout,
         mesh: DeviceMesh,
         *,
+        reduce: str = "float32",
         float8: bool = False,
     ) -> None:
         """model: on the host. Of the whole a GPU need not have room for more than its own part.
 
-        float8: whether the blocks' linear layers multiply in it.
+        reduce: the type in which gradients are reduced, one of ``REDUCE``. float8: whether the blocks' linear layers multiply in it.
         """
         casts = use_float8(model.blocks) if float8 else None
         self._layout = layout
@@ -372,7 +381,9 @@ class ParallelModel:
         self._blocks = list(model.blocks)
         self._forwards = [block.forward for block in self._blocks]
         dp = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, reduce)
+        )
         # With thousands of shards this is what takes minutes.
         blocks = progress("sharding blocks", "block", items=self._blocks)
         apply_fsdp(model, blocks, mesh[dp], policy)

@@ -1,6 +1,7 @@
 """A plan of a training run on a cluster, and what one rank of it takes: time, bytes, tokens."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ import vgpu
 from vgpu.plan import estimate, schedules
 from vgpu.plan.layout import (
     RECOMPUTE,
+    REDUCE,
     Layout,
     ParallelModel,
     adam,
@@ -53,13 +55,18 @@ class Plan:
     """Stages of each rank in a pipeline: above 1 it is interleaved 1F1B, else 1F1B."""
     micro_batches: int | None = None
     """Of a pipeline, into which ``batch`` is divided; None: as many as its ranks, as in torchtitan."""
+    accumulate: int = 1
+    """Without a pipeline: how often a step computes ``batch`` sequences, and reduces their gradients."""
+    reduce: str = "float32"
+    """The type in which gradients are reduced: one of ``REDUCE``."""
     float8: bool = False
     """Whether the linear layers of blocks multiply in float8 (``vgpu.plan.float8``)."""
 
     def __post_init__(self) -> None:
         if self.sequence is None:
             object.__setattr__(self, "sequence", self.sizes.sequence)
-        for name in ("batch", "sequence", "gpus_per_host", "chunks", "micro_batches"):
+        counts = ("batch", "sequence", "gpus_per_host", "chunks", "micro_batches", "accumulate")
+        for name in counts:
             value = getattr(self, name)
             if value is not None or name != "micro_batches":
                 check_count(name, value)
@@ -68,6 +75,8 @@ class Plan:
             raise ValueError(
                 f"recompute must be one of {', '.join(RECOMPUTE)}, got {self.recompute!r}"
             )
+        if self.reduce not in REDUCE:
+            raise ValueError(f"reduce must be one of {', '.join(REDUCE)}, got {self.reduce!r}")
         ranks, each = self.layout.ranks, self.gpus_per_host
         if ranks > MOST_RANKS:
             raise ValueError(
@@ -105,6 +114,11 @@ class Plan:
                     "pipeline: give the layout a pp of at least 2"
                 )
             return
+        if self.accumulate > 1:
+            raise ValueError(
+                f"accumulate ({self.accumulate}) is for plans without a pipeline: in one, batch is "
+                "divided into micro_batches"
+            )
         split_layers(self.sizes.layers, self.layout.pp * self.chunks)
         count = self.schedule.micro_batches
         if self.batch % count:
@@ -169,7 +183,7 @@ class Plan:
     @property
     def tokens(self) -> int:
         """Tokens a step, on all ranks together."""
-        return self.batch * self.sequence * self.layout.dp
+        return self.batch * self.accumulate * self.sequence * self.layout.dp
 
 
 @contextmanager
@@ -203,7 +217,9 @@ class RecordedStep:
 
     @property
     def seconds(self) -> float:
-        return self.timeline.makespan_s
+        missing = self.plan.accumulate - _RECORDED_MICRO_BATCHES
+        more_s = missing * micro_batch_s(self.timeline) if missing > 0 else 0.0
+        return self.timeline.makespan_s + more_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -241,6 +257,23 @@ class Step(RecordedStep):
     @property
     def fits(self) -> bool:
         return self.reserved_bytes <= self.plan.spec.memory_bytes
+
+
+_RECORDED_MICRO_BATCHES = 2
+"""Of a step that accumulates; all others take as long as the second."""
+
+
+def micro_batch_s(timeline: vgpu.Timeline) -> float:
+    """Of a step of two micro-batches: from the end of the first backward to that of the second."""
+    computed = [event for event in timeline.events if event.kind == "kernel" and event.stream == 0]
+    computed.sort(key=lambda event: event.start_s)
+    ends = [
+        event.end_s
+        for event, following in itertools.pairwise(computed)
+        if event.backward and not following.backward
+    ]
+    first, second, *_ = ends
+    return second - first
 
 
 def time_by_cause(
@@ -281,8 +314,9 @@ class Rank:
         """
         self._layout = plan.layout
         whole = Transformer(dataclasses.replace(plan.sizes, sequence=plan.tokens_per_sequence))
+        mesh = plan.layout.mesh("vgpu")
         self._parallel = ParallelModel(
-            whole, plan.layout, plan.layout.mesh("vgpu"), float8=plan.float8
+            whole, plan.layout, mesh, reduce=plan.reduce, float8=plan.float8
         )
         self.model = self._parallel.module
         if takes_a_step:
@@ -296,10 +330,13 @@ class Rank:
         assert plan.layout == self._layout
         self._parallel.configure(plan.recompute, plan.reshard_after_forward)
         size = (plan.batch, plan.tokens_per_sequence)
-        tokens = torch.randint(plan.sizes.vocabulary, size, device="vgpu")
-        with self._parallel.training():
-            # Nothing but the loss holds the logits during the backward pass.
-            F.cross_entropy(self.model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
+        for _ in range(min(plan.accumulate, _RECORDED_MICRO_BATCHES)):
+            tokens = torch.randint(plan.sizes.vocabulary, size, device="vgpu")
+            with self._parallel.training():
+                # Nothing but the loss holds the logits during the backward pass.
+                loss = F.cross_entropy(self.model(tokens).flatten(0, 1).float(), tokens.flatten())
+                loss.backward()
+                del loss
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -342,8 +379,13 @@ class ExtrapolatedStep:
 
     def seconds(self, **costs: Any) -> float:
         """Of a step of the whole model; costs: other ones than recorded, as for ``vgpu.replay``."""
-        few = [s.timeline if not costs else vgpu.replay(s.timeline, **costs) for s in self.steps]
-        return extrapolated(self.plan.sizes.layers, *(timeline.makespan_s for timeline in few))
+        few = [
+            dataclasses.replace(step, timeline=vgpu.replay(step.timeline, **costs))
+            if costs
+            else step
+            for step in self.steps
+        ]
+        return extrapolated(self.plan.sizes.layers, *(step.seconds for step in few))
 
     def tokens_per_s(self, **costs: Any) -> float:
         """Of one GPU."""

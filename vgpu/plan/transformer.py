@@ -15,9 +15,14 @@ def check_count(name: str, value: object) -> None:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
+FORMS = ("llama", "gpt")
+"""Llama's: RMSNorm, rotary positions, SwiGLU with three matrices. GPT's: LayerNorm, learned positions,
+GELU with two. Neither has biases."""
+
+
 @dataclass(frozen=True)
 class TransformerSizes:
-    """The sizes of a decoder-only transformer in the form of Llama."""
+    """The sizes of a decoder-only transformer in the form of Llama or of GPT."""
 
     layers: int
     width: int
@@ -27,12 +32,15 @@ class TransformerSizes:
     vocabulary: int
     sequence: int = 8192  # the longest that it takes
     rotary_base: float = 500_000.0  # Llama 3's; a larger one tells positions apart further away
+    form: str = "llama"  # one of ``FORMS``
 
     def check(self) -> None:
         """ValueError for sizes that no ``Transformer`` can have."""
         for name, count in vars(self).items():
-            if name != "rotary_base":
+            if name not in ("rotary_base", "form"):
                 check_count(name, count)
+        if self.form not in FORMS:
+            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
         base = self.rotary_base
         if isinstance(base, bool) or not isinstance(base, int | float) or base <= 0:
             raise ValueError(f"rotary_base must be a number above 0, got {base!r}")
@@ -60,7 +68,12 @@ class TransformerSizes:
     def block_products(self) -> int:
         """Parameters of a block's matrix products."""
         attention = 2 * self.width * (self.width + self.key_value_width)
-        return attention + 3 * self.width * self.feed_forward
+        return attention + self.feed_forward_products * self.width * self.feed_forward
+
+    @property
+    def feed_forward_products(self) -> int:
+        """Matrices of a block's feed-forward part."""
+        return 3 if self.form == "llama" else 2
 
     @property
     def block_parameters(self) -> int:
@@ -70,7 +83,8 @@ class TransformerSizes:
     @property
     def parameters(self) -> int:
         """Of the whole ``Transformer``."""
-        ends = 2 * self.vocabulary * self.width + self.width
+        positions = 0 if self.form == "llama" else self.sequence
+        ends = (2 * self.vocabulary + positions + 1) * self.width
         return self.layers * self.block_parameters + ends
 
 
@@ -89,8 +103,8 @@ LETTERS = TransformerSizes(2, 128, 4, 4, 256, 96, sequence=64, rotary_base=20.0)
 class Transformer(nn.Module):
     """A decoder-only transformer in the form of Llama: one small enough to train here, or a shape.
 
-    (B, S) integers in, (B, S, vocabulary) logits out. RMSNorm before each part, rotary positions,
-    grouped key and value heads, SwiGLU, no biases.
+    (B, S) integers in, (B, S, vocabulary) logits out. A norm before each part, grouped key and value
+    heads, no biases; the rest as ``FORMS`` says.
     """
 
     cos: torch.Tensor
@@ -99,8 +113,11 @@ class Transformer(nn.Module):
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.positions = (
+            None if sizes.form == "llama" else nn.Embedding(sizes.sequence, sizes.width)
+        )
         self.blocks = nn.ModuleList(TransformerBlock(sizes) for _ in range(sizes.layers))
-        self.norm = RMSNorm(sizes.width)
+        self.norm = norm(sizes)
         self.output = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
         angles = rotary_angles(sizes.sequence, sizes.head_width, sizes.rotary_base)
         self.register_buffer("cos", angles.cos(), persistent=False)
@@ -115,6 +132,8 @@ class Transformer(nn.Module):
             )
         cos, sin = self.cos[:length], self.sin[:length]
         hidden = self.embedding(tokens)  # (B, S, width)
+        if self.positions is not None:
+            hidden = hidden + self.positions(torch.arange(length, device=tokens.device)[None])
         for block in self.blocks:
             hidden = block(hidden, cos, sin)
         return self.output(self.norm(hidden))
@@ -125,9 +144,9 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(sizes.width)
+        self.attention_norm = norm(sizes)
         self.attention = CausalAttention(sizes)
-        self.feed_forward_norm = RMSNorm(sizes.width)
+        self.feed_forward_norm = norm(sizes)
         self.feed_forward = FeedForward(sizes)
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -153,6 +172,10 @@ class RMSNorm(nn.RMSNorm):
         return normal.type_as(x)
 
 
+def norm(sizes: TransformerSizes) -> nn.Module:
+    return RMSNorm(sizes.width) if sizes.form == "llama" else nn.LayerNorm(sizes.width, bias=False)
+
+
 def _keep_size(*layers: nn.Linear) -> None:
     """Begin so that what comes out is about as large as what goes in.
 
@@ -169,6 +192,7 @@ class CausalAttention(nn.Module):
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
         self.head_width, narrow = sizes.head_width, sizes.key_value_width
+        self.is_rotary = sizes.form == "llama"
         self.query = nn.Linear(sizes.width, sizes.width, bias=False)
         self.key = nn.Linear(sizes.width, narrow, bias=False)
         self.value = nn.Linear(sizes.width, narrow, bias=False)
@@ -181,23 +205,31 @@ class CausalAttention(nn.Module):
             layer(hidden).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )  # (B, heads, S, head_width)
-        seen = F.scaled_dot_product_attention(
-            rotated(query, cos, sin), rotated(key, cos, sin), value, is_causal=True, enable_gqa=True
-        )
+        if self.is_rotary:
+            query, key = rotated(query, cos, sin), rotated(key, cos, sin)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return self.output(seen.transpose(1, 2).flatten(-2))
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, 2020): one product decides how much of the other passes."""
+    """SwiGLU (Shazeer, 2020): one product decides how much of the other passes. Or GELU, without gate."""
 
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
-        self.gate = nn.Linear(sizes.width, sizes.feed_forward, bias=False)
+        self.gate = (
+            nn.Linear(sizes.width, sizes.feed_forward, bias=False)
+            if sizes.form == "llama"
+            else None
+        )
         self.up = nn.Linear(sizes.width, sizes.feed_forward, bias=False)
         self.down = nn.Linear(sizes.feed_forward, sizes.width, bias=False)
-        _keep_size(self.gate, self.up, self.down)
+        _keep_size(self.up, self.down)
+        if self.gate is not None:
+            _keep_size(self.gate)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.gate is None:
+            return self.down(F.gelu(self.up(hidden)))
         return self.down(F.silu(self.gate(hidden)) * self.up(hidden))
 
 
