@@ -156,7 +156,12 @@ def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
     for tp, dp_replicate in itertools.product(range(1, plan.gpus_per_host + 1), divisors):
         if ranks % (dp_replicate * tp):
             continue
-        layout = Layout(dp_replicate, ranks // (dp_replicate * tp), tp, cp=cp)
+        try:
+            layout = Layout(
+                dp_replicate, ranks // (dp_replicate * tp), tp, cp=cp, ep=plan.layout.ep
+            )
+        except ValueError:  # as many shards do not divide by ep
+            continue
         batches = [n for n in _BATCHES if sequences is None or n * layout.dp <= sequences]
         gathers = (False, True) if layout.shards > 1 else (True,)
         for batch, recompute, again in itertools.product(batches, RECOMPUTE, gathers):
@@ -171,7 +176,11 @@ def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
 def _too_large_on_paper(plan: Plan) -> str:
     capacity = plan.spec.memory_bytes
     least = functools.partial(
-        estimate.least_bytes, plan.sizes, dp_shard=plan.layout.shards, tp=plan.layout.tp
+        estimate.least_bytes,
+        plan.sizes,
+        dp_shard=plan.layout.shards,
+        tp=plan.layout.tp,
+        ep=plan.layout.ep,
     )
     if least(0) > capacity:
         return _STATE_TOO_LARGE

@@ -88,6 +88,7 @@ class Plan:
                 f"multiple of {each}"
             )
         check_hosts(self.layout, each)
+        self._check_experts()
         self._check_sequence()
         self._check_pipeline()
         self._check_bytes()
@@ -96,6 +97,32 @@ class Plan:
                 f"{self.spec.name} cannot multiply float8 tensors; of the presets, "
                 f"{', '.join(name for name, gpu in vgpu.PRESETS.items() if gpu.fp8_flop_per_s)} can"
             )
+
+    def _check_experts(self) -> None:
+        experts, layout = self.sizes.experts, self.layout
+        if experts is None:
+            if layout.ep > 1:
+                raise ValueError(
+                    f"{layout.ep} ranks of ep have no experts to divide: give sizes with some"
+                )
+            return
+        if experts.count % layout.ep:
+            raise ValueError(
+                f"{experts.count} experts cannot be divided among {layout.ep} ranks of ep"
+            )
+        if layout.ep > 1 and self.recompute == "selective":
+            # FSDP2's hooks of the experts would run in the checkpoint, once more or less in backward.
+            raise ValueError("selective recomputation is not planned with ep: take none or full")
+        if layout.tp > 1:
+            raise ValueError(
+                "experts are planned without tensor parallelism: give ep in place of tp"
+            )
+        if layout.pp > 1:
+            first = split_layers(self.sizes.layers, layout.pp * self.chunks)[0].layers
+            if experts.dense_layers > first:
+                raise ValueError(
+                    f"{experts.dense_layers} dense layers do not fit a first stage of {first}"
+                )
 
     def _check_sequence(self) -> None:
         parts = 2 * self.layout.cp
@@ -135,6 +162,7 @@ class Plan:
             self.layout.shards,
             self.layout.tp * self.layout.pp,
             self.recompute,
+            ep=self.layout.ep,
         )
         if least_bytes > _MOST_BYTES:
             raise ValueError(
