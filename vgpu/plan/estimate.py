@@ -38,7 +38,7 @@ def flop_per_token(sizes: TransformerSizes, sequence: int) -> int:
     2022, PaLM, appendix B). An embedding is looked up, and a norm's weights are no product.
     """
     products = sizes.token_products + sizes.vocabulary * sizes.width
-    return 6 * products + 12 * sizes.layers * sizes.width * sequence
+    return 6 * products + 12 * sizes.layers * sizes.query_width * sequence
 
 
 def kept_bytes(sizes: TransformerSizes, tokens: int, recompute: str = "full") -> int:
@@ -51,8 +51,11 @@ def kept_bytes(sizes: TransformerSizes, tokens: int, recompute: str = "full") ->
     narrow = sizes.key_value_width
     numbers = {
         "full": sizes.width,
-        "selective": 3 * sizes.width + narrow + sizes.least_inside,
-        "none": 6 * sizes.width + 2 * narrow + sizes.feed_forward_products * sizes.least_inside,
+        "selective": sizes.width + 2 * sizes.query_width + narrow + sizes.least_inside,
+        "none": 4 * sizes.width
+        + 2 * sizes.query_width
+        + 2 * narrow
+        + sizes.feed_forward_products * sizes.least_inside,
     }
     return 2 * tokens * numbers[recompute]
 

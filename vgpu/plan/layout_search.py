@@ -155,7 +155,9 @@ def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
     cp = plan.layout.cp
     ranks = plan.layout.ranks // cp
     divisors = [parts for parts in range(1, ranks + 1) if ranks % parts == 0]
-    for tp, dp_replicate in itertools.product(range(1, plan.gpus_per_host + 1), divisors):
+    for tp, dp_replicate in itertools.product(
+        range(1, min(plan.gpus_per_host, ranks) + 1), divisors
+    ):
         if ranks % (dp_replicate * tp):
             continue
         try:

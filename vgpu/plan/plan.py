@@ -31,6 +31,10 @@ from vgpu.units import format_bytes
 MOST_RANKS = 32_768
 """Of a plan. FSDP2 splits each parameter into as many parts as ``dp_shard``, so time grows with it."""
 
+MOST_LAYERS = 1024
+MOST_MICRO_BATCHES = 4096
+"""Of a pipeline: more of them only repeat what fewer do, and each takes time to simulate."""
+
 _NO_LIMIT_BYTES = 2**50  # a plan that does not fit is still counted
 _MOST_BYTES = 2**45  # by the estimate, which leaves a lot out
 
@@ -81,6 +85,11 @@ class Plan:
         if ranks > MOST_RANKS:
             raise ValueError(
                 f"{ranks:,} ranks ({self.layout}) are too many: a plan takes at most {MOST_RANKS:,}"
+            )
+        if self.sizes.layers > MOST_LAYERS:
+            raise ValueError(
+                f"{self.sizes.layers:,} layers are too many: a plan takes at most {MOST_LAYERS:,}, and "
+                "all take as long"
             )
         if ranks > each and ranks % each:
             raise ValueError(
@@ -147,7 +156,11 @@ class Plan:
                 "divided into micro_batches"
             )
         split_layers(self.sizes.layers, self.layout.pp * self.chunks)
-        count = self.schedule.micro_batches
+        count = self.micro_batches or self.layout.pp
+        if count > MOST_MICRO_BATCHES:
+            raise ValueError(
+                f"{count:,} micro_batches are too many: a plan takes at most {MOST_MICRO_BATCHES:,}"
+            )
         if self.batch % count:
             raise ValueError(
                 f"a batch of {self.batch} cannot be divided into {count} micro-batches: make it a "

@@ -37,11 +37,12 @@ class TransformerSizes:
     rotary_base: float = 500_000.0  # Llama 3's; a larger one tells positions apart further away
     form: str = "llama"  # one of ``FORMS``
     experts: ExpertSizes | None = None  # in place of the feed-forward part of blocks
+    head_size: int | None = None  # width of a head, where it is not width / heads
 
     def check(self) -> None:
         """ValueError for sizes that no ``Transformer`` can have."""
         for name, count in vars(self).items():
-            if name not in ("rotary_base", "form", "experts"):
+            if name not in ("rotary_base", "form", "experts", "head_size"):
                 check_count(name, count)
         if self.experts is not None:
             self.experts.check()
@@ -54,7 +55,14 @@ class TransformerSizes:
         base = self.rotary_base
         if isinstance(base, bool) or not isinstance(base, int | float) or base <= 0:
             raise ValueError(f"rotary_base must be a number above 0, got {base!r}")
-        if self.width % (2 * self.heads):
+        if self.head_size is not None:
+            check_count("head_size", self.head_size)
+            if self.head_size % 2:
+                raise ValueError(
+                    f"head_size must be even, since rotary positions turn pairs of numbers, got "
+                    f"{self.head_size}"
+                )
+        elif self.width % (2 * self.heads):
             raise ValueError(
                 f"a width of {self.width} cannot be divided among {self.heads} heads, each of an "
                 "even width: rotary positions turn pairs of numbers"
@@ -67,7 +75,12 @@ class TransformerSizes:
 
     @property
     def head_width(self) -> int:
-        return self.width // self.heads
+        return self.head_size or self.width // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Of all heads side by side."""
+        return self.head_width * self.heads
 
     @property
     def key_value_width(self) -> int:
@@ -83,7 +96,7 @@ class TransformerSizes:
 
     @property
     def _attention_products(self) -> int:
-        return 2 * self.width * (self.width + self.key_value_width)
+        return 2 * self.width * (self.query_width + self.key_value_width)
 
     @property
     def token_products(self) -> int:
@@ -261,10 +274,10 @@ class CausalAttention(nn.Module):
         super().__init__()
         self.head_width, narrow = sizes.head_width, sizes.key_value_width
         self.is_rotary = sizes.form == "llama"
-        self.query = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.query = nn.Linear(sizes.width, sizes.query_width, bias=False)
         self.key = nn.Linear(sizes.width, narrow, bias=False)
         self.value = nn.Linear(sizes.width, narrow, bias=False)
-        self.output = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.output = nn.Linear(sizes.query_width, sizes.width, bias=False)
         _keep_size(self.value, self.output)
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
