@@ -213,6 +213,19 @@ class Shares(NamedTuple):
     speed_spread: float = 0.0
 
 
+def _check(run: Run) -> None:
+    ranks, samples = run.tp * run.pp, run.dp * run.micro_batch
+    if run.gpus % ranks:
+        raise ValueError(f"{run.gpus} GPUs do not divide into TP {run.tp} × PP {run.pp}")
+    if run.batch % samples:
+        raise ValueError(
+            f"a batch of {run.batch} does not divide into micro-batches of {run.micro_batch} on each "
+            f"of {run.dp} data-parallel ranks"
+        )
+    if run.tp > GPUS_PER_HOST and run.tp % GPUS_PER_HOST:
+        raise ValueError(f"TP {run.tp} does not fill hosts of {GPUS_PER_HOST} GPUs")
+
+
 class _Seconds(NamedTuple):
     forward: float
     backward: float
@@ -221,6 +234,7 @@ class _Seconds(NamedTuple):
 
 def step_s(run: Run, shares: Shares) -> float:
     """Seconds of one step of the whole training."""
+    _check(run)
     parts = recorded(run)
     layer, embedding, loss = (_seconds(part, run, shares) for part in parts)
     costs = vgpu.CostModel(run.gpu, network=vgpu.NETWORKS[run.network], gpus_per_host=GPUS_PER_HOST)
