@@ -428,11 +428,17 @@ class ParallelModel:
         with loss_context(self._layout), attention_context(self._context):
             yield
 
-    def configure(self, recompute: str, reshard_after_forward: bool) -> None:
-        """Set what may change from step to step: one of ``RECOMPUTE``, and FSDP2's option."""
+    def configure(
+        self, recompute: str, reshard_after_forward: bool, recompute_every: int = 1
+    ) -> None:
+        """Set what may change from step to step: one of ``RECOMPUTE``, and FSDP2's option.
+
+        recompute_every: of so many blocks, one is recomputed.
+        """
         block: Any
-        for block, forward in zip(self._blocks, self._forwards, strict=True):
-            block.forward = _recomputed(forward, recompute)
+        for index, (block, forward) in enumerate(zip(self._blocks, self._forwards, strict=True)):
+            again = index % recompute_every == 0
+            block.forward = _recomputed(forward, recompute if again else "none")
             block.set_reshard_after_forward(reshard_after_forward, recurse=False)
             if self._layout.ep > 1 and isinstance(block.feed_forward, Experts):
                 own: Any = block.feed_forward.own

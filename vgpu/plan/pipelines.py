@@ -207,7 +207,7 @@ class _StageRank:
             for stage, layers in self._layers.items()
         }
         for model in models.values():
-            model.configure(plan.recompute, plan.reshard_after_forward)
+            model.configure(plan.recompute, plan.reshard_after_forward, plan.recompute_every)
         self._stages = {stage: model.module for stage, model in models.items()}
         self.training = next(iter(models.values())).training
         """The context of an action, whichever stage's."""

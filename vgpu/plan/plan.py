@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,6 +53,8 @@ class Plan:
     recompute: str = "none"
     """What of a block backward computes again: one of ``RECOMPUTE``."""
     reshard_after_forward: bool = True
+    recompute_every: int = 1
+    """Of so many blocks, one is recomputed, as ``recompute`` says; the others keep all."""
     gpu: str | vgpu.GPUSpec = "H100"
     gpus_per_host: int = 8
     network: str = "InfiniBand NDR"
@@ -70,7 +73,7 @@ class Plan:
         if self.sequence is None:
             object.__setattr__(self, "sequence", self.sizes.sequence)
         counts = ("batch", "sequence", "gpus_per_host", "chunks", "micro_batches", "accumulate")
-        for name in counts:
+        for name in (*counts, "recompute_every"):
             value = getattr(self, name)
             if value is not None or name != "micro_batches":
                 check_count(name, value)
@@ -369,7 +372,7 @@ class Rank:
     def train(self, plan: Plan) -> None:
         """One step."""
         assert plan.layout == self._layout
-        self._parallel.configure(plan.recompute, plan.reshard_after_forward)
+        self._parallel.configure(plan.recompute, plan.reshard_after_forward, plan.recompute_every)
         size = (plan.batch, plan.tokens_per_sequence)
         for _ in range(min(plan.accumulate, _RECORDED_MICRO_BATCHES)):
             tokens = torch.randint(plan.sizes.vocabulary, size, device="vgpu")
@@ -397,9 +400,20 @@ LAYERS = (4, 5)
 fewer than four layers the most bytes are allocated at another point of the step."""
 
 
-def extrapolated(layers: int, few: float, more: float) -> float:
-    """What a model of so many layers takes, from what models of ``LAYERS`` take."""
-    return more + (layers - LAYERS[1]) * (more - few)
+def extrapolated(
+    layers: int, few: float, more: float, *, counts: tuple[int, int] = LAYERS
+) -> float:
+    """What a model of so many layers takes, from what models of ``counts`` layers take."""
+    return more + (layers - counts[1]) * (more - few) / (counts[1] - counts[0])
+
+
+def few_layers(plan: Plan) -> tuple[int, int]:
+    """How many layers ``extrapolate`` records: ``LAYERS``, or multiples of ``recompute_every``."""
+    every = plan.recompute_every
+    if every == 1:
+        return LAYERS
+    few = every * math.ceil(LAYERS[0] / every)
+    return few, few + every
 
 
 def with_layers(plan: Plan, layers: int) -> Plan:
@@ -426,7 +440,8 @@ class ExtrapolatedStep:
             else step
             for step in self.steps
         ]
-        return extrapolated(self.plan.sizes.layers, *(step.seconds for step in few))
+        counts = few_layers(self.plan)
+        return extrapolated(self.plan.sizes.layers, *(step.seconds for step in few), counts=counts)
 
     def tokens_per_s(self, **costs: Any) -> float:
         """Of one GPU."""
@@ -443,7 +458,11 @@ class ExtrapolatedStep:
 
     def _by_cause(self, few: dict[str, Any], more: dict[str, Any]) -> dict[str, float]:
         layers = self.plan.sizes.layers
-        return {n: extrapolated(layers, few.get(n, 0.0), more.get(n, 0.0)) for n in more | few}
+        counts = few_layers(self.plan)
+        return {
+            name: extrapolated(layers, few.get(name, 0.0), more.get(name, 0.0), counts=counts)
+            for name in more | few
+        }
 
 
 def extrapolate(plan: Plan, **costs: Any) -> ExtrapolatedStep:
@@ -457,15 +476,16 @@ def extrapolate(plan: Plan, **costs: Any) -> ExtrapolatedStep:
             f"a plan of {plan.layout.pp} stages cannot be extrapolated from few layers, which are "
             "too few to divide alike: ask predict() for the whole of it"
         )
-    if plan.sizes.layers < LAYERS[1]:
+    counts = few_layers(plan)
+    if plan.sizes.layers < counts[1]:
         raise ValueError(
             f"a model of {plan.sizes.layers} layers is small enough for predict(); extrapolate() "
-            f"records {LAYERS[0]} and {LAYERS[1]}"
+            f"records {counts[0]} and {counts[1]}"
         )
     plan, costs = plan.taking(costs)
     with on_cluster(plan):
         few, more = (
             Rank(small, takes_a_step=False).recorded(small, **costs)
-            for small in (with_layers(plan, layers) for layers in LAYERS)
+            for small in (with_layers(plan, layers) for layers in counts)
         )
     return ExtrapolatedStep(plan, (few, more))
