@@ -31,15 +31,11 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 from tqdm.auto import tqdm
 
 from vgpu.plan.experts import Experts
 from vgpu.plan.float8 import LastCast, gather_input, scatter_output, use_float8
+from vgpu.plan.recomputation import recomputed
 from vgpu.plan.transformer import Transformer, TransformerBlock, TransformerSizes, check_count
 
 RECOMPUTE = ("none", "selective", "full")
@@ -438,7 +434,7 @@ class ParallelModel:
         block: Any
         for index, (block, forward) in enumerate(zip(self._blocks, self._forwards, strict=True)):
             again = index % recompute_every == 0
-            block.forward = _recomputed(forward, recompute if again else "none")
+            block.forward = recomputed(forward, recompute if again else "none")
             block.set_reshard_after_forward(reshard_after_forward, recurse=False)
             if self._layout.ep > 1 and isinstance(block.feed_forward, Experts):
                 own: Any = block.feed_forward.own
@@ -465,35 +461,6 @@ def adam_with_state(module: nn.Module) -> torch.optim.AdamW:
     optimizer.step()
     optimizer.zero_grad()
     return optimizer
-
-
-def _recomputed(forward: Any, recompute: str) -> Any:
-    if recompute == "none":
-        return forward
-    options: dict[str, Any] = (
-        {"context_fn": _keep_every_second_product} if recompute == "selective" else {}
-    )
-    return functools.partial(checkpoint, forward, use_reentrant=False, **options)
-
-
-def _keep_every_second_product() -> Any:
-    """torchtitan's selective activation checkpointing: what to keep of a block, besides its input."""
-    products = {False: 0, True: 0}
-    multiplies = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}
-    kept = {
-        torch.ops.aten.amax.default,  # of what is cast to float8
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    }
-
-    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = func in kept
-        if func in multiplies:
-            products[context.is_recompute] += 1
-            keeps = products[context.is_recompute] % 2 == 1
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
 
 
 @contextmanager
