@@ -28,8 +28,8 @@ class Row(NamedTuple):
 
 
 _UNEXPLAINED = (
-    "Float8 with asynchronous tensor parallelism is too slow by what its gathers would save: here only the "
-    "reduce-scatters run in pieces. The two longest sequences are unexplained: their attention took 1.7 "
+    "Asynchronous tensor parallelism gains too little with float8, since only its reduce-scatters run in "
+    "pieces here, and its gathers do not. The two longest sequences are unexplained: their attention took 1.7 "
     "times what is predicted, which is what the last of 4 or 8 ranks would take if sequences were cut "
     "without balance, 1.75 and 1.88 times; but two ranks took 1.2 times only, and one 1.3. Of Qwen3 "
     "several things are known: DeepEP sends a token once to each rank that has any of its eight "
