@@ -109,8 +109,8 @@ _PIPELINES = (
 )
 _FLOAT8 = (
     "float8 is not predicted here (the section on float8 does it for 8B and 70B). It made 70B 1.44 "
-    "times as fast and 8B 1.16 times, with asynchronous tensor parallelism in both (942 beside 652 tokens/s/GPU, 5,570 beside 4,809; the same file), so "
-    "bfloat16 should lie about as far below what was published of 405B. With asynchronous tensor "
+    "times as fast and 8B 1.16 times, with asynchronous tensor parallelism in both (942 beside 652 "
+    "tokens/s/GPU, 5,570 beside 4,809; the same file), so bfloat16 should lie about as far below what was published of 405B. With asynchronous tensor "
     "parallelism it is predicted at"
 )
 _NOT_KEPT = (
