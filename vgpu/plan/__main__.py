@@ -90,6 +90,7 @@ _COUNTS = {
     "gpus_per_host": f"GPUs of a host (default: {Plan.gpus_per_host})",
     "chunks": "stages of each rank in a pipeline: 1 for 1F1B, more for interleaved 1F1B "
     f"(default: {Plan.chunks})",
+    "recompute_every": f"of so many blocks, one is recomputed (default: {Plan.recompute_every})",
     "accumulate": "times that a step computes the batch before it updates, without a pipeline "
     f"(default: {Plan.accumulate})",
     "micro_batches": "into which a pipeline divides the batch (default: as many as stages)",
