@@ -175,7 +175,6 @@ class Recording:
         self.stream_numbers: dict[tuple[Any, ...], int] = {}  # of process groups
         self._accesses = Accesses(self.program, timeline)
         self._fuses = costs.fuses
-        self._kept: list[object] = []
         self._work: dict[tuple[Any, ...], Workload] = {}
 
     # Operations, as vgpu/tensor/tensor.py tells of them
@@ -389,10 +388,6 @@ class Recording:
             current, _ = self.call_sites.of("wait", tensor._gpu, note=False)
             self.program.wait_operation(current, done)
 
-    def keep(self, work: object) -> None:
-        """Let something live as long as the recording."""
-        self._kept.append(work)
-
     # Where elementwise operations are fused
 
     def _need_before(
@@ -421,8 +416,9 @@ class Recording:
         self._need(writes, host)
         writers = [None if write is None else write.event for write in writes]
         factors = None
-        if name == "mm" and len(on_gpus) == 2:  # not into a given tensor
-            left, right = on_gpus
+        # Not into a given tensor; one of float8 has two scales besides.
+        if (name, len(on_gpus)) in (("mm", 2), ("_scaled_mm", 4)):
+            left, right, *_ = on_gpus
             if left.layout is torch.strided and left.stride(1) == 1:
                 factors = Factors(writers[0], touched_bytes(left), touched_bytes(right))
         return Operands(tuple(w for w in writers if w is not None), factors=factors)
