@@ -391,8 +391,9 @@ class Recording:
         self._need(writes, host)
         writers = [None if write is None else write.event for write in writes]
         factors = None
-        if name == "mm" and len(on_gpus) == 2:  # not into a given tensor
-            left, right = on_gpus
+        # Not into a given tensor; one of float8 has two scales besides.
+        if (name, len(on_gpus)) in (("mm", 2), ("_scaled_mm", 4)):
+            left, right, *_ = on_gpus
             if left.layout is torch.strided and left.stride(1) == 1:
                 factors = Factors(writers[0], touched_bytes(left), touched_bytes(right))
         return Operands(tuple(w for w in writers if w is not None), factors=factors)
