@@ -35,7 +35,7 @@ from vgpu.plan.plan import Plan, Rank, Step, on_cluster, time_by_cause
 from vgpu.plan.schedules import BACKWARD, FORWARD, Action, Box, Schedule, SimulatedSchedule
 from vgpu.profiling.peaks import PeakByCause
 from vgpu.time.simulate import replay_beside
-from vgpu.time.timeline import TraceEvent, in_order, union_s
+from vgpu.time.timeline import HostRange, TraceEvent, in_order, union_s
 
 
 def predict(plan: Plan, **costs: Any) -> Step:
@@ -409,11 +409,15 @@ def _timeline(
     count = simulated.schedule.devices
     devices = [torch.device("vgpu", index) for index in range(count)]
     events: list[TraceEvent] = []
+    ranges: list[HostRange] = []
     makespan_s = 0.0
     for device, row, update in zip(devices, simulated.boxes, updates, strict=True):
         for box in row:
             name = simulated.schedule.text(box.action)
-            events += _moved(timelines[box.action], device, box.start, name)
+            part = timelines[box.action]
+            events += _moved(part, device, box.start, name)
+            end_s = box.start + part.makespan_s
+            ranges.append(HostRange(name, "range", device, 0, False, box.start, end_s))
         reduced_s = _reduced_s(row, timelines)
         events += _moved(update, device, reduced_s, "update")
         makespan_s = max(makespan_s, reduced_s + update.makespan_s)
@@ -425,6 +429,7 @@ def _timeline(
         makespan_s,
         makespan_s,
         [index * plan.layout.ranks_per_stage for index in range(count)],
+        host_ranges=ranges,
     )
 
 

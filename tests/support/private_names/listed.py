@@ -69,11 +69,12 @@ RELIANCES = (
         ),
     ),
     Reliance(
-        "what an operator's schema says, and for which keys it has kernels",
-        "Ask the registry another way (torch.library, torch._ops) in tensor/operators.py and "
-        "tensor/kernels.py; as a last resort try the operator on a CPU tensor once.",
+        "which operators there are, what their schemas say, and for which keys they have kernels",
+        "Ask the registry another way (torch.library, torch._ops) in tensor/operators.py, "
+        "tensor/kernels.py and collectives/dispatch.py; as a last resort try the operator on a CPU tensor once.",
         (
             "torch._C.FunctionSchema",
+            "torch._C._dispatch_get_all_op_names",
             "torch._C._dispatch_has_kernel",
             "torch._C._dispatch_has_kernel_for_dispatch_key",
             "torch._ops.OpOverloadPacket",
@@ -351,6 +352,12 @@ RELIANCES = (
             "torch.distributed.distributed_c10d._world.group_count",
             "torch.distributed.distributed_c10d._world.pg_map",
         ),
+    ),
+    Reliance(
+        "PyTorch's own report on a memory snapshot, in lesson 16",
+        "Look in torch/cuda for what reads the dictionary of torch.cuda.memory._snapshot now, and "
+        "compare vgpu/memory/snapshot.py with it.",
+        ("torch.cuda._memory_viz",),
     ),
     Reliance(
         "torch.compile and flex_attention on virtual GPUs",
