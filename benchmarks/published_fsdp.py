@@ -13,7 +13,8 @@ stated: 400 Gb/s a GPU is taken; A100s had 1,600 Gb/s of RoCE a host.
 IBM: 128 A100 80 GB at 400 Gb/s a host, sequence 4096, batch 2, torch.compile, bfloat16 reduction.
 
 One figure is fitted in each table, to the row named: arithmetic's share. How much GPUs differ is
-measured elsewhere (SPREAD), and NCCL's kernels take multiprocessors from those beside them (PROCESSORS).
+measured elsewhere (SPREAD), and NCCL's kernels take two multiprocessors for each adapter of the host from
+those beside them (CostModel.collective_processors has the source).
 """
 
 import csv
@@ -45,7 +46,6 @@ GPUS = {  # by the first word of llm-foundry's names, with their memory in GB
     "a100_80gb": (A100_80, "InfiniBand HDR"),  # 200 Gb/s a GPU, as their RoCE
     "a100_40gb": (vgpu.get_spec("A100"), "InfiniBand HDR"),
 }
-PROCESSORS = 16  # of NCCL's kernels over eight adapters: source at CostModel.collective_processors
 FITTED = ("7b", 2048, 8)  # model, sequence and GPUs of the row; else the file's first
 
 
@@ -125,10 +125,19 @@ def flop_per_token(plan: Plan) -> float:
     return flop * (1 + 1 / 3 / plan.recompute_every) if plan.recompute == "full" else flop
 
 
+def _processors(plan: Plan) -> int:
+    adapters = vgpu.NETWORKS[plan.network].adapters_per_host
+    return 2 * (plan.gpus_per_host if adapters is None else adapters)
+
+
 def predicted(rows: list[Row], fitted: Row, **costs: object) -> tuple[list[Predicted], float]:
     """Each row from the share of arithmetic that meets the fitted one, and that share."""
-    beside = {"speed_spread": SPREAD, "collective_processors": PROCESSORS}
-    steps = [extrapolate(row.plan, **beside, **costs) for row in rows]
+    steps = [
+        extrapolate(
+            row.plan, speed_spread=SPREAD, collective_processors=_processors(row.plan), **costs
+        )
+        for row in rows
+    ]
     plan = fitted.plan
     step = steps[rows.index(fitted)]
     share = vgpu.fit_share(
@@ -163,7 +172,7 @@ def main(path: Path = ROWS) -> str:
             "",
             "IBM's Llama 2 (fms-fsdp):",
             "",
-            *_table(IBM, IBM[0], fuses=True),
+            *_table(IBM, IBM[-1], fuses=True),
         ]
     )
 

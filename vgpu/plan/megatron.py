@@ -6,15 +6,15 @@ what later trainings do otherwise.
 
 A layer (megatron_layers.py), the embedding, the loss and the optimizer's step are recorded as one rank
 of the tensor parallel group, elementwise chains fused as Megatron-LM's kernels are. Each takes as long
-as the GPU does, and longer where the host takes about as long or more: see ``CALL_S``. The stages run the schedules of
-``vgpu.plan.schedules``; a rank's neighbors are those of its tensor-parallel group, then come data
-parallel ones, then stages. A stage that sends waits until it has arrived, as Megatron-LM of 2021 does,
-over all adapters of the host at once (4.1 there). Behind it come the all-reduce of gradients, which
-nothing hides, and the optimizer; with ``shards_optimizer`` and ``overlaps`` as in Megatron-Core's
-distributed optimizer.
+as the GPU does, and longer where the host takes about as long or more: see ``CALL_S``. The stages run
+the schedules of ``vgpu.plan.schedules``; a rank's neighbors are those of its tensor-parallel group, then
+come data-parallel ones, then stages. A stage that sends waits until it has arrived, as Megatron-LM of
+2021 does, over all adapters of the host at once (4.1 there). Behind it come the all-reduce of
+gradients, which nothing hides, and the optimizer; with ``shards_optimizer`` and ``overlaps`` as in
+Megatron-Core's distributed optimizer.
 
-Not modelled: the all-reduce of the embedding's gradients between first and last stage,
-and products that are slower than others because of their sizes.
+Not modelled: the all-reduce of the embedding's gradients between first and last stage, and products
+that are slower than others because of their sizes.
 """
 
 import dataclasses
@@ -222,6 +222,8 @@ def _check(run: Run) -> None:
             f"a batch of {run.batch} does not divide into micro-batches of {run.micro_batch} on each "
             f"of {run.dp} data-parallel ranks"
         )
+    if run.sizes.key_value_heads is not None and not run.flash:
+        raise ValueError("grouped queries are planned with fused attention only: give flash=True")
     if run.tp > GPUS_PER_HOST and run.tp % GPUS_PER_HOST:
         raise ValueError(f"TP {run.tp} does not fill hosts of {GPUS_PER_HOST} GPUs")
 

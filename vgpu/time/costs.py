@@ -125,6 +125,9 @@ class CostModel:
       to 0.97 (Ultra-Scale Playbook, 2025).
     - ``network_share``: of the adapters between hosts; 0.8 is assumed as well.
 
+    ``attention`` says whose fused attention kernels run, and those have measured speeds instead of a share
+    (attention.py): PyTorch's ``scaled_dot_product_attention`` has FlashAttention 2.
+
     The times of the host are orders of magnitude, not a datasheet's: a call from Python costs
     PyTorch some 10 µs, a call from the autograd engine, in C++, half of that, a kernel some 2 µs
     to start and to drain. ``locked_share`` is the part of a Python call under the interpreter's
