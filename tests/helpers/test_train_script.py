@@ -108,8 +108,8 @@ def test_a_killed_training_ends_bit_for_bit_as_an_undisturbed_one(run, tmp_path)
     [
         ("--dp-shard 3", "1 ranks are not dp_replicate 1 × dp_shard 3 × tp 1"),
         ("--tp 2", "1 ranks are not dp_replicate 1 × dp_shard 1 × tp 2"),
-        ("--width 100 --heads 8", "--width 100 does not divide into 16 equal parts"),
-        ("--batch 0", "--batch 0 does not divide into 1 equal parts"),
+        ("--batch 0", "0 sequences in a batch do not divide into 1 equal parts"),
+        ("--layers -1", "layers must be at least 1, got -1"),
     ],
 )
 def test_what_does_not_divide_is_refused_in_a_sentence(monkeypatch, capsys, options, message):

@@ -43,6 +43,7 @@ ORDER = [
     "helpers.data",
     "helpers.text",
     "helpers.gpt",
+    "helpers.checkpoints",
     "helpers.plots",
     "helpers.widgets",
     "helpers.checks",
