@@ -121,7 +121,7 @@ class Transformer(nn.Module):
                 whole = torch.ones(parameter.shape)
             else:
                 scale = 1.0 if name == "embedding.weight" else parameter.size(-1) ** -0.5
-                whole = scale * torch.randn(parameter.shape, generator=generator)
+                whole = torch.empty(parameter.shape).normal_(0, scale, generator=generator)
             whole = whole.to(parameter.device)
             if isinstance(parameter, DTensor):
                 mesh, placements = parameter.device_mesh, parameter.placements
