@@ -45,6 +45,7 @@ ORDER = [
     "helpers.text",
     "helpers.gpt",
     "helpers.checkpoints",
+    "helpers.script",
     "helpers.plots",
     "helpers.widgets",
     "helpers.checks",
