@@ -1,4 +1,4 @@
-"""The GPT that ``notebooks/train.py`` trains: its sizes, and its plan for tensor parallelism."""
+"""What ``notebooks/train.py`` knows of its model: sizes, and how tensor parallelism divides it."""
 
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -8,11 +8,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from vgpu.plan.transformer import LETTERS, LLAMA, Transformer, TransformerSizes
-
-__all__ = ["MODELS", "TENSOR_PLAN", "Transformer", "TransformerSizes"]
+from vgpu.plan.transformer import LETTERS, LLAMA
 
 MODELS = {"letters": LETTERS, **LLAMA}
+"""Sizes of a ``Transformer``: one that learns here, and those of Llama 3.1."""
 
 TENSOR_PLAN = {  # between the products, each rank has a part of every sequence: Shard(1)
     "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),

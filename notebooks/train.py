@@ -36,8 +36,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from helpers.checkpoints import CheckpointRefused, Checkpoints, load_whole
-from helpers.gpt import MODELS, TENSOR_PLAN, Transformer, TransformerSizes
+from helpers.gpt import MODELS, TENSOR_PLAN
 from helpers.text import batches, letters
+from vgpu.plan.transformer import Transformer, TransformerSizes
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "V100": 125}  # dense, 16 bits

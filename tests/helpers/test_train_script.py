@@ -131,8 +131,8 @@ def test_on_a_cluster_it_predicts_the_step_that_a_plan_predicts():
     sizes = dataclasses.replace(LLAMA["8B"], layers=8)
     layouts = {
         "--cluster 1x8 {} --batch 8": Plan(sizes, Layout(dp_shard=8), recompute="full"),
-        "--cluster 2x8 {} --batch 4 --tp 8 --dp-replicate 2": Plan(
-            sizes, Layout(dp_replicate=2, tp=8), batch=2, recompute="full"
+        "--cluster 2x8 {} --batch 8 --tp 8": Plan(
+            sizes, Layout(dp_shard=2, tp=8), batch=4, recompute="full"
         ),
     }
     for line, plan in layouts.items():
@@ -158,7 +158,10 @@ def test_a_whole_state_dict_is_loaded_into_shards(run, tmp_path):
     ("content", "message"),
     [
         (b"no checkpoint", "cannot read .*bad.pt: "),
-        ({"norm.weight": torch.ones(3)}, "bad.pt is of another model: embedding.weight is None there"),
+        (
+            {"norm.weight": torch.ones(3)},
+            "bad.pt is of another model: embedding.weight is None there",
+        ),
     ],
 )
 def test_weights_that_are_none_are_refused_in_a_sentence(run, tmp_path, capfd, content, message):
