@@ -3,7 +3,10 @@
     python train.py                                                      one process
     torchrun --nproc-per-node 4 train.py --checkpoints run               four GPUs, sharded by FSDP2
     torchrun --nproc-per-node 4 -m vgpu train.py --dp-shard 2 --tp 2     four virtual GPUs
-    python -m vgpu --cluster 8x8 --gpu H100 train.py --model 8B          one step on 64, predicted
+
+and on 64 H100s that do not exist, where its second step is predicted:
+
+    python -m vgpu --cluster 8x8 --gpu H100 train.py --model 8B --batch 64 --bf16 --recompute
 
 It learns letters from Python's own documentation; for a run of your own, put other samples
 in the place of ``batches``, and your model in that of ``Transformer``. The same command again goes
