@@ -227,17 +227,13 @@ def _served(given: dict[str, Any]) -> str:
     _refuse([name for name in given if name not in known], given, "of no use with --serve")
     own = {name: value for name, value in given.items() if name in _SIZES}
     sizes = dataclasses.replace(LLAMA[given.get("model", "8B")], **own)
-    degrees = {
-        name: given[name] for name in ("tp", "pp", "weight_bits", "cache_bits") if name in given
-    }
-    costs = {
-        name: given[name]
-        for name in ("gpu", "gpus_per_host", "network", "arithmetic_share")
-        if name in given
-    }
+    degrees = {name: given[name] for name in ("tp", "pp", *_SERVE) if name in given}
+    lengths = degrees.pop("prompt", 1024), degrees.pop("output", 256)
+    rates = ("gpu", "gpus_per_host", "network", "arithmetic_share")
+    costs: dict[str, Any] = {name: given[name] for name in rates if name in given}
     cost = serving.DEFAULT_COST.changed(costs)
     server = serving.Server(sizes, cost=cost, **degrees)
-    return serving.report(server, given.get("prompt", 1024), given.get("output", 256))
+    return serving.report(server, *lengths)
 
 
 def _refuse(names: Iterable[str], given: dict[str, Any], why: str) -> None:

@@ -12,7 +12,6 @@ fragments of the cache, scaling factors of float8, sequences that share a prefix
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable
 
@@ -58,6 +57,10 @@ class Server:
     """The part of a GPU's memory that weights and cache may take (vLLM's gpu_memory_utilization)."""
     cost: CostModel = DEFAULT_COST
     """The GPU, its links and network, and the shares of their peaks that are reached."""
+    _products: dict[tuple[int, ...], float] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Seconds of the matrix products so far: most forwards have the same."""
 
     def __post_init__(self) -> None:
         self.sizes.check()
@@ -193,9 +196,8 @@ class Server:
         """Of one rank's keys, or values: at least one head."""
         return self.sizes.head_width * max(1, self.sizes.key_value_heads // self.tp)
 
-    @functools.lru_cache(100_000)  # noqa: B019  a server is a small value, and its steps repeat
     def _forward_s(self, tokens: int, sequences: int, pairs: int, read: int) -> float:
-        sizes, tp, cost = self.sizes, self.tp, self.cost
+        sizes, tp, cost, bits = self.sizes, self.tp, self.cost, self.weight_bits
         width, narrow = sizes.width // tp, self._key_value_width
         hidden_bytes = tokens * sizes.width * _ACTIVATION_BYTES
         gated_bytes = tokens * sizes.feed_forward // tp * _ACTIVATION_BYTES
@@ -207,28 +209,32 @@ class Server:
         block_s = sum(
             [
                 2 * self._move_s(4 * hidden_bytes),  # a norm, and the sum before it
-                self._product_s(tokens, sizes.width, width + 2 * narrow),
+                self._product_s(tokens, sizes.width, width + 2 * narrow, bits),
                 self._move_s(2 * tokens * (width + narrow) * _ACTIVATION_BYTES),  # rotary positions
                 cost.kernel_time_s(attention),
-                self._product_s(tokens, width, sizes.width),
-                self._product_s(tokens, sizes.width, 2 * sizes.feed_forward // tp),
+                self._product_s(tokens, width, sizes.width, bits),
+                self._product_s(tokens, sizes.width, 2 * sizes.feed_forward // tp, bits),
                 self._move_s(3 * gated_bytes),
-                self._product_s(tokens, sizes.feed_forward // tp, sizes.width),
+                self._product_s(tokens, sizes.feed_forward // tp, sizes.width, bits),
                 2 * self.all_reduce_s(hidden_bytes),
             ]
         )
         output_s = self._product_s(sequences, sizes.width, math.ceil(sizes.vocabulary / tp), 16)
         return sizes.layers * block_s + output_s + self._sends_s(hidden_bytes)
 
-    def _product_s(self, rows: int, inner: int, columns: int, bits: int | None = None) -> float:
-        bits = bits or self.weight_bits
-        written = rows * columns * _ACTIVATION_BYTES
-        size_bytes = (rows * inner + inner * columns) * bits // 8 + written
-        kind = FLOAT8 if bits == 8 else BFLOAT16
-        product = Product(1, rows, inner, columns, written)
-        return self.cost.kernel_time_s(
-            Workload(2 * rows * inner * columns, size_bytes, kind, product)
-        )
+    def _product_s(self, rows: int, inner: int, columns: int, bits: int) -> float:
+        key = rows, inner, columns, bits
+        if key not in self._products:
+            written = rows * columns * _ACTIVATION_BYTES
+            size_bytes = (rows * inner + inner * columns) * bits // 8 + written
+            work = Workload(
+                2 * rows * inner * columns,
+                size_bytes,
+                FLOAT8 if bits == 8 else BFLOAT16,
+                Product(1, rows, inner, columns, written),
+            )
+            self._products[key] = self.cost.kernel_time_s(work)
+        return self._products[key]
 
     def _move_s(self, size_bytes: int) -> float:
         return self.cost.kernel_time_s(Workload(0, size_bytes))
