@@ -120,8 +120,7 @@ def token_times(streams: Mapping[str, Sequence[float]], arrival_s: float) -> Non
         "virtual time; dashed: the prompt",
     )
     longest = {
-        name: max(b - a for a, b in itertools.pairwise(times))
-        for name, times in streams.items()
+        name: max(b - a for a, b in itertools.pairwise(times)) for name, times in streams.items()
     }
     summary = ", ".join(f"{name}: {format_seconds(gap_s)}" for name, gap_s in longest.items())
     show(fig, f"Marks for one user's tokens over time. The longest gap between two: {summary}.")
