@@ -14,7 +14,7 @@ ROUTES = (
     ("old code: written before 2018, or with DataParallel", ("02", "03", "05")),
     (
         "large models: one GPU does not hold them",
-        ("06", "07", "08", "11", "12", "13", "14", "15"),
+        ("06", "07", "08", "11", "12", "13", "14", "15", "18"),
     ),
     ("everything, in order", ()),
 )

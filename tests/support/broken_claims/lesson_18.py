@@ -80,6 +80,12 @@ patch("vgpu.plan.serving.Server.decode_s", lambda self, *a: whole_s(self, *a) / 
 """,
     ),
     Broken(
+        "K08",
+        "both stages have the first layer",
+        expensive=True,
+        edits=[("stage.blocks[rank : rank + 1], tokens", "stage.blocks[:1], tokens")],
+    ),
+    Broken(
         "K09",
         "the A100s' memory is twice as fast",
         edits=[("memory_bandwidth_bytes_per_s=2.039e12", "memory_bandwidth_bytes_per_s=4.078e12")],
