@@ -67,12 +67,6 @@ class Generation:
         """Between each two of its tokens."""
         return [later - earlier for earlier, later in itertools.pairwise(self.token_s)]
 
-    @property
-    def token_period_s(self) -> float:
-        """The mean of its gaps; 0 for a single token."""
-        gaps = self.gaps_s
-        return sum(gaps) / len(gaps) if gaps else 0.0
-
 
 Schedule = Callable[[Sequence[Generation]], Sequence[int]]
 """Of all that are taken in, in order of arrival: how many tokens each gets in the next step."""

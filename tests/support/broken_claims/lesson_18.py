@@ -115,7 +115,12 @@ patch("vgpu.plan.serving.Server.decode_s", lambda self, *a: whole_s(self, *a) / 
         "K12",
         "prompts stay on the GPUs that generate",
         expensive=True,
-        edits=[('    "own GPUs": separate,\n}', '    "own GPUs": partial(on_two, continuous),\n}')],
+        edits=[
+            (
+                '    "separate GPUs": separate,\n}',
+                '    "separate GPUs": partial(on_two, continuous),\n}',
+            )
+        ],
     ),
     Broken(
         "K13",
