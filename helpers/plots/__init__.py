@@ -34,6 +34,7 @@ from helpers.plots.memory import (
 )
 from helpers.plots.meshes import expert_load, held, mesh, ring_work
 from helpers.plots.schedules import schedule, schedules
+from helpers.plots.serving import forwards, latency_and_throughput, queues, token_times
 from helpers.plots.style import COLOURS, figure, show
 from helpers.plots.timeline import timeline, timelines
 from helpers.plots.times import gained, goodput, parts_of_time, same_batch, split_sizes, split_times
@@ -60,6 +61,7 @@ __all__ = [
     "expert_load",
     "figure",
     "fitting",
+    "forwards",
     "four_parts",
     "gained",
     "goodput",
@@ -72,6 +74,7 @@ __all__ = [
     "iteration",
     "kept_per_step",
     "latency_and_bandwidth",
+    "latency_and_throughput",
     "learned",
     "learning_curves",
     "memories",
@@ -82,6 +85,7 @@ __all__ = [
     "parts_of_time",
     "peaks_before_and_after",
     "peaks_by_cause",
+    "queues",
     "relabelled",
     "repeated_times",
     "replica_sizes",
@@ -100,5 +104,6 @@ __all__ = [
     "steps_by_cause",
     "timeline",
     "timelines",
+    "token_times",
     "who_holds",
 ]
