@@ -33,6 +33,13 @@ from helpers.plots.memory import (
     who_holds,
 )
 from helpers.plots.meshes import expert_load, held, mesh, ring_work
+from helpers.plots.precision import (
+    errors_by_ranks,
+    formats,
+    losses,
+    number_lines,
+    scaled_numbers,
+)
 from helpers.plots.schedules import schedule, schedules
 from helpers.plots.serving import forwards, latency_and_throughput, queues, token_times
 from helpers.plots.style import COLOURS, figure, show
@@ -58,9 +65,11 @@ __all__ = [
     "bytes_sent",
     "data_parallel_against_ddp",
     "digit_grid",
+    "errors_by_ranks",
     "expert_load",
     "figure",
     "fitting",
+    "formats",
     "forwards",
     "four_parts",
     "gained",
@@ -77,10 +86,12 @@ __all__ = [
     "latency_and_throughput",
     "learned",
     "learning_curves",
+    "losses",
     "memories",
     "memory_over_step",
     "mesh",
     "network",
+    "number_lines",
     "one_step",
     "parts_of_time",
     "peaks_before_and_after",
@@ -92,6 +103,7 @@ __all__ = [
     "resumed_curves",
     "ring_work",
     "same_batch",
+    "scaled_numbers",
     "schedule",
     "schedules",
     "share_bars",
