@@ -24,7 +24,9 @@ def formats(counts: Mapping[str, Mapping[int, int]]) -> None:
         axes.stairs([found[e] for e in exponents], edges, color=colour, linewidth=2, baseline=None)
         most = max(found.values())
         # Two share a height, or nearly: one name goes above its line, the other below.
-        side = {"float16": "bottom", "float8 e4m3": "bottom", "float8 e5m2": "top"}.get(name, "center")
+        side = {"float16": "bottom", "float8 e4m3": "bottom", "float8 e5m2": "top"}.get(
+            name, "center"
+        )
         axes.text(edges[-1] + 2, most, name, color=colour, va=side, fontsize=9)
         summary.append(f"{name}: {most:,} from 2^{exponents[0]} to 2^{edges[-1]}")
     axes.set_yscale("log", base=2)
