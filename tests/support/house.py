@@ -33,6 +33,7 @@ ORDER = [
     "vgpu",
     "vgpu.profiling",
     "vgpu.launch",
+    "vgpu.plan.experts",
     "vgpu.plan.transformer",
     "vgpu.plan",
     "helpers.errors",
