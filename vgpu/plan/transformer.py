@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
 from vgpu.plan.experts import Experts, ExpertSizes
@@ -193,9 +194,33 @@ class Transformer(nn.Module):
         )
         self.norm = norm(sizes)
         self.output = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        self.sizes = sizes
         angles = rotary_angles(sizes.sequence, sizes.head_width, sizes.rotary_base)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
+
+    @torch.no_grad()
+    def initialize(self, seed: int = 0) -> None:
+        """Give every parameter and buffer its values, in place: for a model from the meta device.
+
+        The numbers are the same however the model is divided. Each rank draws all of them on the
+        host, one whole parameter at a time, and keeps its part.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm.weight"):
+                whole = torch.ones(parameter.shape)
+            else:
+                scale = 1.0 if name == "embedding.weight" else parameter.size(-1) ** -0.5
+                whole = torch.empty(parameter.shape).normal_(0, scale, generator=generator)
+            whole = whole.to(parameter.device)
+            if isinstance(parameter, DTensor):
+                mesh, placements = parameter.device_mesh, parameter.placements
+                whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            parameter.copy_(whole)
+        angles = rotary_angles(len(self.cos), self.sizes.head_width, self.sizes.rotary_base)
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         length = tokens.size(1)
