@@ -49,8 +49,6 @@ class Plan:
     recompute: str = "none"
     """What of a block backward computes again: one of ``RECOMPUTE``."""
     reshard_after_forward: bool = True
-    recompute_every: int = 1
-    """Of so many blocks, one is recomputed, as ``recompute`` says; the others keep all."""
     gpu: str | vgpu.GPUSpec = "H100"
     gpus_per_host: int = 8
     network: str = "InfiniBand NDR"
@@ -62,6 +60,8 @@ class Plan:
     """Without a pipeline: how often a step computes ``batch`` sequences, and reduces their gradients."""
     reduce: str = "float32"
     """The type in which gradients are reduced: one of ``REDUCE``."""
+    recompute_every: int = 1
+    """Of so many blocks, one is recomputed, as ``recompute`` says; the others keep all."""
     float8: bool = False
     """Whether the linear layers of blocks multiply in float8 (``vgpu.plan.float8``)."""
 
