@@ -32,6 +32,10 @@ from vgpu.units import format_bytes
 MOST_RANKS = 32_768
 """Of a plan. FSDP2 splits each parameter into as many parts as ``dp_shard``, so time grows with it."""
 
+MOST_LAYERS = 1024
+MOST_MICRO_BATCHES = 4096
+"""Of a pipeline: more of them only repeat what fewer do, and each takes time to simulate."""
+
 _NO_LIMIT_BYTES = 2**50  # a plan that does not fit is still counted
 _MOST_BYTES = 2**45  # by the estimate, which leaves a lot out
 
@@ -85,12 +89,18 @@ class Plan:
             raise ValueError(
                 f"{ranks:,} ranks ({self.layout}) are too many: a plan takes at most {MOST_RANKS:,}"
             )
+        if self.sizes.layers > MOST_LAYERS:
+            raise ValueError(
+                f"{self.sizes.layers:,} layers are too many: a plan takes at most {MOST_LAYERS:,}, and "
+                "all take as long"
+            )
         if ranks > each and ranks % each:
             raise ValueError(
                 f"{ranks} ranks ({self.layout}) do not fill hosts of {each} GPUs; make it a "
                 f"multiple of {each}"
             )
         check_hosts(self.layout, each)
+        self._check_experts()
         self._check_sequence()
         self._check_pipeline()
         self._check_bytes()
@@ -99,6 +109,32 @@ class Plan:
                 f"{self.spec.name} cannot multiply float8 tensors; of the presets, "
                 f"{', '.join(name for name, gpu in vgpu.PRESETS.items() if gpu.fp8_flop_per_s)} can"
             )
+
+    def _check_experts(self) -> None:
+        experts, layout = self.sizes.experts, self.layout
+        if experts is None:
+            if layout.ep > 1:
+                raise ValueError(
+                    f"{layout.ep} ranks of ep have no experts to divide: give sizes with some"
+                )
+            return
+        if experts.count % layout.ep:
+            raise ValueError(
+                f"{experts.count} experts cannot be divided among {layout.ep} ranks of ep"
+            )
+        if layout.ep > 1 and self.recompute == "selective":
+            # FSDP2's hooks of the experts would run in the checkpoint, once more or less in backward.
+            raise ValueError("selective recomputation is not planned with ep: take none or full")
+        if layout.tp > 1:
+            raise ValueError(
+                "experts are planned without tensor parallelism: give ep in place of tp"
+            )
+        if layout.pp > 1:
+            first = split_layers(self.sizes.layers, layout.pp * self.chunks)[0].layers
+            if experts.dense_layers > first:
+                raise ValueError(
+                    f"{experts.dense_layers} dense layers do not fit a first stage of {first}"
+                )
 
     def _check_sequence(self) -> None:
         parts = 2 * self.layout.cp
@@ -123,7 +159,11 @@ class Plan:
                 "divided into micro_batches"
             )
         split_layers(self.sizes.layers, self.layout.pp * self.chunks)
-        count = self.schedule.micro_batches
+        count = self.micro_batches or self.layout.pp
+        if count > MOST_MICRO_BATCHES:
+            raise ValueError(
+                f"{count:,} micro_batches are too many: a plan takes at most {MOST_MICRO_BATCHES:,}"
+            )
         if self.batch % count:
             raise ValueError(
                 f"a batch of {self.batch} cannot be divided into {count} micro-batches: make it a "
@@ -138,6 +178,7 @@ class Plan:
             self.layout.shards,
             self.layout.tp * self.layout.pp,
             self.recompute,
+            ep=self.layout.ep,
         )
         if least_bytes > _MOST_BYTES:
             raise ValueError(

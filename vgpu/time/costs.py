@@ -15,6 +15,7 @@ beside them, and neighbours on the same switch.
 import functools
 import math
 import statistics
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -325,7 +326,8 @@ def expected_largest(count: int) -> float:
 def fit_share(time_of: Callable[[float], float], measured_s: float) -> float:
     """The share of a peak at which ``time_of(share)`` is ``measured_s``, within 1/10,000.
 
-    Raises ValueError if even the whole peak is too slow, or even a thousandth of it too fast.
+    Raises ValueError if even the whole peak is too slow, or even a thousandth of it too fast. Where the
+    time jumps over ``measured_s``, as it does when another order of kernels wins, a RuntimeWarning says so.
     """
     low, high = 1e-3, 1.0
     if not time_of(high) <= measured_s <= time_of(low):
@@ -336,6 +338,14 @@ def fit_share(time_of: Callable[[float], float], measured_s: float) -> float:
     while high / low > 1 + 1e-4:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if time_of(middle) > measured_s else (low, middle)
+    slow_s, fast_s = time_of(low), time_of(high)
+    if slow_s - fast_s > 0.005 * measured_s:
+        warnings.warn(
+            f"no share of the peak gives {measured_s:.4g} s: at {high:.4f} the time jumps from "
+            f"{slow_s:.4g} to {fast_s:.4g} s. Predictions from this share are off by as much",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return math.sqrt(low * high)
 
 
