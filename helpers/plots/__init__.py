@@ -33,7 +33,15 @@ from helpers.plots.memory import (
     who_holds,
 )
 from helpers.plots.meshes import expert_load, held, mesh, ring_work
+from helpers.plots.precision import (
+    errors_by_ranks,
+    formats,
+    losses,
+    number_lines,
+    scaled_numbers,
+)
 from helpers.plots.schedules import schedule, schedules
+from helpers.plots.serving import forwards, latency_and_throughput, queues, token_times
 from helpers.plots.style import COLOURS, figure, show
 from helpers.plots.timeline import timeline, timelines
 from helpers.plots.times import gained, goodput, parts_of_time, same_batch, split_sizes, split_times
@@ -57,9 +65,12 @@ __all__ = [
     "bytes_sent",
     "data_parallel_against_ddp",
     "digit_grid",
+    "errors_by_ranks",
     "expert_load",
     "figure",
     "fitting",
+    "formats",
+    "forwards",
     "four_parts",
     "gained",
     "goodput",
@@ -72,22 +83,27 @@ __all__ = [
     "iteration",
     "kept_per_step",
     "latency_and_bandwidth",
+    "latency_and_throughput",
     "learned",
     "learning_curves",
+    "losses",
     "memories",
     "memory_over_step",
     "mesh",
     "network",
+    "number_lines",
     "one_step",
     "parts_of_time",
     "peaks_before_and_after",
     "peaks_by_cause",
+    "queues",
     "relabelled",
     "repeated_times",
     "replica_sizes",
     "resumed_curves",
     "ring_work",
     "same_batch",
+    "scaled_numbers",
     "schedule",
     "schedules",
     "share_bars",
@@ -100,5 +116,6 @@ __all__ = [
     "steps_by_cause",
     "timeline",
     "timelines",
+    "token_times",
     "who_holds",
 ]

@@ -1,4 +1,4 @@
-"""Plan the training of a transformer on a cluster, without the cluster.
+"""Plan the training of a transformer on a cluster, or a server of one, without the cluster.
 
 PyTorch's own FSDP2 and tensor parallelism run as one rank of it on virtual GPUs, or as one of each
 kind of stage in a pipeline: bytes are counted, time is virtual. It needs no GPU.
@@ -15,6 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 import vgpu
+from vgpu.plan import serving
 from vgpu.plan.experts import ExpertSizes
 from vgpu.plan.layout import RECOMPUTE, REDUCE, Layout, split_layers
 from vgpu.plan.layout_search import search
@@ -47,6 +48,9 @@ examples:
   a model of your own: Llama 8B with other sizes
     python -m vgpu.plan --layers 24 --width 2048 --heads 16 --key-value-heads 16 \\
         --feed-forward 5504 --vocabulary 32000 --dp-shard 16 --gpu A100 --trace step.json
+
+  70B as a server on four GPUs, in float8: how many users, how fast
+    python -m vgpu.plan --serve --model 70B --tp 4 --weight-bits 8 --cache-bits 8 --prompt 1000
 """
 
 MODELS = LLAMA | MIXTRAL
@@ -102,6 +106,14 @@ _SEARCH = {
 _COSTS = ("arithmetic_share", "fuses", "async_tp")
 _SEARCHED = ("batch", "recompute", "reshard_after_forward", "trace")
 """What has no place beside ``--search``."""
+_SERVE = {
+    "weight_bits": "of a weight of the blocks: 8 is float8 (default: 16)",
+    "cache_bits": "of a cached number (default: 16)",
+    "prompt": "tokens of each prompt (default: 1024)",
+    "output": "tokens of each answer (default: 256)",
+}
+_SERVED = {"model", *_SIZES, "tp", "pp", "gpu", "gpus_per_host", "network", "arithmetic_share"}
+"""What else belongs to ``--serve``."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -186,6 +198,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print the fastest that fit; pipelines are not tried",
     )
+    serve = _add_counts(result, "a server of the model, not its training", _SERVE)
+    serve.add_argument(
+        "--serve",
+        action="store_true",
+        help="whether weights and KV cache fit on tp × pp GPUs, and how fast it generates",
+    )
     return result
 
 
@@ -202,8 +220,11 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if given.pop("search", False):
             print(_searched(given))
+        elif given.pop("serve", False):
+            print(_served(given))
         else:
             _refuse(_SEARCH, given, "only of use with --search")
+            _refuse(_SERVE, given, "only of use with --serve")
             _predict_and_print(given)
     except (ValueError, OSError) as error:
         print(f"python -m vgpu.plan: error: {error}", file=sys.stderr)
@@ -263,6 +284,20 @@ def _searched(given: dict[str, Any]) -> str:
         layout = Layout(dp_shard=hosts * plan.gpus_per_host // cp, cp=cp, ep=ep)
         plan = dataclasses.replace(plan, layout=layout)
     return f"{search(plan, sequences, **costs)}\n\nVirtual time, a model's prediction."
+
+
+def _served(given: dict[str, Any]) -> str:
+    known = _SERVED | _SERVE.keys()
+    _refuse([name for name in given if name not in known], given, "of no use with --serve")
+    own = {name: value for name, value in given.items() if name in _SIZES}
+    sizes = dataclasses.replace(LLAMA[given.get("model", "8B")], **own)
+    degrees = {name: given[name] for name in ("tp", "pp", *_SERVE) if name in given}
+    lengths = degrees.pop("prompt", 1024), degrees.pop("output", 256)
+    rates = ("gpu", "gpus_per_host", "network", "arithmetic_share")
+    costs: dict[str, Any] = {name: given[name] for name in rates if name in given}
+    cost = serving.DEFAULT_COST.changed(costs)
+    server = serving.Server(sizes, cost=cost, **degrees)
+    return serving.report(server, *lengths)
 
 
 def _refuse(names: Iterable[str], given: dict[str, Any], why: str) -> None:

@@ -351,7 +351,7 @@ def fit_share(time_of: Callable[[float], float], measured_s: float) -> float:
 
 def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Workload:
     """FLOPs and bytes of one call that has happened: the tensors may have no values."""
-    packet = _IN_PLACE.get(func._schema.name, func._overloadpacket)
+    packet = _COUNTED_AS.get(func._schema.name, func._overloadpacket)
     count = flop_registry.get(packet)
     flop = int(count(*args, **kwargs, out_val=result)) if count else 0
     fused = (
@@ -369,8 +369,15 @@ def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Workload
 
 
 # torch's counter does not know these.
-_IN_PLACE = {"aten::addmm_": torch.ops.aten.addmm, "aten::baddbmm_": torch.ops.aten.baddbmm}
-_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"}
+_COUNTED_AS = {
+    "aten::addmm_": torch.ops.aten.addmm,
+    "aten::baddbmm_": torch.ops.aten.baddbmm,
+    "aten::_scaled_mm_v2": torch.ops.aten.mm,  # of torch.nn.functional.scaled_mm
+}
+_PRODUCTS = {
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
+    *("aten::_scaled_mm", "aten::_scaled_mm_v2"),
+}
 
 
 def _attention_of(func: Operator, args: Args, kwargs: Kwargs) -> Attention:

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import vgpu
 from vgpu.collectives.table import COLLECTIVES
@@ -118,13 +119,24 @@ def test_bfloat16_uses_tensor_cores_from_the_a100_on(gpu, tflops):
     assert costs.kernel_time_s(Workload(10**12, 0, "bfloat16")) == pytest.approx(1 / tflops)
 
 
-def test_float8_products_use_the_float8_peak():
+def scaled_mm(a, b, scale):
+    """The public name, which is another operator."""
+    recipe = functional.ScalingType.TensorWise
+    return functional.scaled_mm(a, b, scale, recipe, scale, recipe, output_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "multiply",
+    [lambda a, b, scale: torch._scaled_mm(a, b, scale, scale, out_dtype=torch.bfloat16), scaled_mm],
+    ids=["torch._scaled_mm", "torch.nn.functional.scaled_mm"],
+)
+def test_float8_products_use_the_float8_peak(multiply):
     product = torch.ones(2048, 2048, dtype=torch.float8_e4m3fn)
     one = torch.ones(())
     with vgpu.enable(1, gpu="H100"), vgpu.shapes_only():
         a, b, scale = product.to("vgpu:0"), product.to("vgpu:0").t(), one.to("vgpu:0")
         with vgpu.record(kernel_s=0.0, arithmetic_share=1e-3, memory_share=1.0) as timeline:
-            torch._scaled_mm(a, b, scale, scale, out_dtype=torch.bfloat16)
+            multiply(a, b, scale)
     (event,) = timeline.events
     assert event.duration_s == pytest.approx(2 * 2048**3 / (1e-3 * 1979e12), rel=0.1)
 

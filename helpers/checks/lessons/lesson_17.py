@@ -1,0 +1,277 @@
+"""Checks of lesson 17: stochastic rounding, ranks until a percent, the layer that breaks, a recipe."""
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from helpers.checks.core import Wrong, exercise, expect_equal, expect_tensor, for_input
+
+_E4M3 = torch.float8_e4m3fn
+_MOST = torch.finfo(_E4M3).max
+
+
+@exercise("17.1", "A cast with stochastic rounding")
+def stochastic_cast(answer: Callable[[torch.Tensor], Any]) -> dict[str, str]:
+    count = 40_000
+    shown = {}
+    for sign in (1, -1):
+        low = sign * random.choice([0.25, 1.0, 3.0, 40.0])
+        high = _next_bfloat16(low)
+        for share in (0.0, 0.625, 0.25):
+            x = torch.full((count // 100, 100), low + (high - low) * share)
+            given = f"{count:,} times {x[0, 0]:.6f}, between {low:g} and {high:g}"
+            with for_input(
+                given, "Keep the upper 16 bits of each number, after a random addition."
+            ):
+                yours = answer(x.clone())
+                expect_tensor(yours)
+                if yours.dtype != torch.bfloat16 or yours.shape != x.shape:
+                    raise Wrong(
+                        yours=f"{yours.dtype} of shape {tuple(yours.shape)}",
+                        expected=f"torch.bfloat16 of shape {tuple(x.shape)}",
+                    )
+            _judge_rounding(yours.float(), low, high, share, given)
+            went = (yours.float() == high).float().mean().item()
+            shown[given] = f"{went:.1%} rounded to {high:g}, {1 - went:.1%} to {low:g}"
+    return shown
+
+
+def _next_bfloat16(low: float) -> float:
+    """The bfloat16 number after ``low``, away from zero."""
+    bits = torch.tensor(low).bfloat16().view(torch.int16)
+    return (bits + 1).view(torch.bfloat16).item()
+
+
+def _judge_rounding(yours: torch.Tensor, low: float, high: float, share: float, given: str) -> None:
+    others = yours[(yours != low) & (yours != high)]
+    if len(others):
+        raise Wrong(
+            yours=f"{others[0].item():.6g} among the results",
+            expected=f"{low:g} or {high:g}, the two neighbors",
+            given=given,
+            hint="Set all 16 lower bits to zero before the cast to bfloat16: else it rounds again.",
+        )
+    found = (yours == high).double().mean().item()
+    # 40,000 draws: three standard deviations are below 0.7 %.
+    if abs(found - share) > 0.015:
+        if share == 0:
+            hint = (
+                "bfloat16 has this number, so it must stay as it is. Set the lower 16 bits to zero "
+                "before the cast to bfloat16, or it rounds once more."
+            )
+        elif found in (0.0, 1.0):
+            hint = "All are rounded the same way. Each number needs a random number of its own."
+        elif abs(found - 0.5) < 0.015:
+            hint = "Up and down equally often. The nearer neighbor must come more often."
+        else:
+            hint = (
+                "The random number must go from 0 to 65,535: as far as the bits that are dropped."
+            )
+        raise Wrong(
+            yours=f"{found:.1%} rounded to {high:g}",
+            expected=f"{share:.1%}",
+            given=given,
+            hint=hint,
+        )
+
+
+@exercise("17.2", "How many ranks until a percent")
+def ranks_until(answer: Callable[[torch.Tensor, float], Any]) -> dict[str, str]:
+    shown = {}
+    cases = [(0.0, 96, 0.01), (1.0, 96, 0.01), (0.3, 160, 0.01), (0.3, 160, 0.005), (0.1, 8, 0.5)]
+    for common, ranks, most in cases:
+        numbers = random.randint(100, 300)
+        parts = torch.randn(ranks, numbers) + common * torch.randn(numbers)
+        if common == 1.0:
+            parts[0] = 0  # the sum of one part is exact
+            parts[1:, 0] *= 1000
+        expected, errors = _until(parts, most)
+        given = f"{ranks} ranks with {numbers} numbers each, more than {most:.1%}"
+        with for_input(given, "Return a number of ranks, or None."):
+            yours = answer(parts.clone(), most)
+        if yours != expected or isinstance(yours, bool):
+            raise Wrong(
+                yours=repr(yours),
+                expected=repr(expected),
+                given=given,
+                hint=_ranks_hint(yours, expected, parts, most),
+            )
+        shown[given] = (
+            f"never: {errors[-1]:.2%} on {ranks} ranks"
+            if yours is None
+            else f"{yours} ranks, off by {errors[yours - 1]:.2%}"
+        )
+    return shown
+
+
+def _until(
+    parts: torch.Tensor, most: float, dtype: torch.dtype = torch.bfloat16
+) -> tuple[int | None, list[float]]:
+    """The first number of ranks that is off by more, and the errors of all."""
+    rough, exact, errors = parts[0].to(dtype), parts[0].double(), []
+    for count, part in enumerate(parts, start=1):
+        if count > 1:
+            rough, exact = rough + part.to(dtype), exact + part.double()
+        norm = exact.norm().item()
+        errors.append((rough.double() - exact).norm().item() / norm if norm else 0.0)
+    return next((n for n, error in enumerate(errors, 1) if error > most), None), errors
+
+
+def _ranks_hint(yours: Any, expected: int | None, parts: torch.Tensor, most: float) -> str:
+    if isinstance(yours, int) and isinstance(expected, int) and yours == expected - 1:
+        return "One too few: a list counts from 0, and the first part is one rank's."
+    if yours is None:
+        return "It does become that large, if each partial sum is in bfloat16."
+    if yours == _until(parts.bfloat16().float(), most, torch.float32)[0]:
+        return "Only the parts are rounded. It takes each partial sum in bfloat16, too."
+    if expected is None:
+        return "It never is more than that. Return None after the last rank."
+    return "Compare after each rank: the bfloat16 sum and the float64 sum of as many parts."
+
+
+@exercise("17.3", "The layer that one scale breaks")
+def worst_layer(answer: Callable[[dict[str, torch.Tensor]], Any]) -> dict[str, str]:
+    shown = {}
+    for breaks in (2, 4, random.choice((2, 4))):
+        activations = _some_layers(breaks)
+        shares = {name: _share_lost(x) for name, x in activations.items()}
+        worst = max(shares, key=lambda name: shares[name])
+        sizes = ", ".join(f"{name} up to {x.abs().max():.2g}" for name, x in activations.items())
+        given = f"layers {sizes}"
+        with for_input(given, "Return a layer's name, and a share from 0 to 1."):
+            yours = answer({name: x.clone() for name, x in activations.items()})
+            if not isinstance(yours, tuple | list) or len(yours) != 2:
+                raise Wrong(yours=repr(yours), expected="a name and a share")
+            name, share = yours[0], float(yours[1])
+            if name not in shares:
+                raise Wrong(yours=repr(name), expected=f"one of {', '.join(shares)}")
+        if name != worst:
+            raise Wrong(
+                yours=f"{name}, of which {shares[name]:.1%} become 0",
+                expected=f"{worst}, of which {shares[worst]:.1%} become 0",
+                given=given,
+                hint=_layer_hint(name, activations),
+            )
+        if abs(share - shares[worst]) > 1e-4:
+            raise Wrong(
+                yours=f"{name}, {share:.4f}",
+                expected=f"{worst}, {shares[worst]:.4f}",
+                given=given,
+                hint="Count only what was not 0 before, and divide by as many."
+                if (activations[worst] == 0).any()
+                else "Divide what becomes 0 by all nonzero numbers of the layer.",
+            )
+        shown[given] = f"{name}: {share:.1%} become 0"
+    return shown
+
+
+def _some_layers(breaks: int) -> dict[str, torch.Tensor]:
+    """A large layer that is no problem, an outlier that is none, one with zeros, and the one that breaks."""
+    made = [torch.randn(64, 96) for _ in range(5)]
+    made[0] *= 1e6  # all large: the scale takes care of it
+    made[1][3, 5] = 500.0  # an outlier that float8 stands
+    made[2] = made[2].relu()  # half are zeros already
+    made[3] *= 1e-6  # all small
+    made[breaks][:, 7] = 1.0 + torch.rand(64)
+    made[breaks][5, 7] = random.uniform(2e5, 4e5)
+    names = random.sample(["embedding", "qkv", "project", "up", "down"], 5)
+    return dict(zip(names, made, strict=True))
+
+
+def _share_lost(x: torch.Tensor) -> float:
+    scaled = (x * (_MOST / x.abs().amax())).clamp(-_MOST, _MOST).to(_E4M3).float()
+    before = x != 0
+    return ((scaled == 0) & before).sum().item() / before.sum().item()
+
+
+def _layer_hint(name: str, activations: Mapping[str, torch.Tensor]) -> str:
+    if name == max(activations, key=lambda each: activations[each].abs().amax().item()):
+        return "The largest numbers alone break nothing: a scale brings them to 448."
+    if name == min(activations, key=lambda each: activations[each].abs().amax().item()):
+        return "Small numbers alone break nothing: each layer has a scale of its own."
+    if (activations[name] == 0).any():
+        return "Most of its zeros were 0 before the cast. Count those that were not."
+    return "Scale each layer by its own largest number, cast, and count what has become 0."
+
+
+_RECIPES = ("bfloat16", "tensor", "row", "block of 32")
+_TIMES_S = (1e-3, 2e-3, 3e-3, 4e-3)
+
+
+@exercise("17.4", "Choose a recipe")
+def choose_recipe(answer: Callable[..., Any]) -> dict[str, str]:
+    shown = {}
+    for number in range(6):
+        x, weight = torch.randn(48, 128), torch.randn(32, 128) / 8
+        if number % 3 == 1:
+            x[7] *= 1e6  # a token: a scale per row helps
+            x[7, 64:] = 0
+        if number % 3 == 2:
+            weight[:, 5] *= 1e6
+            x[:, 5] *= 1e-6  # a channel that the weight makes large: only blocks help
+        errors = {recipe: _error_of(x, weight, recipe) for recipe in _RECIPES}
+        # Between two errors, so that rounding decides nothing.
+        ordered = sorted(errors.values())
+        most = 0.5 * ordered[0] if number == 3 else random.choice(_gaps(ordered))
+        times_s = dict(zip(random.sample(_RECIPES, 4), random.sample(_TIMES_S, 4), strict=True))
+        if number == 0:  # all are good enough, and the fastest comes last
+            most, times_s = 1.0, dict(zip(_RECIPES, reversed(_TIMES_S), strict=True))
+        expected = next(
+            (r for r in sorted(times_s, key=times_s.__getitem__) if errors[r] <= most), None
+        )
+        given = f"errors at most {most:.2%}; " + ", ".join(
+            f"{r} {1e3 * t:.0f} ms" for r, t in times_s.items()
+        )
+        with for_input(given, "Return a recipe's name, or None."):
+            yours = answer(x.clone(), weight.clone(), most, dict(times_s))
+        if yours != expected:
+            raise Wrong(
+                yours=_recipe_text(yours, errors),
+                expected=_recipe_text(expected, errors),
+                given=given,
+                hint=_recipe_hint(yours, errors, most, times_s),
+            )
+        shown[given] = _recipe_text(yours, errors)
+    expect_equal(answer(x, weight, 1.0, {"row": 1.0}), "row", given="one recipe, any error")
+    return shown
+
+
+def _gaps(ordered: list[float]) -> list[float]:
+    """Limits that lie well between two errors."""
+    return [
+        (a * b) ** 0.5 for a, b in zip(ordered, [*ordered[1:], 2.0], strict=True) if b > 1.05 * a
+    ]
+
+
+def _rounded(x: torch.Tensor, recipe: str) -> torch.Tensor:
+    if recipe == "bfloat16":
+        return x.bfloat16().float()
+    if recipe == "block of 32":
+        return _rounded(x.unflatten(-1, (-1, 32)), "row").flatten(-2)
+    largest = x.abs().amax() if recipe == "tensor" else x.abs().amax(-1, keepdim=True)
+    scale = _MOST / largest.clamp(min=1e-30)
+    return (x * scale).clamp(-_MOST, _MOST).to(_E4M3).float() / scale
+
+
+def _error_of(x: torch.Tensor, weight: torch.Tensor, recipe: str) -> float:
+    wanted = x @ weight.T
+    found = _rounded(x, recipe) @ _rounded(weight, recipe).T
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+def _recipe_text(recipe: Any, errors: Mapping[str, float]) -> str:
+    return f"{recipe!r}, off by {errors[recipe]:.2%}" if recipe in errors else repr(recipe)
+
+
+def _recipe_hint(
+    yours: Any, errors: Mapping[str, float], most: float, times_s: Mapping[str, float]
+) -> str:
+    if yours is None:
+        return "There is one that is good enough."
+    if yours not in errors:
+        return "Return one of the names in times_s, or None."
+    if errors[yours] > most:
+        return "It is off by more than that. Round both factors, multiply, then compare products."
+    return "Good enough, and another one that is good enough is faster."

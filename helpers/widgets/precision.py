@@ -1,0 +1,79 @@
+"""A tensor in float8: which numbers survive the cast, by format, scale and what is made larger."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import ipywidgets
+import torch
+from IPython.display import display
+
+from helpers import plots
+from helpers.widgets.live import explorer, steps
+from vgpu.tables import Table
+
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+SCALES = ("tensor", "row", "block of 32")
+LARGER = ("one number", "one channel", "one token")
+TIMES = (1, 100, 10_000, 100_000, 1_000_000)
+TOKENS, WIDTH = 256, 512
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of the numbers that were not made larger: scaled, their error, and the share that becomes 0."""
+
+    scaled: torch.Tensor
+    error: float
+    zero: float
+
+
+def answer(format_name: str, per: str, larger: str, times: float) -> Answer:
+    """What a cast does to normally distributed numbers (256 tokens, 512 channels), some made larger.
+
+    per: what has a scale of its own, one of SCALES. larger: what is multiplied by ``times``, one of
+    LARGER. Raises ValueError for other words.
+    """
+    for word, words in ((format_name, FORMATS), (per, SCALES), (larger, LARGER)):
+        if word not in words:
+            raise ValueError(f"no {word!r}; there are {', '.join(words)}")
+    x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+    token, channel = divmod(int(x.abs().argmax()), WIDTH)
+    parts: dict[str, Any] = {
+        "one number": (token, channel),
+        "one channel": (slice(None), channel),
+        "one token": token,
+    }
+    part = parts[larger]
+    others = torch.ones_like(x, dtype=torch.bool)
+    x[part] *= times
+    others[part] = False
+    groups = x.unflatten(-1, (-1, 32)) if per == "block of 32" else x
+    largest = groups.abs().amax() if per == "tensor" else groups.abs().amax(-1, keepdim=True)
+    dtype = FORMATS[format_name]
+    scale = (torch.finfo(dtype).max / largest).expand_as(groups).reshape(x.shape)
+    scaled = (x * scale)[others]
+    kept = scaled.to(dtype).float()
+    off = (kept - scaled) / scale[others]
+    error = off.norm() / x[others].norm()
+    return Answer(scaled, error.item(), (kept == 0).float().mean().item())
+
+
+def show_answer(format_name: str, per: str, larger: str, times: float) -> None:
+    """Draw where the other numbers lie in the format's range, and tell what each scale loses."""
+    found = {each: answer(format_name, each, larger, times) for each in SCALES}
+    message = f"{format_name}, a scale per {per}; {larger} {times:,} times as large"
+    plots.scaled_numbers(found[per].scaled, FORMATS[format_name], message)
+    rows = [(f"a scale per {each}", f"{a.zero:.1%}", f"{a.error:.1%}") for each, a in found.items()]
+    caption = f"the other numbers, {format_name}, measured"
+    display(Table(("", "become 0", "relative error"), rows, caption=caption))
+
+
+def precision_explorer() -> ipywidgets.Widget:
+    """Format, scale, what is made larger and by how much, around ``show_answer``."""
+    controls = {
+        "format_name": ipywidgets.Dropdown(options=list(FORMATS), description="format"),
+        "per": ipywidgets.Dropdown(options=list(SCALES), description="a scale per"),
+        "larger": ipywidgets.Dropdown(options=list(LARGER), description="larger"),
+        "times": steps("times", [(f"{times:,}", times) for times in TIMES], 10_000),
+    }
+    return explorer(show_answer, controls, per_row=2)

@@ -1,0 +1,47 @@
+"""The explorer of lesson 17: what a cast to float8 does to the numbers beside a large one."""
+
+import pytest
+import torch
+
+from helpers.widgets import precision
+from helpers.widgets.precision import FORMATS, LARGER, SCALES, answer
+
+
+def test_without_a_large_number_no_scale_loses_any():
+    for per in SCALES:
+        assert answer("e4m3", per, "one number", 1).zero < 0.001
+    assert answer("e4m3", "tensor", "one number", 1).error == pytest.approx(0.026, rel=0.1)
+
+
+def test_e5m2_has_twice_the_error_and_a_wider_range():
+    near, far = ({f: answer(f, "tensor", "one number", t) for f in FORMATS} for t in (1, 100_000))
+    assert near["e5m2"].error == pytest.approx(2 * near["e4m3"].error, rel=0.1)
+    assert far["e5m2"].zero < 0.01 < 0.2 < far["e4m3"].zero
+
+
+def test_a_scale_per_row_helps_against_a_large_token_and_not_against_a_channel():
+    of_token, of_channel = (
+        answer("e4m3", "row", f"one {what}", 1e6) for what in ("token", "channel")
+    )
+    assert of_token.error < 0.03 and of_channel.error > 0.5
+
+
+def test_the_largest_number_goes_to_the_end_of_the_format():
+    found = answer("e4m3", "tensor", "one token", 1)
+    assert found.scaled.abs().max() <= torch.finfo(torch.float8_e4m3fn).max
+    assert len(found.scaled) == 255 * 512
+
+
+def test_an_unknown_word_is_refused():
+    with pytest.raises(ValueError, match="no 'column'; there are tensor, row, block of 32"):
+        answer("e4m3", "column", LARGER[0], 1)
+
+
+def test_the_explorer_draws_and_tells(monkeypatch):
+    shown = []
+    monkeypatch.setattr(precision, "display", shown.append)
+    monkeypatch.setattr(precision.plots, "scaled_numbers", lambda *given: shown.append(given))
+    precision.show_answer("e4m3", "tensor", "one number", 10_000)
+    (_, dtype, message), table = shown
+    assert dtype == torch.float8_e4m3fn and "one number 10,000 times" in message
+    assert [row[0] for row in table.rows] == [f"a scale per {each}" for each in SCALES]
