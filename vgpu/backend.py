@@ -21,7 +21,7 @@ from torch.utils import backend_registration
 from vgpu import torch_releases
 from vgpu.collectives import dispatch, process_groups, wrappers
 from vgpu.hardware import GPUSpec, Link, get_link, get_spec
-from vgpu.memory import gpus
+from vgpu.memory import gpus, snapshot
 from vgpu.tensor import cuda_kernels, kernels, methods, refusals, shapes
 from vgpu.time.simulate import simulate
 from vgpu.time.steps import Program
@@ -146,6 +146,7 @@ def _use(settings: _Settings | None) -> None:
         _install()
     if settings is None and _settings is not None:
         _changes.close()
+        snapshot.record_history(None)
         gpus.set_count(0, *_settings[1:])
     if settings is not None:
         gpus.set_count(*settings)

@@ -6,11 +6,28 @@ assumes.
 """
 
 import math
+import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass, fields, replace
+from numbers import Real
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 _Preset = TypeVar("_Preset")
+
+
+def _check_numbers(described: Any) -> None:
+    """ValueError for a rate or size that is not a number above 0; a latency may be 0."""
+    for field in fields(described):
+        value, is_latency = getattr(described, field.name), field.name == "latency_s"
+        if field.type not in (int, float, int | None, float | None) or value is None:
+            continue
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if not is_number or not (value > 0 or (is_latency and value == 0)):
+            raise ValueError(
+                f"{field.name} of {described.name!r} must be a number "
+                f"{'of at least' if is_latency else 'above'} 0, got {value!r}"
+            )
 
 
 # Links and networks: rates are for one direction, before any protocol's own bytes; both directions work
@@ -31,6 +48,9 @@ class Link:
     latency_s: float
     source: str
     pair_bytes_per_s: float | None = None  # those that lead to one other GPU; None means all
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
 
     def among_bytes_per_s(self, count: int) -> float:
         """What one of ``count`` GPUs can send to the others: over all links that lead to them."""
@@ -53,6 +73,9 @@ class Network:
     latency_s: float  # of one step from host to host
     source: str
     adapters_per_host: int | None = None  # None means one for each GPU
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
 
     def bytes_per_s_per_gpu(self, gpus_per_host: int) -> float:
         """A GPU's part of its host's adapters, when all GPUs of the host send at once."""
@@ -90,6 +113,16 @@ LINKS: dict[str, Link] = {
     ),
     "NVLink 3": Link("NVLink 3 (12 links)", 300e9, 5e-6, "NVIDIA A100 whitepaper"),
     "NVLink 4": Link("NVLink 4 (18 links)", 450e9, 5e-6, "NVIDIA H100 whitepaper"),
+    "NVLink 5": Link("NVLink 5 (18 links)", 900e9, 5e-6, "NVIDIA Blackwell datasheet"),
+    "NVLink-C2C": Link("NVLink-C2C", 450e9, 5e-6, "NVIDIA GB200 NVL72 datasheet"),  # to Grace
+    # Each of eight GPUs has a link of its own to each of the other seven.
+    "Infinity Fabric 4": Link(
+        "Infinity Fabric 4 (7 links)",
+        448e9,
+        5e-6,
+        "AMD Instinct MI300X platform data sheet",
+        pair_bytes_per_s=64e9,
+    ),
 }
 
 
@@ -145,6 +178,10 @@ class GPUSpec:
     tf32_flop_per_s: float | None = None  # float32 on tensor cores, from the A100 on
     fp8_flop_per_s: float | None = None  # float8 on tensor cores, where they have it
 
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        object.__setattr__(self, "compute_capability", tuple(self.compute_capability))
+
     @property
     def has_bfloat16(self) -> bool:
         """Whether tensor cores take bfloat16 (CUDA programming guide: compute capability 8.0)."""
@@ -153,7 +190,37 @@ class GPUSpec:
 
 # Datasheets since the A100 also print twice the rates of tensor cores, for matrices with two zeros in
 # each four entries. H100's and H200's print only those: 989 TFLOP/s of TF32, 1979 of float16 and
-# bfloat16, 3958 of float8. Compute capabilities are from https://developer.nvidia.com/cuda-gpus.
+# bfloat16, 3958 of float8. So do Blackwell's, and some of theirs add up all GPUs of a board or a rack.
+# Compute capabilities are from https://developer.nvidia.com/cuda-gpus.
+_HOPPER = GPUSpec(
+    name="Virtual H100 80GB HBM3",
+    memory_bytes=80 * GIB,
+    memory_bandwidth_bytes_per_s=3.35e12,
+    fp32_flop_per_s=67e12,
+    tensor_flop_per_s=989e12,
+    multi_processor_count=132,
+    compute_capability=(9, 0),
+    source="NVIDIA H100 Tensor Core GPU datasheet, SXM column; multiprocessors: NVIDIA H100 whitepaper",
+    link=LINKS["NVLink 4"],
+    host_link=LINKS["PCIe 5"],
+    tf32_flop_per_s=494.5e12,
+    fp8_flop_per_s=1979e12,
+)
+_BLACKWELL = GPUSpec(
+    name="Virtual B200",
+    memory_bytes=180 * GIB,
+    memory_bandwidth_bytes_per_s=8e12,
+    fp32_flop_per_s=75e12,
+    tensor_flop_per_s=2250e12,
+    multi_processor_count=148,
+    compute_capability=(10, 0),
+    source="NVIDIA Blackwell datasheet, HGX B200: an eighth of the board, dense; multiprocessors: as "
+    "CUDA reports them",
+    link=LINKS["NVLink 5"],
+    host_link=LINKS["PCIe 5"],
+    tf32_flop_per_s=1125e12,
+    fp8_flop_per_s=4500e12,
+)
 PRESETS: dict[str, GPUSpec] = {
     "K80": GPUSpec(
         name="Virtual Tesla K80",
@@ -193,60 +260,98 @@ PRESETS: dict[str, GPUSpec] = {
         host_link=LINKS["PCIe 4"],
         tf32_flop_per_s=156e12,
     ),
-    "H100": GPUSpec(
-        name="Virtual H100 80GB HBM3",
-        memory_bytes=80 * GIB,
-        memory_bandwidth_bytes_per_s=3.35e12,
-        fp32_flop_per_s=67e12,
-        tensor_flop_per_s=989e12,
-        multi_processor_count=132,
-        compute_capability=(9, 0),
-        source="NVIDIA H100 Tensor Core GPU datasheet, SXM column; multiprocessors: NVIDIA H100 "
-        "whitepaper",
-        link=LINKS["NVLink 4"],
-        host_link=LINKS["PCIe 5"],
-        tf32_flop_per_s=494.5e12,
-        fp8_flop_per_s=1979e12,
-    ),
-    "H200": GPUSpec(
+    "H100": _HOPPER,
+    "H200": replace(
+        _HOPPER,
         name="Virtual H200",
         memory_bytes=141 * GIB,
         memory_bandwidth_bytes_per_s=4.8e12,
-        fp32_flop_per_s=67e12,
-        tensor_flop_per_s=989e12,
-        multi_processor_count=132,
-        compute_capability=(9, 0),
         source="NVIDIA H200 Tensor Core GPU datasheet, SXM column; multiprocessors: NVIDIA H100 "
         "whitepaper",
-        link=LINKS["NVLink 4"],
+    ),
+    "B200": _BLACKWELL,
+    "GB200": replace(
+        _BLACKWELL,
+        name="Virtual GB200",
+        memory_bytes=186 * GIB,
+        fp32_flop_per_s=80e12,
+        tensor_flop_per_s=2500e12,
+        multi_processor_count=152,
+        source="NVIDIA GB200 NVL72 datasheet: a 72nd of the rack, dense; multiprocessors: as CUDA "
+        "reports them",
+        host_link=LINKS["NVLink-C2C"],
+        tf32_flop_per_s=1250e12,
+        fp8_flop_per_s=5000e12,
+    ),
+    "MI300X": GPUSpec(
+        name="Virtual MI300X",
+        memory_bytes=192 * GIB,
+        memory_bandwidth_bytes_per_s=5.3e12,
+        fp32_flop_per_s=163.4e12,
+        tensor_flop_per_s=1307.4e12,
+        multi_processor_count=304,
+        compute_capability=(9, 4),
+        source="AMD Instinct MI300X data sheet, whose compute units stand for multiprocessors; "
+        "gfx942 is what PyTorch reports as (9, 4)",
+        link=LINKS["Infinity Fabric 4"],
         host_link=LINKS["PCIe 5"],
-        tf32_flop_per_s=494.5e12,
-        fp8_flop_per_s=1979e12,
+        tf32_flop_per_s=653.7e12,
+        fp8_flop_per_s=2614.9e12,
     ),
 }
 
 
 def get_spec(gpu: str | GPUSpec) -> GPUSpec:
-    """A preset by name, or the given spec itself; ValueError names the presets there are."""
-    return _get("GPU", PRESETS, gpu)
+    """A preset by name, a GPU in a TOML file by its path, or the given spec itself.
+
+    ValueError names the presets there are, or says what is wrong with the file.
+    """
+    return _get(GPUSpec, PRESETS, gpu)
 
 
 def get_link(link: str | Link) -> Link:
-    """A preset by name, or the given link itself; ValueError names the presets there are."""
-    return _get("link", LINKS, link)
+    """As ``get_spec``, for a link."""
+    return _get(Link, LINKS, link)
 
 
 def get_network(network: str | Network) -> Network:
-    """A preset by name, or the given network itself; ValueError names the presets there are."""
-    return _get("network", NETWORKS, network)
+    """As ``get_spec``, for a network."""
+    return _get(Network, NETWORKS, network)
 
 
-def _get(kind: str, presets: Mapping[str, _Preset], wanted: str | _Preset) -> _Preset:
+def _get(kind: type[_Preset], presets: Mapping[str, _Preset], wanted: str | _Preset) -> _Preset:
     if not isinstance(wanted, str):
         return wanted
+    if wanted.endswith(".toml"):
+        return _read(kind, presets, Path(wanted))
     if wanted not in presets:
-        raise ValueError(f"no {kind} preset {wanted!r}; there are {', '.join(presets)}")
+        name = kind.__name__.removesuffix("Spec")
+        raise ValueError(
+            f"no {name if name == 'GPU' else name.lower()} preset {wanted!r}; there are "
+            f"{', '.join(presets)}, and files that end in .toml"
+        )
     return presets[wanted]
+
+
+def _read(kind: type[_Preset], presets: Mapping[str, _Preset], path: Path) -> _Preset:
+    """What a file describes by the fields of its kind; ``like`` names a preset that has the others."""
+    try:
+        given: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        base = vars(_get(kind, presets, given.pop("like"))) if "like" in given else {}
+        for name in ("link", "host_link"):
+            if isinstance(given.get(name), dict):
+                given[name] = Link(**{"source": f"{path}"} | given[name])
+            elif name in given:
+                given[name] = get_link(given[name])
+        return kind(**{**base, "source": f"{path}", **given})
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (TypeError, ValueError) as error:  # Python names the fields that are missing or unknown
+        text = f"{error}".replace(f"{kind.__name__}.__init__() ", "")
+        text = text.replace("keyword argument", "field").replace(
+            "required positional arguments", "fields"
+        )
+        raise ValueError(f"{path} describes no {kind.__name__}: {text}") from error
 
 
 # How well a matrix product fills a GPU

@@ -67,11 +67,17 @@ def read(folder: Path | str = ".") -> list[Claim]:
     if not path.exists():
         raise FileNotFoundError(f"no claims.yml in {path.parent.resolve()}: run this in notebooks/")
     proofs: dict[tuple[str, str], Proof] = {}
-    for notebook in sorted(Path(folder).glob("[0-9][0-9]_*.ipynb")):
+    for notebook in sorted(Path(folder).glob("*.ipynb")):
         for claim_id, proof in _proofs(notebook):
-            proofs.setdefault((notebook.name[:2], claim_id), proof)
+            proofs.setdefault((lesson_of(notebook), claim_id), proof)
     entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     return [Claim(**entry, proof=proofs.get((entry["lesson"], entry["id"]))) for entry in entries]
+
+
+def lesson_of(notebook: Path) -> str:
+    """What a claim's ``lesson`` says: "01" for ``01_devices``, "old code" for ``appendix_old_code``."""
+    first, _, rest = notebook.stem.partition("_")
+    return rest.replace("_", " ") if first == "appendix" else first
 
 
 def search(

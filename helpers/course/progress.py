@@ -11,10 +11,10 @@ from vgpu.tables import Table
 # Name and whom it is for, and its lessons; none are all of them.
 ROUTES = (
     ("quick: from one GPU to many by the shortest way", ("00", "01", "04", "06", "07", "12")),
-    ("old code: written before 2018, or with DataParallel", ("02", "03", "05")),
+    ("old code: and the appendix of that name", ("02", "03", "05")),
     (
         "large models: one GPU does not hold them",
-        ("06", "07", "08", "11", "12", "13", "14", "15"),
+        ("06", "07", "08", "11", "12", "13", "14", "15", "16"),
     ),
     ("everything, in order", ()),
 )

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from broken_claims import all_broken, cells_to_run, proving
 
-from helpers.course.claims import VERDICTS
+from helpers.course.claims import VERDICTS, lesson_of
 from teaching import lessons
 
 LEDGER = yaml.safe_load((lessons.ROOT / "notebooks" / "claims.yml").read_text(encoding="utf-8"))
@@ -15,13 +15,13 @@ ASSERTING = ("assert_close", "assert_equal", "expected_error", "expected_warning
 
 
 def cells_tagged(prefix):
-    """Claim id → the (lesson number, cell) pairs that carry its tag, as ``claim-A01``."""
+    """Claim id → the (lesson, cell) pairs that carry its tag, as ``claim-A01``."""
     found = {}
     for path in lessons.NOTEBOOKS:
         for cell in lessons.cells(path):
             for tag in cell.tags:
                 if tag.startswith(prefix):
-                    place = (lessons.number(path), cell)
+                    place = (lesson_of(path), cell)
                     found.setdefault(tag.removeprefix(prefix), []).append(place)
     return found
 

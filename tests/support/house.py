@@ -43,6 +43,7 @@ ORDER = [
     "helpers.data",
     "helpers.text",
     "helpers.gpt",
+    "helpers.faulty_traces",
     "helpers.plots",
     "helpers.widgets",
     "helpers.checks",

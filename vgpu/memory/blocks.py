@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from vgpu.memory.caching_allocator import Segment
 from vgpu.memory.records import MemoryRecord, Reserve
 
 # CUDACachingAllocator.cpp, kMinBlockSize: every request is rounded up to a multiple of it.
@@ -222,6 +223,11 @@ class DeviceMemory:
         with _lock:
             allocator = self.reserve.now()
             return allocator.reserved_bytes, allocator.peak_reserved_bytes
+
+    def layout(self) -> list[Segment]:
+        """The segments that CUDA's caching allocator would have, with their blocks."""
+        with _lock:
+            return self.reserve.now().layout()
 
     @property
     def retries(self) -> int:

@@ -10,6 +10,7 @@ here does not; memory that CUDA takes beside the allocator (its context, NCCL).
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -23,7 +24,7 @@ _LARGE_SEGMENT_BYTES = 20 * _MIB  # kLargeBuffer
 _OWN_SEGMENT_BYTES = 10 * _MIB  # kMinLargeAlloc: from here on it gets a segment of its own,
 _OWN_SEGMENT_STEP_BYTES = 2 * _MIB  # kRoundLarge: of a multiple of this
 # Between the first bytes of two segments; more than any GPU has, and whole pages of either pool.
-_SEGMENT_DISTANCE_BYTES = _LARGE_SEGMENT_BYTES << 30
+SEGMENT_DISTANCE_BYTES = _LARGE_SEGMENT_BYTES << 30
 
 _OLD_BLOCK = -1  # a key beside the numbers of blocks, which begin at 0
 
@@ -137,6 +138,15 @@ class _Pool:
         return None
 
 
+class Segment(NamedTuple):
+    """A stretch of reserved memory, as ``torch.cuda.memory_snapshot`` lists them."""
+
+    stream: int
+    is_small: bool
+    pieces: list[tuple[int, int, int | None]]
+    """In order: address, bytes, and the number of the block in use, if there is one."""
+
+
 class CachingAllocator:
     """Segments of one GPU, and the blocks in them."""
 
@@ -215,10 +225,32 @@ class CachingAllocator:
 
     @property
     def segments(self) -> int:
-        """Stretches of reserved memory, as ``torch.cuda.memory_snapshot`` lists them."""
-        return sum(
-            1 for piece in self._mapped() if piece.before is None or not piece.before.is_mapped
-        )
+        """How many stretches of reserved memory there are."""
+        return sum(1 for _ in self._heads())
+
+    def layout(self) -> list[Segment]:
+        """All segments, by address."""
+        kinds = {id(pool): key for key, pool in self._pools.items()}
+        blocks = {id(piece): block for block, piece in self._used.items()}
+        found = []
+        for head in sorted(self._heads(), key=lambda piece: piece.address):
+            pieces: list[tuple[int, int, int | None]] = []
+            piece: _Piece | None = head
+            while piece is not None and piece.is_mapped:
+                pieces.append((piece.address, piece.size_bytes, blocks.get(id(piece))))
+                piece = piece.after
+            found.append(Segment(*kinds[id(head.pool)], pieces))
+        return found
+
+    def address(self, block: int) -> int:
+        """Where a block in use begins."""
+        return self._used[block].address
+
+    def _heads(self) -> Iterator[_Piece]:
+        """The first piece of each segment."""
+        for piece in self._mapped():
+            if piece.before is None or not piece.before.is_mapped:
+                yield piece
 
     def _mapped(self) -> Iterator[_Piece]:
         yield from self._used.values()
@@ -244,7 +276,7 @@ class CachingAllocator:
         return self._new_segment(pool, segment_bytes) if has_room else None
 
     def _new_segment(self, pool: _Pool, size_bytes: int, is_mapped: bool = True) -> _Piece:
-        self._next_address += _SEGMENT_DISTANCE_BYTES
+        self._next_address += SEGMENT_DISTANCE_BYTES
         return _Piece(pool, self._next_address, size_bytes, is_mapped)
 
     def _reserve(self, size_bytes: int, may_exceed: bool = False) -> bool:

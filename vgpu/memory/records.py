@@ -123,20 +123,12 @@ class MemoryRecord:
         Blocks from before the record lie where they would if they had been allocated first, those
         that are never released as one: begin the record before the model is made.
         """
-        events = self.events_on(device)
         wanted = torch.device(device)
         if capacity_bytes is None:
             capacity_bytes = self._capacity_bytes.get(wanted, 0)
         allocator = CachingAllocator(wanted, capacity_bytes, expandable_segments)
-        _allocate_older(events, self.bytes_before(wanted), allocator)
-        for event in events:
-            before_bytes = event.block_bytes - event.size_bytes
-            if event.block_bytes == 0:
-                allocator.free(event.block)
-            elif before_bytes == 0:
-                allocator.allocate(event.block, event.block_bytes, event.stream or 0)
-            else:
-                allocator.resize(event.block, event.block_bytes, event.stream or 0)
+        for _ in self.replay(allocator):
+            pass
         return AllocatorStats(
             reserved_bytes=allocator.reserved_bytes,
             peak_reserved_bytes=allocator.peak_reserved_bytes,
@@ -145,6 +137,19 @@ class MemoryRecord:
             segments=allocator.segments,
             retries=allocator.retries,
         )
+
+    def replay(self, allocator: CachingAllocator) -> Iterator[MemoryEvent]:
+        """Let an allocator of one of the devices do all events; yields each when it is done."""
+        events = self.events_on(allocator.device)
+        _allocate_older(events, self.bytes_before(allocator.device), allocator)
+        for event in events:
+            if event.block_bytes == 0:
+                allocator.free(event.block)
+            elif event.block_bytes == event.size_bytes:
+                allocator.allocate(event.block, event.block_bytes, event.stream or 0)
+            else:
+                allocator.resize(event.block, event.block_bytes, event.stream or 0)
+            yield event
 
     def add(
         self,

@@ -37,6 +37,9 @@ examples:
   every layout of 70B on 8 hosts, at most 512 sequences a step: which fit, and the fastest
     python -m vgpu.plan --search --model 70B --hosts 8 --sequences 512
 
+  sequences of 131,072 tokens, each shared by 4 GPUs; products in float8
+    python -m vgpu.plan --model 8B --dp-shard 2 --context 4 --sequence 131072 --float8 --recompute full
+
   a model of your own: Llama 8B with other sizes
     python -m vgpu.plan --layers 24 --width 2048 --heads 16 --key-value-heads 16 \\
         --feed-forward 5504 --vocabulary 32000 --dp-shard 16 --gpu A100 --trace step.json
@@ -55,7 +58,9 @@ _LAYOUT = {
     "dp_shard": "ranks among which FSDP2 shards the parameters of a replica",
     "tp": "neighboring ranks that share each layer: tensor parallelism",
     "pp": "pipeline stages; embedding and output count as a layer each when it is cut",
+    "cp": "ranks that share each sequence: context parallelism, also --context",
 }
+_ALSO = {"cp": ["--context"]}
 _COUNTS = {
     "batch": f"sequences a step on each rank that has samples of its own (default: {Plan.batch})",
     "sequence": "tokens of a sequence (default: the model's, 8192 for those of Llama)",
@@ -83,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--model", choices=LLAMA, help="sizes of Llama 3.1 (default: 8B)")
     _add_counts(result, "sizes that differ from the model's", _SIZES)
-    _add_counts(result, "layout (each 1 by default; GPUs are the product of the four)", _LAYOUT)
+    _add_counts(result, "layout (each 1 by default; GPUs are the product of all)", _LAYOUT)
     step = _add_counts(result, "step and cluster", _COUNTS)
     step.add_argument(
         "--recompute",
@@ -96,6 +101,11 @@ def parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="whether parameters are freed after forward, and gathered again for backward "
         f"(default: {Plan.reshard_after_forward})",
+    )
+    step.add_argument(
+        "--float8",
+        action="store_true",
+        help="linear layers of blocks multiply in float8, with one scale for each tensor",
     )
     step.add_argument(
         "--compile",
@@ -111,15 +121,15 @@ def parser() -> argparse.ArgumentParser:
     )
     step.add_argument(
         "--gpu",
-        choices=vgpu.PRESETS,
         metavar="NAME",
-        help=f"of every host: {', '.join(vgpu.PRESETS)} (default: {Plan.gpu})",
+        help=f"of every host: {', '.join(vgpu.PRESETS)} (default: {Plan.gpu}), or FILE.toml with the "
+        "fields of vgpu.GPUSpec that differ from those of the one that like = NAME names",
     )
     step.add_argument(
         "--network",
-        choices=vgpu.NETWORKS,
         metavar="NAME",
-        help=f"between hosts: {', '.join(vgpu.NETWORKS)} (default: {Plan.network})",
+        help=f"between hosts: {', '.join(vgpu.NETWORKS)} (default: {Plan.network}), or FILE.toml as for "
+        "vgpu.Network",
     )
     step.add_argument(
         "--arithmetic-share",
@@ -145,7 +155,8 @@ def parser() -> argparse.ArgumentParser:
 def _add_counts(parser: argparse.ArgumentParser, title: str, texts: dict[str, str]) -> Any:
     group = parser.add_argument_group(title)
     for name, text in texts.items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
+        options = [f"--{name.replace('_', '-')}", *_ALSO.get(name, ())]
+        group.add_argument(*options, dest=name, type=int, metavar="N", help=text)
     return group
 
 
@@ -194,9 +205,9 @@ def _searched(given: dict[str, Any]) -> str:
     if hosts is not None:
         if hosts < 1:
             raise ValueError(f"--hosts must be at least 1, got {hosts}")
-        if plan.layout.ranks > 1:
+        if plan.layout.ranks > plan.layout.cp:
             raise ValueError(f"--hosts {hosts} beside a layout ({plan.layout}): give one of them")
-        layout = Layout(dp_shard=hosts * plan.gpus_per_host)
+        layout = Layout(dp_shard=hosts * plan.gpus_per_host // plan.layout.cp, cp=plan.layout.cp)
         plan = dataclasses.replace(plan, layout=layout)
     return f"{search(plan, sequences, **costs)}\n\nVirtual time, a model's prediction."
 

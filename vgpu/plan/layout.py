@@ -1,8 +1,8 @@
 """How a transformer is divided over ranks: degrees of parallelism, and PyTorch's own code for them.
 
-The degrees have torchtitan's names: ``pp``, ``dp_replicate``, ``dp_shard`` and ``tp``. FSDP2, tensor
-parallelism and recomputation are applied by the same lines to ranks that exist, under ``launch.run`` or
-torchrun, and to a rank of ``vgpu.cluster``.
+The degrees have torchtitan's names: ``pp``, ``dp_replicate``, ``dp_shard``, ``cp`` and ``tp``. FSDP2,
+tensor and context parallelism and recomputation are applied by the same lines to ranks that exist, under
+``launch.run`` or torchrun, and to a rank of ``vgpu.cluster``.
 """
 
 import dataclasses
@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -37,7 +38,8 @@ from torch.utils.checkpoint import (
 )
 from tqdm.auto import tqdm
 
-from vgpu.plan.transformer import Transformer, TransformerSizes, check_count
+from vgpu.plan.float8 import LastCast, gather_input, scatter_output, use_float8
+from vgpu.plan.transformer import Transformer, TransformerBlock, TransformerSizes, check_count
 
 RECOMPUTE = ("none", "selective", "full")
 """What of a block backward computes again: nothing, all but attention and every second matrix
@@ -51,7 +53,7 @@ SHOW_AFTER_S = 2.0
 class Layout:
     """Degrees of parallelism; their product is the number of ranks.
 
-    Neighboring ranks are those of ``tp``, which send most often; then come ``dp_shard``,
+    Neighboring ranks are those of ``tp``, which send most often; then come ``cp``, ``dp_shard``,
     ``dp_replicate`` and ``pp``.
     """
 
@@ -63,6 +65,8 @@ class Layout:
     """Ranks that compute each layer together (tensor and sequence parallelism)."""
     pp: int = 1
     """Pipeline stages: groups of ranks with consecutive layers each."""
+    cp: int = 1
+    """Ranks that share each sequence (context parallelism); FSDP2 shards among them, too."""
 
     def __post_init__(self) -> None:
         for name, degree in vars(self).items():
@@ -74,16 +78,32 @@ class Layout:
 
     @property
     def ranks_per_stage(self) -> int:
-        return self.dp_replicate * self.dp_shard * self.tp
+        return self.dp_replicate * self.shards * self.tp
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which parameters are sharded: those of ``dp_shard`` and of ``cp``."""
+        return self.dp_shard * self.cp
 
     @property
     def dp(self) -> int:
-        """Parts into which a batch is divided; ranks of ``tp`` see the same samples."""
+        """Parts into which a batch is divided; ranks of ``tp`` and ``cp`` see the same samples."""
         return self.dp_replicate * self.dp_shard
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The ranks of the default process group, with a dimension for each degree but ``pp`` of 1."""
-        degrees = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        """The ranks of the default process group, with a dimension for each degree but ``pp`` of 1.
+
+        Those of ``cp`` belong to ``dp_shard``: FSDP2 shards among both.
+        """
+        return self._mesh(device_type, {"dp_shard": self.shards, "tp": self.tp})
+
+    def context_mesh(self, device_type: str) -> DeviceMesh:
+        """The ranks that share their sequences with this one."""
+        degrees = {"dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
+        return self._mesh(device_type, degrees)["cp"]
+
+    def _mesh(self, device_type: str, of_replica: dict[str, int]) -> DeviceMesh:
+        degrees = {"dp_replicate": self.dp_replicate} | of_replica
         if self.pp > 1:
             degrees = {"pp": self.pp} | degrees
         return init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
@@ -147,9 +167,10 @@ def check_hosts(layout: Layout, gpus_per_host: int) -> None:
 
     Some would be slower than others, and no single rank would show how long a step takes.
     """
-    sizes = {"tp": layout.tp, "dp_shard": layout.dp_shard, "dp_replicate": layout.dp_replicate}
-    for name in sizes:
-        several = groups({**sizes, "pp": layout.pp}, name)
+    sizes = {"tp": layout.tp, "cp": layout.cp, "dp_shard": layout.dp_shard}
+    sizes |= {"dp_replicate": layout.dp_replicate, "pp": layout.pp}
+    for name in ("tp", "cp", "dp_shard", "dp_replicate"):
+        several = groups(sizes, "cp", name) if name == "dp_shard" else groups(sizes, name)
         ways = sorted({placement(group, gpus_per_host) for group in several})
         if len(ways) > 1:
             raise ValueError(
@@ -228,11 +249,14 @@ class TransformerStage(nn.Module):
 # PyTorch's own code
 
 
-def apply_tp(model: Transformer | TransformerStage, mesh: DeviceMesh) -> None:
+def apply_tp(
+    model: Transformer | TransformerStage, mesh: DeviceMesh, casts: LastCast | None = None
+) -> None:
     """Divide each layer among the ranks of a mesh of one dimension, in place.
 
     Between the layers each rank holds a part of every sequence (sequence parallelism, Korthikanti
-    et al., 2022). The logits stay divided by vocabulary: compute the loss in ``loss_context``.
+    et al., 2022). The logits stay divided by vocabulary: compute the loss in ``loss_context``. casts:
+    of a model in float8, where float8 is gathered.
     """
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -245,33 +269,64 @@ def apply_tp(model: Transformer | TransformerStage, mesh: DeviceMesh) -> None:
     if here:  # a stage in the middle has blocks only
         parallelize_module(model, mesh, here)
     whole = (Replicate(), None, None)
+    gathers: dict[str, ParallelStyle] = {
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None, None), desired_input_layouts=whole
+        ),
+        "feed_forward": PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        ),
+    }
+    summed = RowwiseParallel(output_layouts=Shard(1))
+    if casts is not None:
+        gathers, summed = {}, RowwiseParallel(output_layouts=Partial(), use_local_output=False)
     for block in model.blocks:
         parallelize_module(
             block,
             mesh,
             {
                 "attention_norm": SequenceParallel(),
-                "attention": PrepareModuleInput(
-                    input_layouts=(Shard(1), None, None), desired_input_layouts=whole
-                ),
                 "attention.query": ColwiseParallel(),
                 "attention.key": ColwiseParallel(),
                 "attention.value": ColwiseParallel(),
-                "attention.output": RowwiseParallel(output_layouts=Shard(1)),
+                "attention.output": summed,
                 "feed_forward_norm": SequenceParallel(),
-                "feed_forward": PrepareModuleInput(
-                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-                ),
                 "feed_forward.gate": ColwiseParallel(),
                 "feed_forward.up": ColwiseParallel(),
-                "feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
+                "feed_forward.down": summed,
+                **gathers,
             },
         )
+        if casts is not None:
+            for part, output in (
+                (block.attention, block.attention.output),
+                (block.feed_forward, block.feed_forward.down),
+            ):
+                gather_input(part, casts)
+                scatter_output(output, mesh, casts)
 
 
 def loss_context(layout: Layout) -> AbstractContextManager[None]:
     """For the loss and its backward: with tensor parallelism, the logits are never gathered."""
     return loss_parallel() if layout.tp > 1 else nullcontext()
+
+
+@contextmanager
+def attention_context(mesh: DeviceMesh | None) -> Iterator[None]:
+    """For forward and backward: attention of sequences that the ranks of a mesh share.
+
+    It is PyTorch's own: each rank has a part of a sequence's front and as much of its end, so that all
+    compute as much; keys and values are gathered, and their gradients go round a ring.
+    """
+    if mesh is None:
+        yield
+        return
+    # What has a sequence's length was made with a rank's part of it, so that nothing is left to divide.
+    nothing = torch.empty(2 * mesh.size())
+    with context_parallel(
+        mesh, buffers=[nothing], buffer_seq_dims=[0], no_restore_buffers={nothing}
+    ):
+        yield
 
 
 def apply_fsdp(
@@ -298,11 +353,22 @@ class ParallelModel:
     """
 
     def __init__(
-        self, model: Transformer | TransformerStage, layout: Layout, mesh: DeviceMesh
+        self,
+        model: Transformer | TransformerStage,
+        layout: Layout,
+        mesh: DeviceMesh,
+        *,
+        float8: bool = False,
     ) -> None:
-        """model: on the host. Of the whole a GPU need not have room for more than its own part."""
+        """model: on the host. Of the whole a GPU need not have room for more than its own part.
+
+        float8: whether the blocks' linear layers multiply in it.
+        """
+        casts = use_float8(model.blocks) if float8 else None
+        self._layout = layout
+        self._context = layout.context_mesh("vgpu") if layout.cp > 1 else None
         if layout.tp > 1:
-            apply_tp(model, mesh["tp"])
+            apply_tp(model, mesh["tp"], casts)
         self._blocks = list(model.blocks)
         self._forwards = [block.forward for block in self._blocks]
         dp = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
@@ -312,6 +378,12 @@ class ParallelModel:
         apply_fsdp(model, blocks, mesh[dp], policy)
         self.module: Any = model.to("vgpu")
 
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """For forward, loss and backward."""
+        with loss_context(self._layout), attention_context(self._context):
+            yield
+
     def configure(self, recompute: str, reshard_after_forward: bool) -> None:
         """Set what may change from step to step: one of ``RECOMPUTE``, and FSDP2's option."""
         block: Any
@@ -320,9 +392,21 @@ class ParallelModel:
             block.set_reshard_after_forward(reshard_after_forward, recurse=False)
 
 
+def adam(module: nn.Module) -> torch.optim.AdamW:
+    """AdamW, fused, with a group of parameters for each block and one for the others.
+
+    DTensor looks at each operator's whole lists of tensors: of all blocks together that takes seconds.
+    """
+    blocks = [child for child in module.modules() if isinstance(child, TransformerBlock)]
+    groups = [list(block.parameters()) for block in blocks]
+    inside = {id(parameter) for group in groups for parameter in group}
+    groups.append([p for p in module.parameters() if id(p) not in inside])
+    return torch.optim.AdamW([{"params": group} for group in groups if group], fused=True)
+
+
 def adam_with_state(module: nn.Module) -> torch.optim.AdamW:
     """The module's optimizer after a first step, which makes its state."""
-    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    optimizer = adam(module)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -342,14 +426,16 @@ def _recomputed(forward: Any, recompute: str) -> Any:
 def _keep_every_second_product() -> Any:
     """torchtitan's selective activation checkpointing: what to keep of a block, besides its input."""
     products = {False: 0, True: 0}
+    multiplies = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}
     kept = {
+        torch.ops.aten.amax.default,  # of what is cast to float8
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
     }
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keeps = func in kept
-        if func is torch.ops.aten.mm.default:
+        if func in multiplies:
             products[context.is_recompute] += 1
             keeps = products[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

@@ -114,7 +114,7 @@ def search(
 ) -> SearchResult:
     """Plans for the model, the GPUs and the network of ``plan``: all that divide, and their speed.
 
-    Layout, batch, recomputation and ``reshard_after_forward`` are searched. Batches are powers of two;
+    Layout, batch, recomputation and ``reshard_after_forward`` are searched; ``cp`` stays. Batches are powers of two;
     sequences: the most in a step, on all GPUs together. From the fastest on, plans are predicted
     whole until one of them fits. processes: how many try layouts at once, by default as many as
     cores and memory allow; the result is the same. costs: as for ``predict``. Nothing is
@@ -150,14 +150,15 @@ def search(
 
 
 def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
-    ranks = plan.layout.ranks
+    cp = plan.layout.cp
+    ranks = plan.layout.ranks // cp
     divisors = [parts for parts in range(1, ranks + 1) if ranks % parts == 0]
     for tp, dp_replicate in itertools.product(range(1, plan.gpus_per_host + 1), divisors):
         if ranks % (dp_replicate * tp):
             continue
-        layout = Layout(dp_replicate, ranks // (dp_replicate * tp), tp)
+        layout = Layout(dp_replicate, ranks // (dp_replicate * tp), tp, cp=cp)
         batches = [n for n in _BATCHES if sequences is None or n * layout.dp <= sequences]
-        gathers = (False, True) if layout.dp_shard > 1 else (True,)
+        gathers = (False, True) if layout.shards > 1 else (True,)
         for batch, recompute, again in itertools.product(batches, RECOMPUTE, gathers):
             changes: dict[str, Any] = {"recompute": recompute, "reshard_after_forward": again}
             try:
@@ -170,11 +171,11 @@ def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
 def _too_large_on_paper(plan: Plan) -> str:
     capacity = plan.spec.memory_bytes
     least = functools.partial(
-        estimate.least_bytes, plan.sizes, dp_shard=plan.layout.dp_shard, tp=plan.layout.tp
+        estimate.least_bytes, plan.sizes, dp_shard=plan.layout.shards, tp=plan.layout.tp
     )
     if least(0) > capacity:
         return _STATE_TOO_LARGE
-    tokens, once = plan.batch * plan.sequence, not plan.reshard_after_forward
+    tokens, once = plan.batch * plan.tokens_per_sequence, not plan.reshard_after_forward
     if least(tokens, recompute=plan.recompute, gathered_once=once) > capacity:
         return _ACTIVATIONS_TOO_LARGE
     return ""
@@ -219,7 +220,9 @@ def _works_no_more(plan: Plan, other: Plan) -> bool:
 
 def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, Any]) -> None:
     plan, seconds, sizes_bytes = one.plan, [], []
-    kept_bytes = estimate.kept_bytes(plan.sizes, plan.batch * plan.sequence, plan.recompute)
+    kept_bytes = estimate.kept_bytes(
+        plan.sizes, plan.batch * plan.tokens_per_sequence, plan.recompute
+    )
     least_added_bytes = kept_bytes // plan.layout.tp
     for layers, rank in ranks.items():
         step = rank.recorded(with_layers(plan, layers), **costs)

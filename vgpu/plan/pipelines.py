@@ -27,7 +27,6 @@ from vgpu.plan.layout import (
     StageLayers,
     TransformerStage,
     adam_with_state,
-    loss_context,
     progress,
     split_layers,
     without_garbage,
@@ -36,7 +35,7 @@ from vgpu.plan.plan import Plan, Rank, Step, on_cluster, time_by_cause
 from vgpu.plan.schedules import BACKWARD, FORWARD, Action, Box, Schedule, SimulatedSchedule
 from vgpu.profiling.peaks import PeakByCause
 from vgpu.time.simulate import replay_beside
-from vgpu.time.timeline import TraceEvent, in_order, union_s
+from vgpu.time.timeline import HostRange, TraceEvent, in_order, union_s
 
 
 def predict(plan: Plan, **costs: Any) -> Step:
@@ -173,7 +172,7 @@ def record_rank(plan: Plan, schedule: Schedule, device: int, **costs: Any) -> Re
             for action, state in rank_states(schedule, device):
                 gpu.reset_peak_memory_stats()
                 is_forward = action.kind == FORWARD
-                with vgpu.record(**costs) as timeline, loss_context(plan.layout):
+                with vgpu.record(**costs) as timeline, rank.training():
                     if is_forward:
                         rank.forward(action)
                     else:
@@ -195,22 +194,26 @@ class _StageRank:
     def __init__(self, plan: Plan, device: int, gpu: torch.device) -> None:
         self._plan, self._gpu = plan, gpu
         mesh = plan.layout.mesh("vgpu")
-        sizes = dataclasses.replace(plan.sizes, sequence=plan.sequence)
+        sizes = dataclasses.replace(plan.sizes, sequence=plan.tokens_per_sequence)
         self._layers = _stages_of(plan, device)
         models = {
-            stage: ParallelModel(TransformerStage(sizes, layers), plan.layout, mesh)
+            stage: ParallelModel(
+                TransformerStage(sizes, layers), plan.layout, mesh, float8=plan.float8
+            )
             for stage, layers in self._layers.items()
         }
         for model in models.values():
             model.configure(plan.recompute, plan.reshard_after_forward)
         self._stages = {stage: model.module for stage, model in models.items()}
+        self.training = next(iter(models.values())).training
+        """The context of an action, whichever stage's."""
         self.modules = nn.ModuleList(self._stages.values())
         self.optimizer = adam_with_state(self.modules)
         self._in_flight: dict[Action, torch.Tensor | GradientEdge] = {}
 
     def forward(self, action: Action) -> None:
         plan, layers = self._plan, self._layers[action.stage]
-        size = (plan.micro_batch, plan.sequence)
+        size = (plan.micro_batch, plan.tokens_per_sequence)
         tokens = torch.randint(plan.sizes.vocabulary, size, device=self._gpu)
         received = tokens if layers.first else self._hidden().requires_grad_()
         output = self._stages[action.stage](received)
@@ -231,7 +234,7 @@ class _StageRank:
     def _hidden(self) -> torch.Tensor:
         """What a stage receives: a rank's part of each sequence."""
         plan = self._plan
-        size = (plan.micro_batch, plan.sequence // plan.layout.tp, plan.sizes.width)
+        size = (plan.micro_batch, plan.tokens_per_sequence // plan.layout.tp, plan.sizes.width)
         return torch.empty(size, device=self._gpu, dtype=torch.bfloat16)
 
 
@@ -365,7 +368,7 @@ def _simulated(recordings: _Recordings) -> PipelineStep:
 
 def _transfer_s(plan: Plan, model: vgpu.CostModel) -> float:
     """A rank sends its part of a micro-batch to its neighbor in the next stage."""
-    tokens = plan.micro_batch * plan.sequence // plan.layout.tp
+    tokens = plan.micro_batch * plan.tokens_per_sequence // plan.layout.tp
     each = plan.layout.ranks_per_stage
     return max(
         model.group_time_s("send", 2 * tokens * plan.sizes.width, [rank, rank + each])
@@ -402,11 +405,15 @@ def _timeline(
     count = simulated.schedule.devices
     devices = [torch.device("vgpu", index) for index in range(count)]
     events: list[TraceEvent] = []
+    ranges: list[HostRange] = []
     makespan_s = 0.0
     for device, row, update in zip(devices, simulated.boxes, updates, strict=True):
         for box in row:
             name = simulated.schedule.text(box.action)
-            events += _moved(timelines[box.action], device, box.start, name)
+            part = timelines[box.action]
+            events += _moved(part, device, box.start, name)
+            end_s = box.start + part.makespan_s
+            ranges.append(HostRange(name, "range", device, 0, False, box.start, end_s))
         reduced_s = _reduced_s(row, timelines)
         events += _moved(update, device, reduced_s, "update")
         makespan_s = max(makespan_s, reduced_s + update.makespan_s)
@@ -418,6 +425,7 @@ def _timeline(
         makespan_s,
         makespan_s,
         [index * plan.layout.ranks_per_stage for index in range(count)],
+        host_ranges=ranges,
     )
 
 

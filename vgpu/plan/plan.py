@@ -14,10 +14,10 @@ from vgpu.plan.layout import (
     RECOMPUTE,
     Layout,
     ParallelModel,
+    adam,
     adam_with_state,
     check_hosts,
     check_tp,
-    loss_context,
     split_layers,
     without_garbage,
 )
@@ -53,6 +53,8 @@ class Plan:
     """Stages of each rank in a pipeline: above 1 it is interleaved 1F1B, else 1F1B."""
     micro_batches: int | None = None
     """Of a pipeline, into which ``batch`` is divided; None: as many as its ranks, as in torchtitan."""
+    float8: bool = False
+    """Whether the linear layers of blocks multiply in float8 (``vgpu.plan.float8``)."""
 
     def __post_init__(self) -> None:
         if self.sequence is None:
@@ -77,9 +79,23 @@ class Plan:
                 f"multiple of {each}"
             )
         check_hosts(self.layout, each)
-        check_tp(self.sizes, self.layout.tp, self.sequence)
+        self._check_sequence()
         self._check_pipeline()
         self._check_bytes()
+        if self.float8 and self.spec.fp8_flop_per_s is None:
+            raise ValueError(
+                f"{self.spec.name} cannot multiply float8 tensors; of the presets, "
+                f"{', '.join(name for name, gpu in vgpu.PRESETS.items() if gpu.fp8_flop_per_s)} can"
+            )
+
+    def _check_sequence(self) -> None:
+        parts = 2 * self.layout.cp
+        if self.layout.cp > 1 and self.sequence % parts:
+            raise ValueError(
+                f"{self.layout.cp} ranks cannot share a sequence of {self.sequence:,} tokens evenly: each "
+                f"takes a part of its front and one of its end, so make it a multiple of {parts}"
+            )
+        check_tp(self.sizes, self.layout.tp, self.tokens_per_sequence)
 
     def _check_pipeline(self) -> None:
         if self.layout.pp == 1:
@@ -101,8 +117,8 @@ class Plan:
         """ValueError for what no counter of bytes could hold."""
         least_bytes = estimate.least_bytes(
             self.sizes,
-            self.micro_batch * self.sequence,
-            self.layout.dp_shard,
+            self.micro_batch * self.tokens_per_sequence,
+            self.layout.shards,
             self.layout.tp * self.layout.pp,
             self.recompute,
         )
@@ -130,6 +146,11 @@ class Plan:
         if self.layout.pp == 1:
             return self.batch
         return self.batch // (self.micro_batches or self.layout.pp)
+
+    @property
+    def tokens_per_sequence(self) -> int:
+        """Those that a rank has of a sequence; ranks of ``tp`` have them together."""
+        return self.sequence // self.layout.cp
 
     @property
     def spec(self) -> vgpu.GPUSpec:
@@ -259,11 +280,13 @@ class Rank:
         then, and what the allocator reserves is not quite: that depends on all that went before.
         """
         self._layout = plan.layout
-        whole = Transformer(dataclasses.replace(plan.sizes, sequence=plan.sequence))
-        self._parallel = ParallelModel(whole, plan.layout, plan.layout.mesh("vgpu"))
+        whole = Transformer(dataclasses.replace(plan.sizes, sequence=plan.tokens_per_sequence))
+        self._parallel = ParallelModel(
+            whole, plan.layout, plan.layout.mesh("vgpu"), float8=plan.float8
+        )
         self.model = self._parallel.module
         if takes_a_step:
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+            self.optimizer = adam(self.model)
             self.train(plan)
         else:
             self.optimizer = adam_with_state(self.model)
@@ -272,9 +295,9 @@ class Rank:
         """One step."""
         assert plan.layout == self._layout
         self._parallel.configure(plan.recompute, plan.reshard_after_forward)
-        size = (plan.batch, plan.sequence)
+        size = (plan.batch, plan.tokens_per_sequence)
         tokens = torch.randint(plan.sizes.vocabulary, size, device="vgpu")
-        with loss_context(self._layout):
+        with self._parallel.training():
             # Nothing but the loss holds the logits during the backward pass.
             F.cross_entropy(self.model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
         self.optimizer.step()

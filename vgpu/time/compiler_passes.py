@@ -231,7 +231,8 @@ class _Product(NamedTuple):
 
     @property
     def result_bytes(self) -> int:
-        return self.kernel.work.size_bytes - self.factors.left_bytes - self.factors.right_bytes
+        assert self.kernel.work.product is not None
+        return self.kernel.work.product.written_bytes
 
     def piece(self, count: int) -> Kernel:
         """One of ``count`` parts of its rows."""

@@ -22,10 +22,12 @@ from vgpu.time.costs import CostModel, check_seconds
 from vgpu.time.host_threads import HostThread, HostThreads
 from vgpu.time.simulator import Simulator
 from vgpu.time.steps import (
+    BeginRange,
     BeginStream,
     BeginThread,
     Copy,
     Deferred,
+    EndRange,
     EventStep,
     GraphBreak,
     GroupCollective,
@@ -185,10 +187,21 @@ class GrowingProgram:
         """A thread goes on when the others have got as far."""
         self.steps.append(JoinThreads(host.index, tuple(other.index for other in others)))
 
-    def spend(self, duration_s: float) -> None:
+    def spend(self, duration_s: float, name: str) -> None:
         """The host computes something itself for so long."""
         check_seconds("duration_s", duration_s)
-        self.steps.append(HostWork(self.host().index, duration_s))
+        self.steps.append(HostWork(self.host().index, duration_s, name))
+
+    def begin_range(self, name: str) -> int:
+        """The calling thread enters a block that has a name; returns the thread's index."""
+        host = self.host()
+        self.steps.append(BeginRange(host.index, name))
+        return host.index
+
+    def end_range(self, thread: int) -> None:
+        """A thread leaves the innermost block that it has entered."""
+        self.host()  # a backward pass that has returned ends first
+        self.steps.append(EndRange(thread))
 
     def host_waits(self, streams: Iterable[RecordedStream], name: str, host: HostThread) -> None:
         """The thread goes on when all that is enqueued on the streams has ended."""

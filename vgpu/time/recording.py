@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler import record_function
 
 from vgpu.collectives.calls import Call
 from vgpu.memory import gpus
@@ -34,6 +35,7 @@ from vgpu.time.host_threads import (
     in_compiled_call,
     modules_tracked,
 )
+from vgpu.time.kineto import KINETO_DTYPES
 from vgpu.time.program import Enqueued, GrowingProgram, RecordedStream
 from vgpu.time.races import Accesses, is_whole, poisoned, replaced
 from vgpu.time.simulate import rarely_collected, simulate
@@ -41,6 +43,7 @@ from vgpu.time.steps import (
     UNKNOWN_OPERANDS,
     Copy,
     Deferred,
+    Elements,
     Factors,
     GroupCollective,
     Kernel,
@@ -77,7 +80,7 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
     recording = Recording(costs, timeline, rank)
     with rarely_collected():
         try:
-            with _switched_to(recording), modules_tracked():
+            with _switched_to(recording), modules_tracked(), _ranges_noted(recording.program):
                 yield timeline
         finally:
             gpus.streams_of_nodes.clear()
@@ -85,13 +88,17 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
             program.races = [(r.device.index, replace(r, device=HOST)) for r in timeline.races]
             timed = simulate([program])
             timeline.programs, timeline.events = timed.programs, timed.events
+            timeline.host_ranges = timed.host_ranges
             timeline.host_s, timeline.makespan_s = timed.host_s, timed.makespan_s
 
 
-def spend(duration_s: float) -> None:
-    """In a recording, let the host compute for so long: making a batch, say. Else nothing."""
+def spend(duration_s: float, name: str = "host work") -> None:
+    """In a recording, let the host compute for so long: making a batch, say. Else nothing.
+
+    name: what a trace shows for it.
+    """
     if under_way is not None:
-        under_way.program.spend(duration_s)
+        under_way.program.spend(duration_s, name)
 
 
 @contextmanager
@@ -130,6 +137,28 @@ def _switched_to(recording: "Recording | None") -> Iterator[None]:
         yield
     finally:
         observer.recording = under_way = before
+
+
+@contextmanager
+def _ranges_noted(program: GrowingProgram) -> Iterator[None]:
+    """Blocks of ``torch.profiler.record_function`` are ranges of the recording."""
+    plain_enter, plain_exit = record_function.__enter__, record_function.__exit__
+    entered: dict[int, int] = {}  # id of a block → the thread that is in it
+
+    def enter(block: record_function) -> Any:
+        entered[id(block)] = program.begin_range(block.name)
+        return plain_enter(block)
+
+    def leave(block: record_function, *error: Any) -> None:
+        if id(block) in entered:  # it may have been entered before the recording
+            program.end_range(entered.pop(id(block)))
+        plain_exit(block, *error)
+
+    record_function.__enter__, record_function.__exit__ = enter, leave  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        record_function.__enter__, record_function.__exit__ = plain_enter, plain_exit  # type: ignore[method-assign]
 
 
 def paused() -> Any:
@@ -329,6 +358,7 @@ class Recording:
             call.group_name,
             current.index,
             operands,
+            _elements_of(call, made),
         )
         done = self.program.enqueue(step, stream)._replace(clock=dict(stream.clock))
         self._accesses.note(done, read, [*written, *made])
@@ -386,8 +416,9 @@ class Recording:
         self._need(writes, host)
         writers = [None if write is None else write.event for write in writes]
         factors = None
-        if name == "mm" and len(on_gpus) == 2:  # not into a given tensor
-            left, right = on_gpus
+        # Not into a given tensor; one of float8 has two scales besides.
+        if (name, len(on_gpus)) in (("mm", 2), ("_scaled_mm", 4)):
+            left, right, *_ = on_gpus
             if left.layout is torch.strided and left.stride(1) == 1:
                 factors = Factors(writers[0], touched_bytes(left), touched_bytes(right))
         return Operands(tuple(w for w in writers if w is not None), factors=factors)
@@ -403,6 +434,18 @@ class Recording:
                 events.append(write.deferred.event)
         if events:
             self.program.steps.append(NeedResults(tuple(events), host.by))
+
+
+def _elements_of(call: Call, made: Sequence[torch.Tensor]) -> Elements:
+    """What this rank puts into a collective, and what it gets."""
+    sent, received = call.inputs, [*call.outputs, *made]
+    dtypes = [tensor.dtype for tensor in (*sent, *received)]
+    dtype = KINETO_DTYPES.get(dtypes[0], str(dtypes[0])) if dtypes else ""
+    return Elements(dtype, _numel(sent), _numel(received))
+
+
+def _numel(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def _on_gpus(tensors: Iterable[VirtualTensor]) -> list[VirtualTensor]:

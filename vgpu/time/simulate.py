@@ -90,7 +90,7 @@ def _alone(program: Program, others: Iterable[TraceEvent] = ()) -> Timeline:
     simulator.occupy(others, program.gpu)
     simulator.run(in_pieces(program))
     timeline = _timeline([program], program.gpus)
-    timeline.events = in_order(simulator.trace)
+    timeline.events, timeline.host_ranges = in_order(simulator.trace), simulator.host_ranges
     timeline.host_s, timeline.makespan_s = simulator.end()
     timeline.races = [
         replace(race, device=timeline.devices[index]) for index, race in program.races
@@ -129,6 +129,7 @@ def _together(programs: Sequence[Program]) -> Timeline:
     ends = [simulator.end() for simulator in simulators]
     timeline.host_s, timeline.makespan_s = (max(times) for times in zip(*ends, strict=True))
     timeline.events = in_order(event for simulator in simulators for event in simulator.trace)
+    timeline.host_ranges = [each for simulator in simulators for each in simulator.host_ranges]
     for program, device in zip(programs, timeline.devices, strict=True):
         timeline.races += [replace(race, device=device) for _, race in program.races]
     return timeline

@@ -14,7 +14,7 @@ host goes on until it needs that event itself.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,9 +29,11 @@ from vgpu.time.resources import (
     SimulatedStream,
 )
 from vgpu.time.steps import (
+    BeginRange,
     BeginStream,
     BeginThread,
     Copy,
+    EndRange,
     GroupCollective,
     HostWait,
     HostWork,
@@ -43,7 +45,7 @@ from vgpu.time.steps import (
     RecordEvent,
     WaitEvent,
 )
-from vgpu.time.timeline import HOST, TraceEvent
+from vgpu.time.timeline import HOST, HostRange, TraceEvent
 
 
 @dataclass(slots=True)
@@ -53,6 +55,10 @@ class SimulatedThread:
     number: int
     now_s: float
     launch_s: float
+    backward: bool  # whether it is one of the autograd engine
+    ranges: list[tuple[str, float]] = field(
+        default_factory=list
+    )  # entered and not left, with times
 
 
 class Simulator(Queues):
@@ -73,6 +79,7 @@ class Simulator(Queues):
         self.costs = costs
         self.rank = rank
         self.trace: list[TraceEvent] = []
+        self.host_ranges: list[HostRange] = []
         self.threads: list[SimulatedThread] = []
         self.streams: list[SimulatedStream] = []
         self.pending: dict[int, PendingCollective] = {}  # by their event
@@ -85,9 +92,11 @@ class Simulator(Queues):
         self._wires: dict[tuple[int, bool, str], Resource] = {}
         self._durations_s: dict[Workload, float] = {}
         self._handlers: dict[type, Callable[..., object]] = {
+            BeginRange: self._begin_range,
             BeginStream: self._begin_stream,
             BeginThread: self._begin_thread,
             Copy: self._copy,
+            EndRange: self._end_range,
             GroupCollective: self._group_collective,
             HostWait: self._host_wait,
             HostWork: self._host_work,
@@ -143,14 +152,31 @@ class Simulator(Queues):
         now_s = 0.0 if step.parent is None else self.threads[step.parent].now_s
         costs = self.costs
         launch_s = costs.launch_s(step.sharing) if step.sharing else costs.engine_launch_s
-        self.threads.append(SimulatedThread(step.number, now_s, launch_s))
+        self.threads.append(SimulatedThread(step.number, now_s, launch_s, not step.sharing))
 
     def _join_threads(self, step: JoinThreads) -> None:
         thread = self.threads[step.thread]
         thread.now_s = max([thread.now_s, *(self.threads[other].now_s for other in step.others)])
 
     def _host_work(self, step: HostWork) -> None:
-        self.threads[step.thread].now_s += step.duration_s
+        thread = self.threads[step.thread]
+        start_s, thread.now_s = thread.now_s, thread.now_s + step.duration_s
+        self._note_range(step.name, "work", thread, start_s)
+
+    def _begin_range(self, step: BeginRange) -> None:
+        thread = self.threads[step.thread]
+        thread.ranges.append((step.name, thread.now_s))
+
+    def _end_range(self, step: EndRange) -> None:
+        thread = self.threads[step.thread]
+        name, start_s = thread.ranges.pop()
+        self._note_range(name, "range", thread, start_s)
+
+    def _note_range(self, name: str, kind: str, thread: SimulatedThread, start_s: float) -> None:
+        device = torch.device(gpus.DEVICE_TYPE, self._position or 0)
+        self.host_ranges.append(
+            HostRange(name, kind, device, thread.number, thread.backward, start_s, thread.now_s)
+        )
 
     def _host_wait(self, step: HostWait) -> None:
         thread, time_s = self.threads[step.thread], self.time_s(step.event)
@@ -206,12 +232,17 @@ class Simulator(Queues):
         event = self.begin_event()
         stream = self.streams[step.stream]
         if stream.queue:
-            self.enqueue((stream,), lambda: self._run_kernel(step, stream, launch_s, event))
+            self.enqueue((stream,), lambda: self._run_kernel(step, stream, thread, launch_s, event))
         else:  # nearly always, and quicker
-            self._run_kernel(step, stream, launch_s, event)
+            self._run_kernel(step, stream, thread, launch_s, event)
 
     def _run_kernel(
-        self, step: Kernel, stream: SimulatedStream, launch_s: float, event: int
+        self,
+        step: Kernel,
+        stream: SimulatedStream,
+        thread: SimulatedThread,
+        launch_s: float,
+        event: int,
     ) -> bool:
         work = step.work
         duration_s = self._durations_s.get(work)
@@ -238,6 +269,8 @@ class Simulator(Queues):
                 step.by.backward,
                 work.flop,
                 work.size_bytes,
+                thread=thread.number,
+                launching_s=thread.launch_s,
             )
         )
         self.end_event(event, end_s)
@@ -263,7 +296,7 @@ class Simulator(Queues):
         streams = [self.streams[stream] for stream in step.streams]
         thread.now_s += thread.launch_s * len(streams)
         duration_s = self.costs.collective_time_s(step.name, step.size_bytes, len(streams))
-        self._transfer(streams, _traced(step, "collective", duration_s, thread.now_s))
+        self._transfer(streams, _traced(step, "collective", duration_s, thread))
 
     def _copy(self, step: Copy) -> None:
         thread = self.threads[step.by.thread]
@@ -272,7 +305,7 @@ class Simulator(Queues):
         thread.now_s += thread.launch_s
         is_between = source is not None and target is not None
         time_s = self.costs.copy_time_s if is_between else self.costs.host_copy_time_s
-        traced = _traced(step, "copy", time_s(step.size_bytes), thread.now_s)._replace(
+        traced = _traced(step, "copy", time_s(step.size_bytes), thread)._replace(
             source=source.device if source else HOST, target=target.device if target else HOST
         )
         streams = [stream for stream in (source, target) if stream is not None]
@@ -332,8 +365,12 @@ class Simulator(Queues):
     def end_collective(self, collective: PendingCollective, start_s: float, end_s: float) -> None:
         """A collective has its times."""
         step, stream = collective.step, collective.stream
-        traced = _traced(step, "collective", end_s, collective.launch_s)._replace(
+        thread = self.threads[step.by.thread]
+        traced = _traced(step, "collective", end_s, thread)._replace(
+            launch_s=collective.launch_s,
             start_s=start_s,
+            group=step.group,
+            elements=step.elements,
             ranks=step.ranks,
             link=self.costs.link_name(step.ranks),
             ready_s=collective.ready_s,
@@ -354,7 +391,10 @@ class Simulator(Queues):
 
 
 def _traced(
-    step: Copy | LocalCollective | GroupCollective, kind: str, end_s: float, launch_s: float
+    step: Copy | LocalCollective | GroupCollective,
+    kind: str,
+    end_s: float,
+    thread: SimulatedThread,
 ) -> TraceEvent:
     """What is known of a copy or a collective before it starts."""
     return TraceEvent(
@@ -364,7 +404,9 @@ def _traced(
         stream=0,
         start_s=0.0,
         end_s=end_s,
-        launch_s=launch_s,
+        launch_s=thread.now_s,
+        thread=thread.number,
+        launching_s=thread.launch_s,
         module=step.by.module,
         backward=step.by.backward,
         size_bytes=step.size_bytes,

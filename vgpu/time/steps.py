@@ -60,6 +60,20 @@ class HostWork(NamedTuple):
 
     thread: int
     duration_s: float
+    name: str = "host work"
+
+
+class BeginRange(NamedTuple):
+    """A thread enters a block of ``torch.profiler.record_function``."""
+
+    thread: int
+    name: str
+
+
+class EndRange(NamedTuple):
+    """A thread leaves the innermost block that it has entered."""
+
+    thread: int
 
 
 class BeginStream(NamedTuple):
@@ -103,6 +117,14 @@ class LocalCollective(NamedTuple):
     size_bytes: int
 
 
+class Elements(NamedTuple):
+    """What a rank puts into a collective and gets from it, as Kineto counts it."""
+
+    dtype: str = ""  # as C++ writes it: "BFloat16"
+    sent: int = 0
+    received: int = 0
+
+
 class GroupCollective(NamedTuple):
     """This rank's side of a process group's collective, or of a message, is launched."""
 
@@ -114,6 +136,7 @@ class GroupCollective(NamedTuple):
     group: str
     issued_on: int  # the stream that was current, for which the group's has waited
     operands: Operands = UNKNOWN_OPERANDS
+    elements: Elements = Elements()
 
     @property
     def is_message(self) -> bool:
@@ -199,6 +222,8 @@ ProgramStep = (
     | BeginThread
     | JoinThreads
     | HostWork
+    | BeginRange
+    | EndRange
     | BeginStream
     | WaitEvent
     | HostWait

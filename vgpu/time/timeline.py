@@ -5,11 +5,12 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from vgpu.time.steps import Program
+from vgpu.time import kineto
+from vgpu.time.steps import Elements, Program
 
 HOST = torch.device("cpu")
 
@@ -36,6 +37,10 @@ class TraceEvent(NamedTuple):
     ranks: tuple[int, ...] = ()  # of a collective over process groups: who takes part
     link: str = ""  # and what it goes over
     ready_s: float | None = None  # of the same: when this rank was ready; it starts when all are
+    group: str = ""  # of the same
+    elements: Elements = Elements()
+    thread: int = 0  # of the host, that launched it
+    launching_s: float = 0.0  # how long it took that thread
 
     @property
     def duration_s(self) -> float:
@@ -50,6 +55,18 @@ class TraceEvent(NamedTuple):
     def label(self) -> str:
         """The module, or the operation if no module asked for it."""
         return (self.module or self.name) + (" (backward)" if self.backward else "")
+
+
+class HostRange(NamedTuple):
+    """A stretch of one thread of the host: a block of ``record_function``, or ``vgpu.spend``."""
+
+    name: str
+    kind: str  # "range" or "work"
+    device: torch.device  # the current GPU of its rank
+    thread: int
+    backward: bool  # whether the thread is one of the autograd engine
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True)
@@ -102,6 +119,7 @@ class Timeline:
     # Where several ranks are joined: the rank of each of the devices. One number for a rank alone.
     ranks: list[int] = field(default_factory=lambda: [0])
     programs: tuple[Program, ...] = field(default=(), repr=False)  # from which it can be replayed
+    host_ranges: list[HostRange] = field(default_factory=list)  # by their end
 
     def busy_s(self, device: torch.device | str) -> float:
         """Seconds in which at least one kernel ran on ``device``; copies do not count."""
@@ -128,49 +146,17 @@ class Timeline:
     def flop(self) -> int:
         return sum(event.flop for event in self.events)
 
-    def to_chrome_trace(self, path: str | Path) -> None:
-        """Write the JSON that https://ui.perfetto.dev and chrome://tracing open."""
-        rows = {"traceEvents": self._trace_rows(), "displayTimeUnit": "ms"}
-        Path(path).write_text(json.dumps(rows), encoding="utf-8")
+    def to_chrome_trace(self, path: str | Path, rank: int | None = None) -> None:
+        """Write the JSON that ``torch.profiler`` writes (Kineto's), with virtual times.
 
-    def _trace_rows(self) -> list[dict[str, Any]]:
-        """One process a device, one thread a stream, times in µs.
-
-        Source of the format: "Trace Event Format", the Chromium project.
+        https://ui.perfetto.dev opens it, and Holistic Trace Analysis, which wants one file a rank:
+        rank is the one to write; all of them, unless given. ValueError for one that is not here.
         """
-        rows: list[dict[str, Any]] = []
-        processes = [*self.devices, HOST]
-        for number, device in enumerate(processes):
-            of_device = {"ph": "M", "pid": number}
-            name, row = f"{device} ({self.gpu})", "stream"
-            if device == HOST:
-                name, row = "host", "thread"
-            rows.append({**of_device, "name": "process_name", "args": {"name": name}})
-            for stream in self.streams(device):
-                args = {"name": f"{row} {stream}"}
-                rows.append({**of_device, "tid": stream, "name": "thread_name", "args": args})
-        for event in self.events:
-            arguments: dict[str, Any] = {
-                "operation": event.name,
-                "launched at (µs)": event.launch_s * 1e6,
-                "FLOP": event.flop,
-                "bytes": event.size_bytes,
-            }
-            if event.source is not None:
-                arguments |= {"from": str(event.source), "to": str(event.target)}
-            rows.append(
-                {
-                    "ph": "X",
-                    "cat": event.kind,
-                    "name": event.label,
-                    "pid": processes.index(event.device),
-                    "tid": event.stream,
-                    "ts": event.start_s * 1e6,
-                    "dur": event.duration_s * 1e6,
-                    "args": arguments,
-                }
+        if rank is not None and rank not in self.ranks:
+            raise ValueError(
+                f"rank must be one of those in this timeline, {self.ranks}, got {rank!r}"
             )
-        return rows
+        Path(path).write_text(json.dumps(kineto.trace_of(self, rank)), encoding="utf-8")
 
     def __str__(self) -> str:
         lines = [f"virtual time, {self.gpu}: {self.makespan_s * 1e3:.3f} ms"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from vgpu.hardware import GPUSpec
-from vgpu.memory import gpus
+from vgpu.memory import gpus, snapshot
 from vgpu.memory.blocks import DeviceMemory
 from vgpu.memory.gpus import current_index as current_device
 from vgpu.memory.gpus import device_count, meant_by
@@ -349,6 +349,12 @@ memory = _submodule(
     memory_summary=memory_summary,
     reset_peak_memory_stats=reset_peak_memory_stats,
     set_per_process_memory_fraction=set_per_process_memory_fraction,
+)
+# The names that PyTorch's page on CUDA's memory has, underscores and all.
+vars(memory).update(
+    _record_memory_history=snapshot.record_history,
+    _snapshot=snapshot.snapshot,
+    _dump_snapshot=snapshot.dump,
 )
 _MARKERS = ("mark", "range_end", "range_pop", "range_push", "range_start")
 nvtx = _submodule("nvtx", range=_range, **dict.fromkeys(_MARKERS, _marker))

@@ -1,14 +1,12 @@
-"""Checks of lesson 02: a silent wrong gradient, a meter without a graph, an old script."""
+"""Checks of lesson 02: a silent wrong gradient, a meter without a graph, a head to train."""
 
-import copy
 import gc
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn, optim
+from torch import nn
 
 from helpers.autograd_graph import SavedTensors
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
@@ -159,114 +157,37 @@ def _expect_mean(yours: Any, expected: float, counts: list[int]) -> None:
     expect_close(yours, expected, given=given, rtol=1e-4, atol=1e-6, hint=hint)
 
 
-@exercise("2.3", "Modernise a second old script")
-def fit_today(answer: Callable[..., tuple[float, float]]) -> dict[str, Any]:
-    size, classes = (int(torch.randint(3, 8, ())) for _ in range(2))
-    batches, held_out = _random_batches(size, classes), _random_batches(size, classes)
-    model, rate = WatchedScores(size, classes), float(torch.rand(()) + 0.1)
-    model.eval()  # so that a forgotten train() is noticed
-    reference = WatchedScores(size, classes)
-    reference.load_state_dict(model.state_dict())
-    expected = _fit_reference(reference, batches, held_out, rate)
+@exercise("2.3", "Train the head alone")
+def head_loss(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
+    size, width, classes, batch = (int(torch.randint(3, 9, ())) for _ in range(4))
+    backbone, head = WatchedScores(size, width), nn.Linear(width, classes)
+    images, labels = torch.randn(batch, size), torch.randint(classes, (batch,))
+    expected = F.cross_entropy(head(backbone(images).detach()), labels)
+    right = torch.autograd.grad(expected, head.weight)[0]
+    backbone.seen.clear()
 
-    # One batch alone: its loss does not depend on how the step that follows it is made.
-    first = _run_and_watch(answer, copy.deepcopy(model), batches[:1], held_out[:1], rate)
-    alone = _fit_reference(copy.deepcopy(model), batches[:1], held_out[:1], rate)
-    loss_hint = (
-        "size_average=False meant a sum over the batch; log_softmax goes over classes, dim 1."
-    )
-    _expect_loss(first[0], alone[0], "the training loss of one batch", loss_hint)
-
-    returned = _run_and_watch(answer, model, batches, held_out, rate)
-    hint = "The weights differ from the old script's: is each of its steps still there?"
-    expected_state = reference.state_dict()
-    for name, yours in model.state_dict().items():
-        expect_close(yours, expected_state[name], given=f"{name} after training", hint=hint)
-    _expect_loss(returned[0], expected[0], "the training loss", "It is summed over all batches.")
-    _expect_loss(returned[1], expected[1], "the held-out loss", loss_hint)
-    return {
-        "your losses": f"{returned[0]:.4f} in training, {returned[1]:.4f} held out, as before",
-        "warnings, graphs": f"none, on {len(batches)} and {len(held_out)} batches",
-        "saved tensors left": "0 B, the budget",
-    }
-
-
-def _expect_loss(yours: float, expected: float, name: str, hint: str) -> None:
-    expect_close(yours, expected, given=name, rtol=1e-4, atol=1e-5, hint=hint)
-
-
-def _run_and_watch(
-    answer: Callable[..., Any],
-    model: WatchedScores,
-    batches: Batches,
-    held_out: Batches,
-    rate: float,
-) -> tuple[float, float]:
-    """What the answer returned, after all that does not depend on its numbers has been checked."""
-    counts = f"batches: {len(batches)}, held out: {len(held_out)}"
-    hint = "Each old word has a successor: the table at the end of the lesson names them."
-    with for_input(f"a network, {counts}, rate {rate:.2f}", hint):
-        warned, returned, held = _run_quietly(answer, model, batches, held_out, rate)
-        if warned:
-            hint = "The warning names the old word and what replaces it."
-            if "Converting a tensor" in warned[0]:
-                hint = "float(loss) warns, since it drops the history without a word: loss.item()."
-            raise Wrong(yours=f"a warning: {warned[0]}", expected="no warning", hint=hint)
-        _expect_modes(model.seen, len(batches), len(held_out))
-        both = isinstance(returned, (tuple, list)) and len(returned) == 2
-        if not both or any(type(part) is not float for part in returned):
+    hint = "A head computes its gradient from what it is given; inference_mode's may not be saved."
+    with for_input(f"{batch} images of {size} numbers, {width} features, {classes} classes", hint):
+        loss = _with_recording_restored(answer, backbone, head, images, labels)
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            raise Wrong(yours=loss, expected="a 0-dim tensor", hint="Return the loss itself.")
+        _expect_backbone_untouched(backbone)
+        hint = "The loss is that of head(backbone(images))."
+        expect_close(loss.detach(), expected.detach(), hint=hint)
+        if not loss.requires_grad:
             raise Wrong(
-                yours=returned,
-                expected="two Python numbers: the training loss and the held-out loss",
-                hint="Return two Python numbers; a loss is a 0-dim tensor, .item() makes a number.",
+                yours="a loss without a graph",
+                expected="a loss whose backward() reaches the head",
+                hint="Call the head outside of the block that records nothing.",
             )
-        if held:
-            raise Wrong(
-                yours=f"{format_bytes(held)} that autograd saved are still alive",
-                expected="0 B",
-                hint="Something keeps a loss with its graph.",
-            )
-    return returned[0], returned[1]
-
-
-def _random_batches(size: int, classes: int) -> Batches:
-    counts = torch.randint(2, 7, (3,)).tolist()
-    return [(torch.randn(count, size) * 3, torch.randint(classes, (count,))) for count in counts]
-
-
-def _fit_reference(
-    model: nn.Module, batches: Batches, held_out: Batches, rate: float
-) -> tuple[float, float]:
-    optimizer = optim.SGD(model.parameters(), lr=rate)
-    total = 0.0
-    for images, labels in batches:
-        loss = F.cross_entropy(model(images), labels, reduction="sum")
-        optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        total += loss.item()
-    with torch.no_grad():
-        losses = [F.cross_entropy(model(x), labels, reduction="sum") for x, labels in held_out]
-    return total, sum(loss.item() for loss in losses)
+        expect_close(head.weight.grad, right, hint="The gradient of the head's weight is off.")
+    return {"your graph": "the head's alone", "graphs in the backbone": "0, the budget"}
 
 
-def _run_quietly(
-    answer: Callable[..., Any],
-    model: WatchedScores,
-    batches: Batches,
-    held_out: Batches,
-    rate: float,
-) -> tuple[list[str], Any, int]:
-    """The answer's warnings, what it returned, and the saved bytes it left alive."""
-    warned_always = torch.is_warn_always_enabled()
+def _with_recording_restored(answer: Callable[..., Any], *given: Any) -> Any:
     try:
-        with warnings.catch_warnings(record=True) as seen, SavedTensors() as saved:
-            warnings.simplefilter("always")
-            torch.set_warn_always(True)  # C++ gives some warnings once per process
-            returned = answer(model, batches, held_out, rate)
-            gc.collect()
-            held = saved.live_bytes()
+        returned = answer(*given)
         if not torch.is_grad_enabled():
             raise Wrong(
                 yours="recording is still off after the call",
@@ -274,39 +195,24 @@ def _run_quietly(
                 hint="set_grad_enabled(False) as a function stays. Use it, or no_grad, with `with`.",
             )
     finally:
-        torch.set_warn_always(warned_always)
         torch.set_grad_enabled(True)
-    return [str(item.message).splitlines()[0] for item in seen], returned, held
+    return returned
 
 
-def _expect_modes(seen: list[tuple[bool, bool]], trained: int, held_out: int) -> None:
-    if len(seen) != trained + held_out:
+def _expect_backbone_untouched(backbone: WatchedScores) -> None:
+    if len(backbone.seen) != 1:
         raise Wrong(
-            yours=f"{len(seen)} calls of the model",
-            expected=f"{trained + held_out}, one a batch",
-            hint="Go once over the batches, then once over the held-out ones.",
+            yours=f"{len(backbone.seen)} calls of the backbone", expected="1", hint="Call it once."
         )
-    if not all(training for training, _ in seen[:trained]):
+    if not all(parameter.requires_grad for parameter in backbone.parameters()):
         raise Wrong(
-            yours="the model was not in training mode for the batches",
-            expected="model.train()",
-            hint="The check hands the model over in eval(): switch it, as the old script does.",
+            yours="parameters of the backbone that no longer require a gradient",
+            expected="parameters as they came",
+            hint="requires_grad_(False) changes the caller's network for good.",
         )
-    if not all(recorded for _, recorded in seen[:trained]):
+    if backbone.seen[0][1]:
         raise Wrong(
-            yours="no graph was recorded for the batches",
-            expected="a graph for backward() to go through",
-            hint="Leave the training loop outside no_grad.",
-        )
-    if any(recorded for _, recorded in seen[trained:]):
-        raise Wrong(
-            yours="a graph was recorded for the held-out batches",
+            yours="a graph was recorded in the backbone",
             expected="no graph",
-            hint="volatile=True asked for none. Today: with torch.no_grad():",
-        )
-    if any(training for training, _ in seen[trained:]):
-        raise Wrong(
-            yours="the model was in training mode for the held-out batches",
-            expected="model.eval()",
-            hint="no_grad does not replace model.eval().",
+            hint="Cutting the result off comes too late. Which block records nothing?",
         )

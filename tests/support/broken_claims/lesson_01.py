@@ -24,11 +24,6 @@ BROKEN = [
         ],
     ),
     Broken(
-        "A04",
-        "the CPU has the ordinal 0",
-        before="patch('torch.Tensor.get_device', lambda self: self.device.index or 0)",
-    ),
-    Broken(
         "A05",
         "the tensor is made in main memory and copied",
         edits=[
@@ -99,17 +94,6 @@ BROKEN = [
         edits=[
             ('_raw_device_count_nvml", lambda: 4):\n', '_raw_device_count_nvml", lambda: 2):\n')
         ],
-        cell="five-asserted",
-    ),
-    Broken(
-        "A14",
-        "the shell takes the line with spaces",
-        edits=[
-            (
-                '    "CUDA_VISIBLE_DEVICES = 2,3 python show.py",',
-                '    "CUDA_VISIBLE_DEVICES=2,3 python show.py",',
-            )
-        ],
     ),
     Broken(
         "A15",
@@ -140,17 +124,6 @@ BROKEN = [
     ),
     Broken(
         "A18",
-        "the old call changes nothing",
-        edits=[
-            (
-                "set_default_tensor_type(torch.DoubleTensor)",
-                "set_default_tensor_type(torch.FloatTensor)",
-            )
-        ],
-        cell="default-type",
-    ),
-    Broken(
-        "A18",
         "a shuffling loader draws on the default device",
         edits=[
             (
@@ -159,15 +132,5 @@ BROKEN = [
             )
         ],
         cell="loader-trap",
-    ),
-    Broken(
-        "A19",
-        "type=bool reads the word",
-        edits=[
-            (
-                'add_argument("--cuda", type=bool,',
-                'add_argument("--cuda", type=lambda word: word == "True",',
-            )
-        ],
     ),
 ]

@@ -5,37 +5,10 @@ from broken_claims import Broken
 EDIT = "y.data.clamp_(-0.5, 0.5)"
 
 BROKEN = [
-    Broken(
-        "A20",
-        "zeros_like ignores the dtype of what it is like",
-        before="patch('torch.zeros_like', lambda x, **given: torch.zeros(x.shape, **given))",
-    ),
-    Broken(
-        "A21",
-        "new_zeros ignores the dtype of its tensor",
-        edits=[("five = half.new_zeros(5)", "five = torch.zeros(5)")],
-    ),
-    Broken(
-        "A21",
-        "requires_grad is copied",
-        edits=[
-            (
-                "assert not learned.new_zeros(5).requires_grad and",
-                "assert not torch.zeros_like(learned, requires_grad=learned.requires_grad).requires_grad and",
-            )
-        ],
-    ),
-    Broken(
-        "A22",
-        "a tensor of doubles is another class",
-        before="patch('torch.Tensor.double', lambda self: nn.Parameter(self))",
-    ),
-    Broken("A23", "wrapping keeps the history", before="Variable = lambda tensor: tensor"),
-    Broken("A23", "wrapping copies", edits=[("Variable(plain)", "Variable(plain.clone())")]),
     Broken("A24", "data is a copy", edits=[(EDIT, "y.data.clone().clamp_(-0.5, 0.5)")]),
     Broken("A24", "autograd sees the edit", edits=[(EDIT, "y = y.clamp(-0.5, 0.5)")]),
-    Broken("A25", "detach copies", edits=[("y.detach()", "y.detach().clone()")]),
-    Broken("A25", "detach hides the edit", edits=[("y.detach()", "y.data")]),
+    Broken("A25", "detach copies", edits=[("alias = y.detach()", "alias = y.detach().clone()")]),
+    Broken("A25", "detach hides the edit", edits=[("alias = y.detach()", "alias = y.data")]),
     Broken(
         "A26",
         "a result in between keeps its gradient",
@@ -59,26 +32,6 @@ BROKEN = [
         cell="retain",
     ),
     Broken(
-        "A27",
-        "one element of a vector has a dimension",
-        edits=[("vector = torch.tensor([1.0, 2.0, 3.0])", "vector = torch.ones(3, 1)")],
-    ),
-    Broken(
-        "A28",
-        "item() hands out a tensor",
-        before="patch('torch.Tensor.item', lambda self: self)",
-    ),
-    Broken(
-        "A29",
-        "a loss has a dimension",
-        edits=[
-            (
-                "torch.tensor([3, 1, 4, 1]))\nassert",
-                "torch.tensor([3, 1, 4, 1])).reshape(1)\nassert",
-            )
-        ],
-    ),
-    Broken(
         "A30",
         "a sum of losses keeps no graph",
         edits=[("loss.item() if item else loss\n", "loss.item() if item else loss.detach()\n")],
@@ -92,17 +45,6 @@ BROKEN = [
                 "loss.backward(retain_graph=True)\n            total",
             )
         ],
-    ),
-    Broken(
-        "A31",
-        "volatile still records nothing",
-        edits=[
-            (
-                "    images = Variable(images, volatile=True)\nprint",
-                "    images = Variable(images, volatile=True)\nmodel.requires_grad_(False)\nprint",
-            )
-        ],
-        cell="volatile-does-nothing",
     ),
     Broken(
         "A31",

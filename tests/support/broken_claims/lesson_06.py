@@ -6,7 +6,7 @@ BROKEN = [
     Broken(
         "C01",
         "the source's tensor is not sent",
-        cell="one-to-all-check",
+        cell="one-to-all-figure",
         edits=[("    dist.broadcast(tensor, src=0)\n", "")],
     ),
     Broken(

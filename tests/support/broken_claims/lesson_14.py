@@ -23,8 +23,8 @@ BROKEN = [
         shorter=_ONE_STEP,
         edits=[
             (
-                'train(model, mesh.get_local_rank("shard"), mesh["shard"].size(), look)',
-                "train(model, rank, world_size, look)",
+                'train(model, mesh.get_local_rank("shard"), mesh["shard"].size())',
+                "train(model, rank, world_size)",
             )
         ],
     ),
@@ -32,7 +32,6 @@ BROKEN = [
         "H09",
         "what is replicated is added as well",
         expensive=True,
-        shorter=_ONE_STEP,
         edits=[
             (
                 "                if not placement.is_replicate():\n"
@@ -109,9 +108,10 @@ BROKEN = [
         expensive=True,
         edits=[
             (
-                "weight, chosen = router(tokens).softmax(-1).max(-1)",
-                "weight, chosen = router(tokens).softmax(-1).max(-1)\n"
-                "    chosen = torch.arange(len(tokens), device=tokens.device) % len(router.weight)",
+                "scores, chosen = router(tokens).topk(best)",
+                "scores, chosen = router(tokens).topk(best)\n"
+                "    numbers = torch.arange(chosen.numel(), device=tokens.device).view_as(chosen)\n"
+                "    chosen = numbers % len(router.weight)",
             )
         ],
     ),
@@ -132,9 +132,9 @@ BROKEN = [
         expensive=True,
         edits=[
             (
-                "        results = results.index_add(0, rows, expert(tokens[rows]))",
-                "        own = (chosen == number)[:, None]\n"
-                "        results = torch.where(own, expert(tokens), results)",
+                "        results = results.index_add(0, mine, expert(rows[mine]))",
+                "        own = (numbers == number)[:, None]\n"
+                "        results = torch.where(own, expert(rows), results)",
             )
         ],
     ),

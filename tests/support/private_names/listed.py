@@ -53,6 +53,12 @@ RELIANCES = (
         ),
     ),
     Reliance(
+        "products of float8 tensors in plans",
+        "torch.nn.functional.scaled_mm computes the same: let plan/float8.py call it, and "
+        "plan/layout.py count what it becomes.",
+        ("torch._scaled_mm", "torch.ops.aten._scaled_mm.default"),
+    ),
+    Reliance(
         "kernels of custom operators, on virtual tensors",
         "In tensor/operators.py and tensor/kernels.py ask the registry another way for kernels that "
         "Python has registered. tests/vgpu/tensor/test_custom_operators.py is the judge.",
@@ -346,6 +352,12 @@ RELIANCES = (
             "torch.distributed.distributed_c10d._world.group_count",
             "torch.distributed.distributed_c10d._world.pg_map",
         ),
+    ),
+    Reliance(
+        "PyTorch's own report on a memory snapshot, in lesson 16",
+        "Look in torch/cuda for what reads the dictionary of torch.cuda.memory._snapshot now, and "
+        "compare vgpu/memory/snapshot.py with it.",
+        ("torch.cuda._memory_viz",),
     ),
     Reliance(
         "torch.compile and flex_attention on virtual GPUs",

@@ -1,15 +1,5 @@
 """Typical wrong answers of lesson 01, and a phrase of the message that each must get."""
 
-_PHYSICAL = (
-    "from itertools import takewhile\n"
-    "def physical(visible, ordinal, cards):\n"
-    "    wanted = list(range(cards))\n"
-    "    if visible is not None:\n"
-    "        wanted = list({wanted})\n"
-    "    seen = list(takewhile(lambda card: card in range(cards), wanted))\n"
-    "    return None if {void} or ordinal >= len(seen) else seen[ordinal]"
-)
-
 WRONG = {
     "1.1": [
         # The moved tensor is dropped.
@@ -274,47 +264,6 @@ WRONG = {
             "    seen = [int(t) for t in visible.split(',')] if visible else list(range(cards))\n"
             "    return seen[ordinal] if ordinal < len(seen) else None\n",
             "hides every card",
-        ),
-        # Entries that do not exist are skipped instead of ending the list.
-        (
-            "def physical(visible, ordinal, cards):\n"
-            "    seen = list(range(cards))\n"
-            "    if visible is not None:\n"
-            "        seen = [int(text) for text in visible.split(',') if text]\n"
-            "    seen = [card for card in seen if card in range(cards)]\n"
-            "    return seen[ordinal] if ordinal < len(seen) else None\n",
-            "is cut before its first entry",
-        ),
-        # A card named twice counts twice.
-        (
-            "def physical(visible, ordinal, cards):\n"
-            "    wanted = list(range(cards))\n"
-            "    if visible is not None:\n"
-            "        wanted = [int(text) for text in visible.split(',') if text]\n"
-            "    seen = []\n"
-            "    for card in wanted:\n"
-            "        if card not in range(cards):\n"
-            "            break\n"
-            "        seen.append(card)\n"
-            "    return seen[ordinal] if ordinal < len(seen) else None\n",
-            "void",
-        ),
-        # Duplicates first, then the end, without the entries that are empty.
-        (
-            _PHYSICAL.format(
-                wanted="[int(text) for text in visible.split(',') if text]",
-                void="len(set(wanted)) < len(wanted)",
-            ),
-            "ends the list: what stands behind it is not read",
-        ),
-        # The end first, of whatever kind, then duplicates.
-        (
-            _PHYSICAL.format(
-                wanted="takewhile(lambda c: c in range(cards), (int(t or -1) for t in "
-                "visible.split(',')))",
-                void="len(set(seen)) < len(seen)",
-            ),
-            "Only what was read is cut there",
         ),
         # The answer as a text.
         (

@@ -21,35 +21,12 @@ class RunningMean:
         {mean}
 """
 
-_FIT = """
-def fit_today(model, batches, held_out, rate):
-    optimizer = optim.SGD(model.parameters(), lr=rate)
-    model.train()
-    total = held_out_loss = 0
-    for images, labels in batches:
-        {loss}
-        optimizer.zero_grad()
-        loss.backward()
-        {clip}
-        optimizer.step()
-        total += loss.item()
-    {evaluate}
-        for images, labels in held_out:
-            loss = F.cross_entropy(model(images), labels, reduction="sum")
-            held_out_loss += {add}
-    return total, held_out_loss
+_HEAD = """
+def head_loss(backbone, head, images, labels):
+    with {block}:
+        features = backbone(images){end}
+    return F.cross_entropy(head(features), labels)
 """
-
-
-def _fit(**parts):
-    usual = {
-        "loss": 'loss = F.cross_entropy(model(images), labels, reduction="sum")',
-        "clip": "nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-        "evaluate": "model.eval()\n    with torch.no_grad():",
-        "add": "loss.item()",
-    }
-    return _FIT.format(**{**usual, **parts})
-
 
 _BY_COUNT = "return float(self.total / self.count)"
 
@@ -119,28 +96,26 @@ WRONG = {
         ),
     ],
     "2.3": [
-        ("fit_today = fit_2017", "0-dim"),
-        (_fit(evaluate="model.eval()\n    if True:"), "no_grad"),
-        (_fit(evaluate="with torch.no_grad():"), "does not replace model.eval()"),
-        (_fit().replace("model.train()", "pass"), "switch it, as the old script does"),
-        (_fit(add="loss"), "two Python numbers"),
-        (_fit().replace("+= loss.item()", "+= float(loss)", 1), "drops the history without a word"),
-        # Again: C++ has given its warning by now.
-        (_fit(loss="loss = F.cross_entropy(model(images), labels)"), "a sum over the batch"),
+        (_HEAD.format(block="torch.enable_grad()", end=".detach()"), "comes too late"),
+        (_HEAD.format(block="torch.inference_mode()", end=""), "may not be saved"),
         (
-            _fit(
-                loss="loss = F.nll_loss(F.log_softmax(model(images), 0), labels, reduction='sum')"
+            _HEAD.format(block="torch.no_grad()", end="; images = head(features)").replace(
+                "head(features), labels", "images, labels"
             ),
-            "dim 1",
+            "outside of the block",
         ),
         (
-            _fit(loss="loss = F.nll_loss(F.log_softmax(model(images)), labels, reduction='sum')"),
-            "names the old word",
-        ),
-        (_fit(clip="pass"), "each of its steps"),
-        (
-            _fit(evaluate="model.eval()\n    torch.set_grad_enabled(False)\n    if True:"),
+            _HEAD.format(block="torch.no_grad()", end="\n    torch.set_grad_enabled(False)"),
             "as a function stays",
         ),
+        (
+            _HEAD.format(block="torch.no_grad()", end="; backbone.requires_grad_(False)"),
+            "for good",
+        ),
+        (
+            _HEAD.format(block="torch.no_grad()", end="").replace("labels)\n", "labels).item()\n"),
+            "Return the loss itself",
+        ),
+        (_HEAD.format(block="torch.no_grad()", end=" * 2"), "is that of head"),
     ],
 }

@@ -208,8 +208,10 @@ def test_the_trace_has_a_lane_for_each_stage_s_rank(tmp_path, capsys):
     assert "waiting for other stages" in shown and "micro-batches in flight" in shown
     rows = json.loads(trace.read_text())["traceEvents"]
     lanes = {row["args"]["name"] for row in rows if row["name"] == "process_name"}
-    assert {lane.split()[0] for lane in lanes} == {"vgpu:0", "vgpu:1", "host"}
-    assert any(row["name"].startswith("3B1 ") for row in rows)
+    assert lanes == {f"rank {rank}{gpu}" for rank in (0, 2) for gpu in ("", ", H100 80GB HBM3")}
+    assert "3B1" in {row["name"] for row in rows if row.get("cat") == "user_annotation"}
+    kernels = [row for row in rows if row.get("cat") == "kernel"]
+    assert any(row["args"]["module"].startswith("3B1") for row in kernels)
 
 
 def test_smaller_micro_batches_are_among_what_would_fit():

@@ -1,6 +1,5 @@
 """Virtual time: hosts, streams, events and copies, by hand-computed seconds."""
 
-import json
 from contextlib import nullcontext
 
 import pytest
@@ -306,20 +305,6 @@ def test_a_recording_inside_another_is_refused():
     with vgpu.record() as timeline:  # the failed one left nothing behind
         x.neg()
     assert len(timeline.events) == 1
-
-
-def test_a_timeline_exports_a_chrome_trace(tmp_path):
-    x = torch.ones(KB, device="vgpu:0")
-    with vgpu.record(COSTS) as timeline:
-        x.neg().to("vgpu:1").sum().item()
-    timeline.to_chrome_trace(tmp_path / "trace.json")
-    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    spans = [row for row in rows if row["ph"] == "X"]
-    assert len(spans) == len(timeline.events)
-    assert {row["cat"] for row in spans} == {"kernel", "copy", "wait"}
-    assert spans[0]["ts"] == near(1.0) and spans[0]["dur"] == near(2.0)
-    named = {(row["pid"], row.get("tid")) for row in rows if row["name"] == "thread_name"}
-    assert {(row["pid"], row["tid"]) for row in spans} == named
 
 
 def test_a_resource_fills_gaps_and_never_does_two_things():

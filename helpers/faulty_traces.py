@@ -1,0 +1,185 @@
+"""Six traces of training on four GPUs, each with another fault, for lesson 16.
+
+Each is three steps after a warm-up, of shapes in virtual time. Ranks that do the same are recorded
+once.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
+
+import vgpu
+
+RANKS = 4
+STEPS = 3
+SLOW_RANK = 2
+LOADER = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"  # as PyTorch names it
+
+Step = Callable[[], torch.Tensor]  # one step of training: its loss
+Prepare = Callable[[], Step]
+
+
+class FaultyTrace(NamedTuple):
+    fault: str
+    timeline: vgpu.Timeline
+
+
+@functools.cache
+def traces() -> dict[str, FaultyTrace]:
+    """The six, by their letter."""
+    return {
+        "A": FaultyTrace("loader", _alike(_trained(loader_s=15e-3))),
+        "B": FaultyTrace("straggler", _straggler()),
+        "C": FaultyTrace("launches", _alike(_trained(width=256, blocks=6, rows=512))),
+        "D": FaultyTrace("gather", _alike(_trained(rows=256, width=4096, shard=True))),
+        "E": FaultyTrace("bubble", _pipeline()),
+        "F": FaultyTrace("item", _alike(_trained(blocks=8, rows=512, width=1024, looks=True))),
+    }
+
+
+def write(folder: Path | str) -> dict[str, Path]:
+    """Write each of them into a file, in the format of ``torch.profiler``; the paths by letter."""
+    paths = {letter: Path(folder) / f"{letter}.json" for letter in traces()}
+    for letter, trace in traces().items():
+        trace.timeline.to_chrome_trace(paths[letter])
+    return paths
+
+
+class _Look(nn.Module):
+    """Reads a value of what passes, as ``if hidden.isnan().any().item()`` would."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden.detach().sum().to("cpu")  # a shape has no value that item() could give
+        return hidden
+
+
+def _block(width: int, looks: bool = False) -> nn.Sequential:
+    layers = [nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)]
+    return nn.Sequential(*layers, *([_Look()] if looks else []))
+
+
+def _trained(
+    rows: int = 4096,
+    width: int = 2048,
+    blocks: int = 4,
+    loader_s: float = 2e-4,
+    shard: bool = False,
+    looks: bool = False,
+) -> Prepare:
+    """Data parallel training of a few blocks, in bfloat16."""
+
+    def prepare() -> Step:
+        with torch.device("vgpu"):
+            net: nn.Module = nn.Sequential(*(_block(width, looks) for _ in range(blocks)))
+        net = net.bfloat16()
+        if shard:
+            for block in net.children():
+                fully_shard(block)
+            fully_shard(net)
+        else:
+            net = DistributedDataParallel(net, gradient_as_bucket_view=True)
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        batch = torch.empty(rows, width, dtype=torch.bfloat16, device="vgpu")
+
+        def step() -> torch.Tensor:
+            vgpu.spend(loader_s, LOADER)
+            loss = net(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    return prepare
+
+
+def _recorded(prepare: Prepare, rank: int = 0) -> vgpu.Timeline:
+    with _rank(rank):
+        step = prepare()
+        for _ in range(2):  # the optimizer makes its state, and then DDP its buckets
+            step()
+        with vgpu.record() as timeline:
+            for number in range(STEPS):
+                with record_function(f"ProfilerStep#{number}"):
+                    step()
+            torch.accelerator.synchronize()
+    return timeline
+
+
+@contextmanager
+def _rank(rank: int) -> Iterator[None]:
+    with vgpu.cluster(hosts=1, gpus_per_host=RANKS, rank=rank), vgpu.shapes_only():
+        yield
+
+
+def _alike(prepare: Prepare) -> vgpu.Timeline:
+    return _joined([_recorded(prepare)] * RANKS)
+
+
+def _straggler() -> vgpu.Timeline:
+    usual, slow = _recorded(_trained()), _recorded(_trained(rows=6144))
+    return _joined(slow if rank == SLOW_RANK else usual for rank in range(RANKS))
+
+
+def _joined(timelines: Iterable[vgpu.Timeline]) -> vgpu.Timeline:
+    """A recording a rank, whichever rank it was recorded as."""
+    return vgpu.joined(
+        [
+            replace(timeline, programs=tuple(replace(p, rank=rank) for p in timeline.programs))
+            for rank, timeline in enumerate(timelines)
+        ]
+    )
+
+
+def _pipeline(micro_batches: int = 5, rows: int = 2048, width: int = 2048) -> vgpu.Timeline:
+    """GPipe over four stages of one block each."""
+    return vgpu.joined(
+        [
+            _recorded(functools.partial(_stage, rank, micro_batches, rows, width), rank)
+            for rank in range(RANKS)
+        ]
+    )
+
+
+def _stage(rank: int, micro_batches: int, rows: int, width: int) -> Step:
+    with torch.device("vgpu"):
+        stage = _block(width).bfloat16()
+    optimizer = torch.optim.AdamW(stage.parameters(), fused=True)
+
+    def received(source: int) -> torch.Tensor:
+        tensor = torch.empty(rows, width, dtype=torch.bfloat16, device="vgpu")
+        dist.recv(tensor, source)
+        return tensor
+
+    def step() -> torch.Tensor:
+        passed = []
+        for _ in range(micro_batches):
+            is_first = rank == 0
+            given = torch.empty(rows, width, dtype=torch.bfloat16, device="vgpu")
+            given = (given if is_first else received(rank - 1)).requires_grad_()
+            output = stage(given)
+            passed.append((given, output))
+            if rank < RANKS - 1:
+                dist.isend(output.detach(), rank + 1)
+        for given, output in passed:
+            gradient = output.detach() if rank == RANKS - 1 else received(rank + 1)
+            output.backward(gradient)
+            if rank > 0:
+                assert given.grad is not None
+                dist.isend(given.grad, rank - 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return output
+
+    return step

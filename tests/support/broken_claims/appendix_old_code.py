@@ -1,0 +1,100 @@
+"""The appendix: what a shell and argparse read, what old lines of a script make."""
+
+from broken_claims import Broken
+
+BROKEN = [
+    Broken(
+        "A04",
+        "the CPU has the ordinal 0",
+        before="patch('torch.Tensor.get_device', lambda self: self.device.index or 0)",
+    ),
+    Broken(
+        "A14",
+        "the shell takes the line with spaces",
+        edits=[
+            (
+                '    "CUDA_VISIBLE_DEVICES = 2,3 python show.py",',
+                '    "CUDA_VISIBLE_DEVICES=2,3 python show.py",',
+            )
+        ],
+    ),
+    Broken(
+        "A18",
+        "the old call changes nothing",
+        edits=[
+            (
+                "set_default_tensor_type(torch.DoubleTensor)",
+                "set_default_tensor_type(torch.FloatTensor)",
+            )
+        ],
+        cell="default-type",
+    ),
+    Broken(
+        "A19",
+        "type=bool reads the word",
+        edits=[
+            (
+                'add_argument("--cuda", type=bool,',
+                'add_argument("--cuda", type=lambda word: word == "True",',
+            )
+        ],
+    ),
+    Broken(
+        "A20",
+        "zeros_like ignores the dtype of what it is like",
+        before="patch('torch.zeros_like', lambda x, **given: torch.zeros(x.shape, **given))",
+    ),
+    Broken(
+        "A21",
+        "new_zeros ignores the dtype of its tensor",
+        edits=[("five = half.new_zeros(5)", "five = torch.zeros(5)")],
+    ),
+    Broken(
+        "A21",
+        "requires_grad is copied",
+        edits=[
+            (
+                "assert not learned.new_zeros(5).requires_grad and",
+                "assert not torch.zeros_like(learned, requires_grad=learned.requires_grad).requires_grad and",
+            )
+        ],
+    ),
+    Broken(
+        "A22",
+        "a tensor of doubles is another class",
+        before="patch('torch.Tensor.double', lambda self: nn.Parameter(self))",
+    ),
+    Broken("A23", "wrapping keeps the history", before="Variable = lambda tensor: tensor"),
+    Broken("A23", "wrapping copies", edits=[("Variable(plain)", "Variable(plain.clone())")]),
+    Broken(
+        "A27",
+        "one element of a vector has a dimension",
+        edits=[("vector = torch.tensor([1.0, 2.0, 3.0])", "vector = torch.ones(3, 1)")],
+    ),
+    Broken(
+        "A28",
+        "item() hands out a tensor",
+        before="patch('torch.Tensor.item', lambda self: self)",
+    ),
+    Broken(
+        "A29",
+        "a loss has a dimension",
+        edits=[
+            (
+                "torch.tensor([3, 1, 4, 1]))\nassert",
+                "torch.tensor([3, 1, 4, 1])).reshape(1)\nassert",
+            )
+        ],
+    ),
+    Broken(
+        "A31",
+        "volatile still records nothing",
+        edits=[
+            (
+                "    images = Variable(images, volatile=True)\nprint",
+                "    images = Variable(images, volatile=True)\nmodel.requires_grad_(False)\nprint",
+            )
+        ],
+        cell="volatile-does-nothing",
+    ),
+]

@@ -1,0 +1,72 @@
+"""GPUs, links and networks: presets, those from files, and what is refused."""
+
+import re
+
+import pytest
+
+import vgpu
+from vgpu.hardware import LINKS, get_network, get_spec
+
+
+@pytest.mark.parametrize("name", vgpu.PRESETS)
+def test_a_preset_names_its_datasheet_and_its_tensor_cores_are_no_slower(name):
+    spec = get_spec(name)
+    assert re.search("datasheet|data sheet|specification", spec.source)
+    rates = [
+        spec.fp32_flop_per_s,
+        spec.tf32_flop_per_s,
+        spec.tensor_flop_per_s,
+        spec.fp8_flop_per_s,
+    ]
+    known = [rate for rate in rates if rate is not None]
+    assert known == sorted(known)
+
+
+def test_each_gpu_of_eight_mi300x_sends_to_one_other_over_one_of_seven_links():
+    link = get_spec("MI300X").link
+    assert link.among_bytes_per_s(2) == 64e9 and link.among_bytes_per_s(8) == 448e9
+
+
+def test_a_file_describes_a_gpu_by_what_differs_from_a_preset(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'like = "H100"\nname = "Virtual H100 NVL"\nmemory_bandwidth_bytes_per_s = 3.9e12\n'
+        'host_link = "PCIe 4"\n[link]\nname = "bridge"\nbandwidth_bytes_per_s = 300e9\n'
+        "latency_s = 5e-6\n"
+    )
+    spec = get_spec(str(path))
+    assert spec.name == "Virtual H100 NVL" and spec.memory_bandwidth_bytes_per_s == 3.9e12
+    assert spec.fp8_flop_per_s == vgpu.PRESETS["H100"].fp8_flop_per_s
+    assert spec.host_link == LINKS["PCIe 4"] and spec.link.bandwidth_bytes_per_s == 300e9
+    assert spec.source == spec.link.source == str(path)
+    with vgpu.enable(1, gpu=str(path)):
+        pass
+
+
+def test_a_file_describes_a_network(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('like = "InfiniBand NDR"\nadapters_per_host = 4\n')
+    assert get_network(str(path)).bytes_per_s_per_gpu(8) == 25e9
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('like = "H100"\nmemory = 3', "describes no GPUSpec: got an unexpected field 'memory'"),
+        ('name = "mine"', "describes no GPUSpec: missing 6 fields: 'memory_bytes'"),
+        ('like = "Z1"', "no GPU preset 'Z1'; there are K80"),
+        ('like = "H100"\nmemory_bytes = "80"', "memory_bytes of .* must be a number above 0"),
+        ('like = "H100"\nlink = "wire"', "no link preset 'wire'"),
+        ("like: H100", "describes no GPUSpec: Expected"),
+    ],
+)
+def test_a_file_that_describes_no_gpu_is_refused(tmp_path, text, message):
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        get_spec(str(path))
+
+
+def test_a_file_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match=r"nowhere\.toml cannot be read: No such file"):
+        get_spec("nowhere.toml")

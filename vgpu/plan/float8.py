@@ -1,0 +1,174 @@
+"""Linear layers that multiply in float8, as torchao's and torchtitan's recipe of one scale a tensor has it.
+
+Each of the three products of a layer takes float8 factors and gives bfloat16: the output from input and
+weight (e4m3), the input's gradient and the weight's gradient from the output's gradient (e5m2). What is
+bfloat16 is scaled by its largest absolute value and cast just before its product. The input is kept for
+backward as float8, which is what torch.compile finds least to keep. A product wants its right factor
+by columns, which takes a transposed copy for both gradients.
+
+With tensor parallelism a rank casts its part of a sequence, and float8 is gathered: the input of
+layers that are cut by columns, and the gradient of the output of those that are cut by rows. The
+largest value of what ranks share is reduced among them.
+
+Left out: parameters that FSDP2 gathers as float8. Here it gathers bfloat16, and each rank casts what it
+has gathered.
+
+Source: pytorch/ao, torchao/float8/float8_linear.py (``tensorwise``) and float8_tensor_parallel.py; and
+torchtitan, which converts all layers but the output.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+INPUTS, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
+_SIDE = 16
+"""A layer is converted if both of its sizes are multiples of it: ``torch._scaled_mm`` takes no others."""
+
+_Cast = tuple[torch.Tensor, torch.Tensor]  # float8 values, and what they were multiplied by
+
+
+class Float8Linear(nn.Linear):
+    """``nn.Linear`` without bias, with products in float8. (..., inputs) in, (..., outputs) out."""
+
+    def __init__(self, weight: nn.Parameter, casts: "LastCast") -> None:
+        """casts: shared by the layers of a model."""
+        outputs, inputs = weight.shape
+        super().__init__(inputs, outputs, bias=False, device="meta")
+        self.weight = weight
+        self._casts = casts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Product.apply(x, self.weight, self._casts)
+
+
+def use_float8(module: nn.Module) -> "LastCast":
+    """Convert the linear layers in a module, in place."""
+    casts = LastCast()
+    for parent in list(module.modules()):
+        for name, layer in parent.named_children():
+            if type(layer) is nn.Linear and not any(side % _SIDE for side in layer.weight.shape):
+                setattr(parent, name, Float8Linear(layer.weight, casts))
+    return casts
+
+
+class LastCast:
+    """The float8 of the tensor that was cast last.
+
+    Several layers that are given the same tensor one after another cast it once, as compiled code does.
+    """
+
+    def __init__(self) -> None:
+        self._of: Any = lambda: None
+        self._cast: _Cast | None = None
+
+    def of(self, x: torch.Tensor, dtype: torch.dtype) -> _Cast:
+        if self._cast is None or self._of() is not x:
+            self.put(x, _cast(x.detach(), dtype))
+        assert self._cast is not None
+        return self._cast
+
+    def put(self, x: torch.Tensor, cast: _Cast) -> None:
+        self._of, self._cast = weakref.ref(x), cast
+
+
+class _Product(torch.autograd.Function):
+    """(..., inputs) by (outputs, inputs) to (..., outputs)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, casts):
+        values, scale = casts.of(x, INPUTS)
+        ctx.save_for_backward(values, scale, weight)
+        ctx.casts = casts
+        output = _multiply((values.flatten(0, -2), scale), _transposed(_cast(weight, INPUTS)))
+        return output.unflatten(0, values.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        sent, sent_scale = ctx.casts.of(gradient, GRADIENTS)  # before recomputation casts others
+        values, scale, weight = ctx.saved_tensors
+        rows = sent.flatten(0, -2), sent_scale
+        of_input = _multiply(rows, _by_columns(_cast(weight, INPUTS)))
+        of_weight = _multiply(
+            _by_rows(_transposed(rows)), _by_columns((values.flatten(0, -2), scale))
+        )
+        return of_input.unflatten(0, sent.shape[:-1]), of_weight, None
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> _Cast:
+    scale = torch.finfo(dtype).max / x.abs().amax().float()
+    return (x * scale).to(dtype), scale
+
+
+def _multiply(left: _Cast, right: _Cast) -> torch.Tensor:
+    (values, scale), (others, other_scale) = left, right
+    factors = scale.reciprocal(), other_scale.reciprocal()
+    return torch._scaled_mm(values, others, *factors, out_dtype=torch.bfloat16)
+
+
+def _transposed(cast: _Cast) -> _Cast:
+    return cast[0].t(), cast[1]
+
+
+def _by_rows(cast: _Cast) -> _Cast:
+    return cast[0].contiguous(), cast[1]
+
+
+def _by_columns(cast: _Cast) -> _Cast:
+    return cast[0].t().contiguous().t(), cast[1]
+
+
+# Tensor parallelism: float8 is what is gathered
+
+
+def gather_input(module: nn.Module, casts: LastCast) -> None:
+    """A module's first argument, (B, S, width) of which each rank has a part of S, is gathered."""
+
+    def gathered(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        values, scale = _gathered(_cast(arguments[0].detach(), INPUTS))
+        x = _Gathered.apply(arguments[0], scale, values.shape)
+        casts.put(x, (values, scale))
+        return x, *arguments[1:]
+
+    module.register_forward_pre_hook(gathered)
+
+
+def scatter_output(module: nn.Module, mesh: DeviceMesh, casts: LastCast) -> None:
+    """A linear layer's output, a sum over ranks, is scattered along S; its gradient is gathered."""
+    module.register_forward_hook(lambda module, _, output: _Scattered.apply(output, mesh, casts))
+
+
+class _Gathered(torch.autograd.Function):
+    """What stands for a gathered tensor: without numbers, since float8 is computed with."""
+
+    @staticmethod
+    def forward(ctx, x, scale, size):
+        return scale.to(x.dtype).expand(size)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.redistribute(placements=[Shard(1)]), None, None
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output, mesh, casts):
+        ctx.mesh, ctx.casts = mesh, casts
+        return output.redistribute(placements=[Shard(1)]).to_local()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        part = DTensor.from_local(gradient, ctx.mesh, [Shard(1)], run_check=False)
+        values, scale = _gathered(_cast(part, GRADIENTS))
+        whole = scale.to(gradient.dtype).expand(values.shape)
+        ctx.casts.put(whole, (values, scale))
+        return whole, None, None
+
+
+def _gathered(cast: _Cast) -> _Cast:
+    values, scale = cast
+    return values.redistribute(placements=[Replicate()]), scale

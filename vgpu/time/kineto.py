@@ -1,0 +1,247 @@
+"""A timeline as the JSON that ``torch.profiler`` exports, which Kineto writes.
+
+Sources: Kineto's output_json.cpp, and the "Trace Event Format" of the Chromium project. Tools tell what is what by
+names: a kernel of NCCL begins with ``nccl`` and has ``Kernel`` in it, a launch is
+``cudaLaunchKernel``, a copy ``Memcpy DtoH``. So virtual ones are named alike.
+
+Left out: shapes and stacks, streams' waits for events, and what a kernel takes of a multiprocessor.
+An operator takes as long as the cost model's launch, and comes to the launch itself half way.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:  # a timeline writes itself with this
+    from vgpu.time.timeline import HostRange, Timeline, TraceEvent
+
+Row = dict[str, Any]
+
+KINETO_DTYPES = {
+    torch.bfloat16: "BFloat16",
+    torch.float16: "Half",
+    torch.float32: "Float",
+    torch.float64: "Double",
+    torch.int32: "Int",
+    torch.int64: "Long",
+    torch.uint8: "Byte",
+    torch.bool: "Bool",
+}
+
+_DEFAULT_STREAM = 7  # CUPTI's number of the default stream
+_FIRST_HOST = 1000  # the process of rank 0; below are GPUs, by their number
+_ENGINE = 100  # the thread of autograd's engine for vgpu:0
+_LAUNCHED_FROM = 0.5  # of an operator's time, when it has come to its launch
+
+# By the name in torch.distributed: the kernel of NCCL, and what ProcessGroupNCCL calls it.
+_COLLECTIVES = {
+    "all_reduce": ("AllReduce", "allreduce"),
+    "all_gather": ("AllGather", "_allgather_base"),
+    "reduce_scatter": ("ReduceScatter", "_reduce_scatter_base"),
+    "all_to_all": ("SendRecv", "all_to_allv"),
+    "broadcast": ("Broadcast", "broadcast"),
+    "reduce": ("Reduce", "reduce"),
+    "gather": ("SendRecv", "gather"),
+    "scatter": ("SendRecv", "scatter"),
+    "send": ("SendRecv", "send"),
+    "recv": ("SendRecv", "recv"),
+}
+
+
+def trace_of(timeline: "Timeline", rank: int | None) -> Row:
+    """The whole file: of one rank, or of all that are in the timeline. Times are µs."""
+    position = None if rank is None else timeline.ranks.index(rank)
+    writer = _Writer(timeline)
+    rows = [
+        {name: value for name, value in row.items() if name != "rank"}
+        for row in writer.rows()
+        if position is None or row["rank"] == position
+    ]
+    taking_part = [r for event in timeline.events for r in event.ranks]
+    distributed = {
+        "backend": "nccl",
+        "rank": timeline.ranks[position or 0],
+        "world_size": max([*timeline.ranks, *taking_part]) + 1,
+    }
+    return {
+        "schemaVersion": 1,
+        "deviceProperties": writer.device_properties(),
+        "distributedInfo": distributed,
+        "displayTimeUnit": "ms",
+        "baseTimeNanoseconds": 0,
+        "traceEvents": rows,
+    }
+
+
+class _Writer:
+    """The rows of one timeline; each says, for the time being, the position of its rank."""
+
+    def __init__(self, timeline: "Timeline") -> None:
+        self._timeline = timeline
+        self._are_joined = len(timeline.ranks) > 1
+        self._correlation = 0
+        self._threads: set[tuple[int, int]] = set()  # with the position of their rank
+
+    def device_properties(self) -> list[Row]:
+        timeline = self._timeline
+        if not timeline.programs:
+            return [{"id": device.index, "name": timeline.gpu} for device in timeline.devices]
+        spec = timeline.programs[0].costs.spec
+        return [
+            {
+                "id": device.index,
+                "name": spec.name,
+                "totalGlobalMem": spec.memory_bytes,
+                "numSms": spec.multi_processor_count,
+            }
+            for device in timeline.devices
+        ]
+
+    def rows(self) -> Iterator[Row]:
+        launched: dict[tuple[Any, ...], Row] = {}  # both sides of a copy have one launch
+        for event in self._timeline.events:
+            if event.kind == "wait":
+                yield self._wait(event)
+                continue
+            position = event.device.index if self._are_joined else 0
+            call = (position, event.thread, event.launch_s, event.name)
+            if call not in launched:
+                self._correlation += 1
+                launched[call] = self._launch(event, position)
+                yield from self._operator(event, launched[call])
+            yield from self._on_gpu(event, launched[call])
+        for each in self._timeline.host_ranges:
+            yield self._range(each)
+        yield from self._names()
+
+    # The host
+
+    def _thread(self, position: int, number: int, backward: bool, gpu: int) -> Row:
+        """Where a row of the host stands. gpu: for which a thread of autograd's engine launches."""
+        thread = _ENGINE + gpu if backward else number
+        self._threads.add((position, thread))
+        return {
+            "rank": position,
+            "pid": _FIRST_HOST + self._timeline.ranks[position],
+            "tid": thread,
+        }
+
+    def _operator(self, event: "TraceEvent", launch: Row) -> Iterator[Row]:
+        start_s = event.launch_s - event.launching_s
+        name = f"c10d::{event.name}" if event.kind == "collective" else f"aten::{event.name}"
+        arguments = {"External id": launch["args"]["External id"], "module": event.module}
+        yield {**launch, **_span("cpu_op", name, start_s, event.launch_s), "args": arguments}
+        yield launch
+        yield {**_flow(launch, launch["ts"]), "ph": "s"}
+
+    def _launch(self, event: "TraceEvent", position: int) -> Row:
+        thread = 0 if self._are_joined else event.thread
+        where = self._thread(position, thread, event.backward, event.device.index)
+        name = {"copy": "cudaMemcpyAsync", "collective": "cudaLaunchKernelExC"}.get(event.kind)
+        from_s = event.launch_s - event.launching_s * _LAUNCHED_FROM
+        call = _span("cuda_runtime", name or "cudaLaunchKernel", from_s, event.launch_s)
+        number = self._correlation
+        return {**where, **call, "args": {"correlation": number, "External id": number}}
+
+    def _wait(self, event: "TraceEvent") -> Row:
+        position = event.stream if self._are_joined else 0
+        thread = 0 if self._are_joined else event.stream
+        where = self._thread(position, thread, False, 0)
+        name = "cudaDeviceSynchronize"
+        if event.name != "synchronize":  # an operator that needs a value
+            name = "cudaStreamSynchronize"
+        span = _span("cuda_runtime", name, event.start_s, event.end_s)
+        return {**where, **span, "args": {"for": f"aten::{event.name}"}}
+
+    def _range(self, each: "HostRange") -> Row:
+        position = each.device.index if self._are_joined else 0
+        thread = 0 if self._are_joined else each.thread
+        where = self._thread(position, thread, each.backward, each.device.index)
+        kind = "user_annotation" if each.kind == "range" else "cpu_op"
+        return {**where, **_span(kind, each.name, each.start_s, each.end_s), "args": {}}
+
+    # GPUs
+
+    def _on_gpu(self, event: "TraceEvent", launch: Row) -> Iterator[Row]:
+        stream = _DEFAULT_STREAM + event.stream
+        arguments = {**launch["args"], "device": event.device.index, "stream": stream}
+        arguments |= {"module": event.module, "bytes": event.size_bytes}
+        kind, name = "kernel", event.name
+        if event.kind == "copy":
+            kind, name = "gpu_memcpy", _memcpy(event)
+            bandwidth = event.size_bytes / event.duration_s / 1e9 if event.duration_s else 0.0
+            arguments["memory bandwidth (GB/s)"] = bandwidth
+        elif event.kind == "collective":
+            kernel, collective = _COLLECTIVES.get(event.name, (event.name, event.name))
+            name = f"ncclDevKernel_{kernel}"
+            arguments |= self._collective(event, collective)
+        else:
+            arguments["FLOP"] = event.flop
+        where = {"rank": launch["rank"], "pid": event.device.index, "tid": stream}
+        # A kernel of NCCL begins when its own rank is ready, and waits for the others in it.
+        start_s = event.start_s if event.ready_s is None else event.ready_s
+        yield {**where, **_span(kind, name, start_s, event.end_s), "args": arguments}
+        at_us = start_s * 1e6
+        yield {**_flow(launch, at_us), **where, "ph": "f", "bp": "e"}
+
+    def _collective(self, event: "TraceEvent", name: str) -> Row:
+        group = {
+            "Process Group Name": event.group,
+            "Process Group Ranks": str(list(event.ranks)),
+            "Group size": len(event.ranks) or len(self._timeline.devices),
+        }
+        elements = event.elements
+        sizes = {"In msg nelems": elements.sent, "Out msg nelems": elements.received}
+        return {"Collective name": name, **sizes, "dtype": elements.dtype, **group}
+
+    # Names of processes and threads
+
+    def _names(self) -> Iterator[Row]:
+        timeline = self._timeline
+        for position, rank in enumerate(timeline.ranks):
+            yield from self._process(position, _FIRST_HOST + rank, f"rank {rank}", "CPU", 2 * rank)
+        for device in (each for each in timeline.devices if timeline.streams(each)):
+            position = device.index if self._are_joined else 0
+            rank, gpu = timeline.ranks[position], f"GPU {device.index}"
+            name = (
+                f"rank {rank}, {timeline.gpu}" if self._are_joined else f"{device}, {timeline.gpu}"
+            )
+            yield from self._process(position, device.index, name, gpu, 2 * rank + 1)
+            for stream in timeline.streams(device):
+                number = _DEFAULT_STREAM + stream
+                where = {"rank": position, "pid": device.index, "tid": number}
+                yield {**where, **_name("thread_name", name=f"stream {number}")}
+        for position, thread in sorted(self._threads):
+            where = {"rank": position, "pid": _FIRST_HOST + timeline.ranks[position], "tid": thread}
+            name = f"thread {thread}" if thread < _ENGINE else f"autograd, GPU {thread - _ENGINE}"
+            yield {**where, **_name("thread_name", name=name)}
+
+    def _process(self, position: int, pid: int, name: str, label: str, place: int) -> Iterator[Row]:
+        where = {"rank": position, "pid": pid, "tid": 0}
+        yield {**where, **_name("process_name", name=name)}
+        yield {**where, **_name("process_labels", labels=label)}
+        yield {**where, **_name("process_sort_index", sort_index=place)}
+
+
+def _span(category: str, name: str, start_s: float, end_s: float) -> Row:
+    times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
+    return {"ph": "X", "cat": category, "name": name, **times}
+
+
+def _flow(launch: Row, at_us: float) -> Row:
+    """An arrow from a launch to what it has launched."""
+    where = {"rank": launch["rank"], "pid": launch["pid"], "tid": launch["tid"]}
+    number = launch["args"]["correlation"]
+    return {**where, "ts": at_us, "cat": "ac2g", "name": "ac2g", "id": number}
+
+
+def _name(what: str, **arguments: Any) -> Row:
+    return {"ph": "M", "ts": 0, "name": what, "args": arguments}
+
+
+def _memcpy(event: "TraceEvent") -> str:
+    source, target = (end is not None and end.type != "cpu" for end in (event.source, event.target))
+    if source and target:
+        return "Memcpy PtoP (Device -> Device)"
+    return "Memcpy DtoH (Device -> Pageable)" if source else "Memcpy HtoD (Pageable -> Device)"
