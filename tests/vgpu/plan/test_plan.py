@@ -216,6 +216,6 @@ def test_the_help_s_examples_parse(capsys):
         command.main(["--help"])
     shown = capsys.readouterr().out
     commands = re.findall(r"-m vgpu\.plan (--.*)$", shown.replace("\\\n", ""), re.MULTILINE)
-    assert len(commands) == 7 and max(map(len, shown.splitlines())) <= 100
+    assert len(commands) == 8 and max(map(len, shown.splitlines())) <= 100
     for options in commands:
         command.parser().parse_args(options.split())
