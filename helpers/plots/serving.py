@@ -18,23 +18,27 @@ def forwards(
     fig, axes = figure(width=7.5, height=3.6)
     tokens = list(times_s)
     axes.plot(
-        tokens, [1e3 * times_s[n] for n in tokens], "o-", color=COLOURS["blue"], label="a forward"
+        tokens,
+        [1e3 * times_s[n] for n in tokens],
+        "o-",
+        color=COLOURS["blue"],
+        label="a forward pass",
     )
     level: Any = {"color": COLOURS["vermilion"], "ls": "--", "lw": 1.5}
-    axes.axhline(1e3 * memory_s, **level, label="to read the weights once")
+    axes.axhline(1e3 * memory_s, **level, label="reading the weights once")
     slope = [1e3 * arithmetic_s[n] for n in tokens]
-    axes.plot(tokens, slope, color=COLOURS["green"], ls=":", label="to compute")
+    axes.plot(tokens, slope, color=COLOURS["green"], ls=":", label="arithmetic")
     axes.set(
         xscale="log",
         yscale="log",
-        xlabel="tokens in the forward",
-        ylabel="ms",
+        xlabel="tokens in the forward pass",
+        ylabel="one forward pass (ms)",
         ylim=(0.3e3 * memory_s, None),
     )
     axes.set_xticks(tokens, [str(n) for n in tokens])
     axes.minorticks_off()
     legend_beside(axes, fontsize=9)
-    title(axes, "Few tokens wait for memory, many for arithmetic", "virtual time, H100")
+    title(axes, "Few tokens are memory-bound, many compute-bound", "virtual time, H100")
     first, last = tokens[0], tokens[-1]
     show(
         fig,
@@ -57,9 +61,8 @@ def latency_and_throughput(
         axes.plot([1e3 * s for s in waits_s], speeds, "o-", ms=4, color=colour, label=name)
         for batch, wait_s, speed in (points[0], points[len(points) // 2], points[-1]):
             axes.annotate(f" {batch}", (1e3 * wait_s, speed), fontsize=8, color=colour, va="top")
-    axes.set(
-        xlabel="each sequence waits for its next token (ms)", ylabel="tokens/s, all", yscale="log"
-    )
+    axes.set(xlabel="time per token of each user (ms)", ylabel="tokens/s, all users", yscale="log")
+    axes.margins(x=0.1)  # room for the last batch's number
     axes.set_xlim(left=0)
     legend_beside(axes, fontsize=9)
     title(axes, message, how)
@@ -78,7 +81,7 @@ def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]]) ->
     seconds are those that 95 of 100 users do not exceed.
     """
     fig, panels = figure(1, 3, width=9.5, height=3.4)
-    labels = ("to the first token (s)", "longest gap of a user (s)", "tokens/s, all")
+    labels = ("time to first token (s)", "longest gap (s)", "tokens/s, all users")
     markers = "osD^"
     for place, (axes, label) in enumerate(zip(panels, labels, strict=True)):
         for (name, by_rate), colour, marker in zip(results.items(), SERIES, markers, strict=False):
@@ -89,7 +92,11 @@ def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]]) ->
         if place < 2:
             axes.set_yscale("log")
     legend_beside(panels[-1], fontsize=9)
-    headline(fig, "Three things that users and owners watch", "virtual time; 95 of 100 users")
+    headline(
+        fig,
+        "Static batches keep users waiting, whole prompts interrupt them",
+        "virtual time; 95th percentile",
+    )
     summary = "; ".join(
         f"{name} at {max(by_rate):g} requests/s: first token {format_seconds(by_rate[max(by_rate)][0])}, "
         f"gap {format_seconds(by_rate[max(by_rate)][1])}, {by_rate[max(by_rate)][2]:,.0f} tokens/s"
@@ -117,7 +124,7 @@ def token_times(streams: Mapping[str, Sequence[float]], arrival_s: float) -> Non
     title(
         axes,
         "One user's tokens, while another's long prompt comes in",
-        "virtual time; dashed: the prompt",
+        "virtual time; dashed: the prompt arrives",
     )
     longest = {
         name: max(b - a for a, b in itertools.pairwise(times)) for name, times in streams.items()
