@@ -169,6 +169,7 @@ class Plan:
                 f"a batch of {self.batch} cannot be divided into {count} micro-batches: make it a "
                 f"multiple, or give another number of micro_batches"
             )
+        self.schedule_of(count)  # which refuses what interleaving cannot take
 
     def _check_bytes(self) -> None:
         """ValueError for what no counter of bytes could hold."""
