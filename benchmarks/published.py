@@ -8,7 +8,7 @@ keep attention's outputs and every second matrix product of a block, or only the
 
 One figure is fitted, to the first row: the share of the H100's peak that arithmetic reaches on the
 mean GPU. How much GPUs differ is taken from a measurement elsewhere (SPREAD). All else stands in
-datasheets or is CostModel's default. Not modelled: float8; of Llama 405B in a pipeline, which was
+datasheets or is CostModel's default. Not here: float8 (published_methods.py); of Llama 405B in a pipeline, which was
 published with it only, two schedules are therefore compared with each other. With asynchronous tensor
 parallelism two rows were published as well; they are replayed with it. Not modelled either:
 clocks that fall at a limit of power, which is the likely reason why the gains by torch.compile and by
@@ -108,9 +108,9 @@ _PIPELINES = (
     "many as a batch of 32 allows."
 )
 _FLOAT8 = (
-    "float8 is not modelled. It made 70B 1.44 times as fast and 8B 1.16 times, with asynchronous "
-    "tensor parallelism in both (942 beside 652 tokens/s/GPU, 5,570 beside 4,809; the same file), so "
-    "bfloat16 should lie about as far below what was published of 405B. With asynchronous tensor "
+    "float8 is not predicted here (the section on float8 does it for 8B and 70B). It made 70B 1.44 "
+    "times as fast and 8B 1.16 times, with asynchronous tensor parallelism in both (942 beside 652 "
+    "tokens/s/GPU, 5,570 beside 4,809; the same file), so bfloat16 should lie about as far below what was published of 405B. With asynchronous tensor "
     "parallelism it is predicted at"
 )
 _NOT_KEPT = (

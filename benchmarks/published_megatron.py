@@ -22,7 +22,6 @@ from vgpu.plan.megatron import (
     FULL,
     ROWS,
     SELECTIVE,
-    GPTSizes,
     Run,
     Shares,
     fitted,
@@ -30,6 +29,7 @@ from vgpu.plan.megatron import (
     step_s,
     tera,
 )
+from vgpu.plan.megatron_layers import GPTSizes
 
 
 class Seconds(NamedTuple):

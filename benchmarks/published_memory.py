@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import vgpu
 from vgpu.plan import schedules
-from vgpu.plan.megatron import SEQUENCE, GPTSizes, Layers, Recipe
+from vgpu.plan.megatron_layers import SEQUENCE, GPTSizes, Layers, Recipe
 
 
 class Row(NamedTuple):

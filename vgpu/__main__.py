@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from vgpu import cuda_is_vgpu, run_report
-from vgpu.hardware import PRESETS
+from vgpu.hardware import NETWORKS, PRESETS
 from vgpu.run_program import ProgramSettings, run_command, run_module, run_script
 from vgpu.units import parse_bytes
 
@@ -22,6 +22,9 @@ examples:
 
   GPUs of 16 GiB; at the end, peak bytes and collectives
     python -m vgpu --count 8 --gpu H100 --memory 16GiB --summary train.py
+
+  one step as rank 0 of 8 hosts with 8 H100s each, which do not exist: virtual time and bytes
+    python -m vgpu --cluster 8x8 --gpu H100 train.py
 """
 
 
@@ -47,6 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
         read=tuple(options.read),
         not_read=tuple(options.not_read),
         summary=options.summary,
+        cluster=options.cluster,
+        network=options.network,
     )
     sys.argv = ["-c" if program is options.command else name, *program[1:]]
     if options.cuda_is_vgpu:
@@ -60,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             run_script(Path(name), settings)
     finally:
-        if is_first and not run_report.is_first_process():  # It has begun.
+        if is_first and not run_report.is_first_process() and not options.cluster:  # It has begun.
             _report(options.cuda_is_vgpu)
 
 
@@ -147,6 +152,20 @@ def parser() -> argparse.ArgumentParser:
         help="at the end, print each GPU's peak bytes and the collectives, for each rank",
     )
     parser.add_argument(
+        "--cluster",
+        type=_cluster,
+        metavar="HOSTSxGPUS",
+        help="as rank 0 of a cluster that does not exist, such as 8x8: tensors are shapes, and the "
+        "second step that an optimizer takes is predicted and ends the program",
+    )
+    parser.add_argument(
+        "--network",
+        default=ProgramSettings.network,
+        choices=NETWORKS,
+        metavar="NAME",
+        help=f"between its hosts: {', '.join(NETWORKS)} (default: %(default)s)",
+    )
+    parser.add_argument(
         "-m",
         dest="module",
         nargs=argparse.REMAINDER,
@@ -176,6 +195,15 @@ def _count(text: str) -> int:
             f"expected a number of GPUs from 1 to 127, found {text!r}{where}"
         )
     return int(text)
+
+
+def _cluster(text: str) -> tuple[int, int]:
+    hosts, _, each = text.partition("x")
+    if not (hosts.isdecimal() and each.isdecimal() and int(hosts) and 1 <= int(each) <= 127):
+        raise argparse.ArgumentTypeError(
+            f"expected hosts and GPUs of each, up to 127, as in 8x8; found {text!r}"
+        )
+    return int(hosts), int(each)
 
 
 def _seed(text: str) -> int:

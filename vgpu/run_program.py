@@ -10,6 +10,7 @@ import os
 import runpy
 import shlex
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from multiprocessing import util
@@ -21,6 +22,7 @@ import torch
 
 from vgpu import cuda_is_vgpu, run_report
 from vgpu.backend import enable, is_enabled
+from vgpu.cluster_step import predict_second_step
 from vgpu.torch_patches import flash_attn
 
 
@@ -38,6 +40,9 @@ class ProgramSettings:
     not_read: tuple[str, ...] = ()
     """Names of packages, beyond the choice of ``cuda_is_vgpu.Finder``."""
     summary: bool = False
+    cluster: tuple[int, int] | None = None
+    """Hosts and GPUs of each: the program is rank 0 of them, until its second step is recorded."""
+    network: str = "InfiniBand NDR"
 
     def prepare(self) -> None:
         """Enable the virtual GPUs, also for processes to come; ``cuda`` means them where wanted."""
@@ -49,6 +54,19 @@ class ProgramSettings:
             flash_attn.stand_in()
         self._let_children_have_them()
         run_report.begin()
+
+    def place(self) -> AbstractContextManager[None]:
+        """What the program runs in."""
+        if self.cluster is None:
+            return nullcontext()
+        hosts, each = self.cluster
+        return predict_second_step(
+            hosts=hosts,
+            gpus_per_host=each,
+            gpu=self.gpu,
+            network=self.network,
+            memory_bytes=self.memory_bytes,
+        )
 
     def options(self) -> list[str]:
         """The options of ``python -m vgpu`` that say the same."""
@@ -86,7 +104,9 @@ def run_script(path: Path, settings: ProgramSettings) -> None:
     main.__file__ = filename
     main.__loader__ = SourceFileLoader("__main__", filename)
     sys.modules["__main__"] = main
-    exec(_code(source, filename, settings), vars(main))
+    code = _code(source, filename, settings)
+    with settings.place():
+        exec(code, vars(main))
 
 
 def run_module(name: str, settings: ProgramSettings) -> None:
@@ -103,7 +123,8 @@ def run_module(name: str, settings: ProgramSettings) -> None:
         # Otherwise pytest compiles tests itself, unchanged.
         options = os.environ.get("PYTEST_ADDOPTS", "").split()
         os.environ["PYTEST_ADDOPTS"] = " ".join(dict.fromkeys([*options, PLAIN_ASSERTS]))
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    with settings.place():
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def run_command(source: str, settings: ProgramSettings) -> None:
@@ -113,7 +134,9 @@ def run_command(source: str, settings: ProgramSettings) -> None:
     start(settings)
     main = ModuleType("__main__")
     sys.modules["__main__"] = main
-    exec(_code(source, "<string>", settings), vars(main))
+    code = _code(source, "<string>", settings)
+    with settings.place():
+        exec(code, vars(main))
 
 
 def _put_first_in_path(folder: str) -> None:

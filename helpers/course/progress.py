@@ -14,7 +14,7 @@ ROUTES = (
     ("old code: and the appendix of that name", ("02", "03", "05")),
     (
         "large models: one GPU does not hold them",
-        ("06", "07", "08", "11", "12", "13", "14", "15", "16", "17"),
+        ("06", "07", "08", "11", "12", "13", "14", "15", "16", "17", "18"),
     ),
     ("everything, in order", ()),
 )

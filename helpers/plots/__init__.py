@@ -41,6 +41,7 @@ from helpers.plots.precision import (
     scaled_numbers,
 )
 from helpers.plots.schedules import schedule, schedules
+from helpers.plots.serving import forwards, latency_and_throughput, queues, token_times
 from helpers.plots.style import COLOURS, figure, show
 from helpers.plots.timeline import timeline, timelines
 from helpers.plots.times import gained, goodput, parts_of_time, same_batch, split_sizes, split_times
@@ -69,6 +70,7 @@ __all__ = [
     "figure",
     "fitting",
     "formats",
+    "forwards",
     "four_parts",
     "gained",
     "goodput",
@@ -81,6 +83,7 @@ __all__ = [
     "iteration",
     "kept_per_step",
     "latency_and_bandwidth",
+    "latency_and_throughput",
     "learned",
     "learning_curves",
     "losses",
@@ -93,6 +96,7 @@ __all__ = [
     "parts_of_time",
     "peaks_before_and_after",
     "peaks_by_cause",
+    "queues",
     "relabelled",
     "repeated_times",
     "replica_sizes",
@@ -112,5 +116,6 @@ __all__ = [
     "steps_by_cause",
     "timeline",
     "timelines",
+    "token_times",
     "who_holds",
 ]

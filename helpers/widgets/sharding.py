@@ -66,7 +66,7 @@ def answer(sizes: TransformerSizes, gpus: int, way: str) -> Answer:
     }
     tensor_bytes = 2 * count  # parameters and gradients travel in bfloat16
     if "parameters" in _CUT[way] and ways > 1:
-        held["gathered"] = 2 * 2 * sizes.block_parameters
+        held["gathered"] = 2 * 2 * sizes.blocks_parameters // sizes.layers
     rounds = 3 if "parameters" in _CUT[way] else 2
     sent = rounds * (ways - 1) / ways * tensor_bytes
     hosts = gpus // ways

@@ -146,7 +146,7 @@ def picotron(folder: Path) -> Result:
 
 
 def nanochat(folder: Path) -> Result:
-    """scripts.base_train at depth 2 in float32 beside the CPU; in bfloat16; on two ranks.
+    """scripts.base_train at depth 2 in float32 beside the CPU; on two ranks; in bfloat16.
 
     All documents are alike, so that two ranks see what one does.
     """

@@ -1,5 +1,6 @@
-"""notebooks/train.py: the same curve in every layout, after a kill, and one sentence for bad input."""
+"""notebooks/train.py: one curve in every layout and place, after a kill; a sentence for bad input."""
 
+import dataclasses
 import os
 import re
 import resource
@@ -12,8 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from helpers import script
 from teaching import lessons
 from vgpu import launch
+from vgpu.plan import Layout, Plan, predict
+from vgpu.plan.transformer import LLAMA
 
 SCRIPT = str(lessons.ROOT / "notebooks" / "train.py")
 LINE = re.compile(r"step (\d+): loss ([\d.]+), norm ([\d.]+)")
@@ -103,13 +107,82 @@ def test_a_killed_training_ends_bit_for_bit_as_an_undisturbed_one(run, tmp_path)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def started(command):
+    """Standard output of a command in which ``train.py`` is the script."""
+    words = [SCRIPT if word == "train.py" else word for word in command.split()]
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_lines_for_cuda_run_with_cuda_read_as_vgpu():
+    torchrun = "torch.distributed.run --standalone --nproc-per-node 2"
+    found = started(f"{torchrun} -m vgpu --cuda-is-vgpu --gpu H100 train.py --steps 10")
+    assert re.search(r"step 10: .* tokens/s, \d+ MiB at the peak, MFU \d", found), found
+
+
+def test_on_a_cluster_it_predicts_the_step_that_a_plan_predicts():
+    options = "--model 8B --layers 8 --bf16 --recompute"
+    sizes = dataclasses.replace(LLAMA["8B"], layers=8)
+    layouts = {
+        "--cluster 1x8 {} --batch 8": Plan(sizes, Layout(dp_shard=8), recompute="full"),
+        "--cluster 2x8 {} --batch 8 --tp 8": Plan(
+            sizes, Layout(dp_shard=2, tp=8), batch=4, recompute="full"
+        ),
+    }
+    for line, plan in layouts.items():
+        found = started("vgpu --gpu H100 " + line.format("train.py " + options))
+        assert script.printed_step_s(found) == pytest.approx(predict(plan).seconds, rel=0.02), line
+
+
+def test_a_whole_state_dict_is_loaded_into_shards(run, tmp_path):
+    run(f"--steps 2 --checkpoints {tmp_path}")
+    whole = parameters(tmp_path, 2)
+    written = tmp_path / "plain.pt"
+    for layout, ranks in (("--dp-shard 2 --tp 2", 4), ("--dp-replicate 2", 2)):
+        folder = tmp_path / f"of {ranks}"
+        options = f"--steps 1 --learning-rate 0 --weights {written} {layout}"
+        sys_options = [*options.split(), "--checkpoints", str(folder)]
+        launch.run(on_a_rank, ranks, sys_options, gpu="V100")
+        found = parameters(folder, 1)
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"no checkpoint", "cannot read .*bad.pt: "),
+        (
+            {"norm.weight": torch.ones(3)},
+            "bad.pt is of another model: embedding.weight is None there",
+        ),
+    ],
+)
+def test_weights_that_are_none_are_refused_in_a_sentence(run, tmp_path, capfd, content, message):
+    bad = tmp_path / "bad.pt"
+    if isinstance(content, bytes):
+        bad.write_bytes(content)
+    else:
+        torch.save(content, bad)
+    with pytest.raises(SystemExit):
+        run(f"--steps 1 --weights {bad}")
+    found = capfd.readouterr().err
+    assert re.search(f"train.py: .*{message}", found) and "Traceback" not in found
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ("--dp-shard 3", "1 ranks are not dp_replicate 1 × dp_shard 3 × tp 1"),
         ("--tp 2", "1 ranks are not dp_replicate 1 × dp_shard 1 × tp 2"),
-        ("--width 100 --heads 8", "--width 100 does not divide into 16 equal parts"),
-        ("--batch 0", "--batch 0 does not divide into 1 equal parts"),
+        ("--batch 0", "0 sequences in a batch do not divide into 1 equal parts"),
+        ("--layers -1", "layers must be at least 1, got -1"),
     ],
 )
 def test_what_does_not_divide_is_refused_in_a_sentence(monkeypatch, capsys, options, message):

@@ -165,6 +165,14 @@ def test_names_that_only_cuda_has_can_be_named_and_refuse_when_used():
         assert not torch.vgpu.is_current_stream_capturing()
         assert torch.vgpu.get_arch_list() == ["sm_90"]
         assert torch.vgpu.default_generators[1].device == torch.device("vgpu:1")
+        assert torch.vgpu.has_magma
+        if not torch.cuda.is_available():  # as torch.testing gives CUDA tests streams of their own
+            other = torch.vgpu.Stream(1)
+            torch._C._cuda_setStream(other.stream_id, other.device_index, other.device_type)
+            assert torch.vgpu.current_stream(1) == other
+            torch.vgpu.set_stream(torch.vgpu.default_stream(1))
+            torch._C._cuda_setDevice(0)
+            assert torch.vgpu.current_device() == 0
         torch.ones(1).to("vgpu")
     finally:
         cuda_is_vgpu.uninstall()

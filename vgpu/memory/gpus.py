@@ -43,6 +43,10 @@ class VirtualGPU:
     def __repr__(self) -> str:
         return f"VirtualGPU({self.device}, {self.spec.name})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "VirtualGPU":
+        # dcp.async_save copies a tensor's attributes; of this one that would be all its blocks.
+        return self
+
 
 # A GPU stays in this list when fewer are enabled later: tensors may still live on it, and they
 # must find their bytes when it comes back.

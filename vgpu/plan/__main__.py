@@ -1,4 +1,4 @@
-"""Plan the training of a transformer on a cluster, without the cluster.
+"""Plan the training of a transformer on a cluster, or a server of one, without the cluster.
 
 PyTorch's own FSDP2 and tensor parallelism run as one rank of it on virtual GPUs, or as one of each
 kind of stage in a pipeline: bytes are counted, time is virtual. It needs no GPU.
@@ -15,11 +15,13 @@ from typing import Any
 from tqdm import tqdm
 
 import vgpu
-from vgpu.plan.layout import RECOMPUTE, Layout, split_layers
+from vgpu.plan import serving
+from vgpu.plan.experts import ExpertSizes
+from vgpu.plan.layout import RECOMPUTE, REDUCE, Layout, split_layers
 from vgpu.plan.layout_search import search
 from vgpu.plan.pipelines import PipelineStep, predict
 from vgpu.plan.plan import Plan, Step
-from vgpu.plan.transformer import LLAMA
+from vgpu.plan.transformer import LLAMA, MIXTRAL, TransformerSizes
 from vgpu.tables import Table
 from vgpu.units import format_bytes, format_seconds
 
@@ -38,13 +40,20 @@ examples:
     python -m vgpu.plan --search --model 70B --hosts 8 --sequences 512
 
   sequences of 131,072 tokens, each shared by 4 GPUs; products in float8
-    python -m vgpu.plan --model 8B --dp-shard 2 --context 4 --sequence 131072 --float8 --recompute full
+    python -m vgpu.plan --model 8B --dp-shard 2 --cp 4 --sequence 131072 --float8 --recompute full
+
+  Mixtral 8x7B on 64: each GPU has one of a block's experts
+    python -m vgpu.plan --model 8x7B --dp-shard 64 --ep 8 --batch 2 --recompute full
 
   a model of your own: Llama 8B with other sizes
     python -m vgpu.plan --layers 24 --width 2048 --heads 16 --key-value-heads 16 \\
         --feed-forward 5504 --vocabulary 32000 --dp-shard 16 --gpu A100 --trace step.json
+
+  70B as a server on four GPUs, in float8: how many users, how fast
+    python -m vgpu.plan --serve --model 70B --tp 4 --weight-bits 8 --cache-bits 8 --prompt 1000
 """
 
+MODELS = LLAMA | MIXTRAL
 _SIZES = {
     "layers": "transformer blocks",
     "width": "of the hidden states",
@@ -53,11 +62,29 @@ _SIZES = {
     "feed_forward": "width inside a block's feed-forward part",
     "vocabulary": "tokens that there are",
 }
+_EXPERTS = {
+    "experts": ("count", int, "of each block, in place of its feed-forward part"),
+    "experts_per_token": ("per_token", int, "that a token goes through (default: 2)"),
+    "expert_width": ("width", int, "inside an expert (default: that of the feed-forward part)"),
+    "shared_width": (
+        "shared_width",
+        int,
+        "inside one that all tokens go through (default: 0, none)",
+    ),
+    "dense_layers": ("dense_layers", int, "blocks in front without experts (default: 0)"),
+    "capacity": (
+        "capacity",
+        float,
+        "slots of an expert for each token that it gets if all get as many (default: 1, which is also "
+        "dropless training with a balanced router)",
+    ),
+}
 _LAYOUT = {
     "dp_replicate": "replicas: data parallelism with whole copies of the model",
     "dp_shard": "ranks among which FSDP2 shards the parameters of a replica",
     "tp": "neighboring ranks that share each layer: tensor parallelism",
     "pp": "pipeline stages; embedding and output count as a layer each when it is cut",
+    "ep": "of the ranks of dp-shard and context, neighbors that have different experts",
     "cp": "ranks that share each sequence: context parallelism, also --context",
 }
 _ALSO = {"cp": ["--context"]}
@@ -67,6 +94,9 @@ _COUNTS = {
     "gpus_per_host": f"GPUs of a host (default: {Plan.gpus_per_host})",
     "chunks": "stages of each rank in a pipeline: 1 for 1F1B, more for interleaved 1F1B "
     f"(default: {Plan.chunks})",
+    "recompute_every": f"of so many blocks, one is recomputed (default: {Plan.recompute_every})",
+    "accumulate": "times that a step computes the batch before it updates, without a pipeline "
+    f"(default: {Plan.accumulate})",
     "micro_batches": "into which a pipeline divides the batch (default: as many as stages)",
 }
 _SEARCH = {
@@ -76,6 +106,14 @@ _SEARCH = {
 _COSTS = ("arithmetic_share", "fuses", "async_tp")
 _SEARCHED = ("batch", "recompute", "reshard_after_forward", "trace")
 """What has no place beside ``--search``."""
+_SERVE = {
+    "weight_bits": "of a weight of the blocks: 8 is float8 (default: 16)",
+    "cache_bits": "of a cached number (default: 16)",
+    "prompt": "tokens of each prompt (default: 1024)",
+    "output": "tokens of each answer (default: 256)",
+}
+_SERVED = {"model", *_SIZES, "tp", "pp", "gpu", "gpus_per_host", "network", "arithmetic_share"}
+"""What else belongs to ``--serve``."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,9 +124,15 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
-    result.add_argument("--model", choices=LLAMA, help="sizes of Llama 3.1 (default: 8B)")
+    result.add_argument(
+        "--model", choices=MODELS, help="sizes of Llama 3.1 or Mixtral (default: 8B)"
+    )
     _add_counts(result, "sizes that differ from the model's", _SIZES)
-    _add_counts(result, "layout (each 1 by default; GPUs are the product of all)", _LAYOUT)
+    experts = result.add_argument_group("experts, if there are any or the model's differ")
+    for name, (_, kind, text) in _EXPERTS.items():
+        metavar = "N" if kind is int else "X"
+        experts.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
+    _add_counts(result, "layout (each 1 by default; GPUs are the product of all but ep)", _LAYOUT)
     step = _add_counts(result, "step and cluster", _COUNTS)
     step.add_argument(
         "--recompute",
@@ -101,6 +145,11 @@ def parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="whether parameters are freed after forward, and gathered again for backward "
         f"(default: {Plan.reshard_after_forward})",
+    )
+    step.add_argument(
+        "--reduce",
+        choices=REDUCE,
+        help=f"type in which gradients are reduced among ranks (default: {Plan.reduce})",
     )
     step.add_argument(
         "--float8",
@@ -149,6 +198,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print the fastest that fit; pipelines are not tried",
     )
+    serve = _add_counts(result, "a server of the model, not its training", _SERVE)
+    serve.add_argument(
+        "--serve",
+        action="store_true",
+        help="whether weights and KV cache fit on tp × pp GPUs, and how fast it generates",
+    )
     return result
 
 
@@ -165,8 +220,11 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if given.pop("search", False):
             print(_searched(given))
+        elif given.pop("serve", False):
+            print(_served(given))
         else:
             _refuse(_SEARCH, given, "only of use with --search")
+            _refuse(_SERVE, given, "only of use with --serve")
             _predict_and_print(given)
     except (ValueError, OSError) as error:
         print(f"python -m vgpu.plan: error: {error}", file=sys.stderr)
@@ -188,14 +246,29 @@ def _predict_and_print(given: dict[str, Any]) -> None:
 def plan_of(given: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
     """The plan that the options name, and costs as ``predict`` takes them."""
     own = {name: value for name, value in given.items() if name in _SIZES}
-    sizes = dataclasses.replace(LLAMA[given.get("model", "8B")], **own)
+    sizes = dataclasses.replace(MODELS[given.get("model", "8B")], **own)
+    sizes = dataclasses.replace(sizes, experts=_experts(sizes, given))
     layout = Layout(**{name: value for name, value in given.items() if name in _LAYOUT})
     costs = {name: value for name, value in given.items() if name in _COSTS}
     if costs.get("async_tp") and not costs.get("fuses"):
         raise ValueError("--async-tp is a pass of torch.compile: give --compile with it")
-    elsewhere = {"model", *_SIZES, *_LAYOUT, *_COSTS}
+    elsewhere = {"model", *_SIZES, *_EXPERTS, *_LAYOUT, *_COSTS}
     others = {name: value for name, value in given.items() if name not in elsewhere}
     return Plan(sizes, layout, **others), costs
+
+
+def _experts(sizes: TransformerSizes, given: dict[str, Any]) -> ExpertSizes | None:
+    """Those of the model, with the options' changes."""
+    own = {_EXPERTS[name][0]: value for name, value in given.items() if name in _EXPERTS}
+    if sizes.experts is not None:
+        return dataclasses.replace(sizes.experts, **own)
+    if not own:
+        return None
+    if "count" not in own:
+        raise ValueError(
+            "a model of so many layers without experts: give --experts, how many there are"
+        )
+    return ExpertSizes(**{"per_token": 2, "width": sizes.feed_forward} | own)
 
 
 def _searched(given: dict[str, Any]) -> str:
@@ -205,11 +278,26 @@ def _searched(given: dict[str, Any]) -> str:
     if hosts is not None:
         if hosts < 1:
             raise ValueError(f"--hosts must be at least 1, got {hosts}")
-        if plan.layout.ranks > plan.layout.cp:
+        cp, ep = plan.layout.cp, plan.layout.ep
+        if plan.layout.ranks > cp:
             raise ValueError(f"--hosts {hosts} beside a layout ({plan.layout}): give one of them")
-        layout = Layout(dp_shard=hosts * plan.gpus_per_host // plan.layout.cp, cp=plan.layout.cp)
+        layout = Layout(dp_shard=hosts * plan.gpus_per_host // cp, cp=cp, ep=ep)
         plan = dataclasses.replace(plan, layout=layout)
     return f"{search(plan, sequences, **costs)}\n\nVirtual time, a model's prediction."
+
+
+def _served(given: dict[str, Any]) -> str:
+    known = _SERVED | _SERVE.keys()
+    _refuse([name for name in given if name not in known], given, "of no use with --serve")
+    own = {name: value for name, value in given.items() if name in _SIZES}
+    sizes = dataclasses.replace(LLAMA[given.get("model", "8B")], **own)
+    degrees = {name: given[name] for name in ("tp", "pp", *_SERVE) if name in given}
+    lengths = degrees.pop("prompt", 1024), degrees.pop("output", 256)
+    rates = ("gpu", "gpus_per_host", "network", "arithmetic_share")
+    costs: dict[str, Any] = {name: given[name] for name in rates if name in given}
+    cost = serving.DEFAULT_COST.changed(costs)
+    server = serving.Server(sizes, cost=cost, **degrees)
+    return serving.report(server, *lengths)
 
 
 def _refuse(names: Iterable[str], given: dict[str, Any], why: str) -> None:

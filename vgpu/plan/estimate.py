@@ -37,8 +37,8 @@ def flop_per_token(sizes: TransformerSizes, sequence: int) -> int:
     which count the whole of a sequence although a causal mask hides half of it (Chowdhery et al.,
     2022, PaLM, appendix B). An embedding is looked up, and a norm's weights are no product.
     """
-    products = sizes.layers * sizes.block_products + sizes.vocabulary * sizes.width
-    return 6 * products + 12 * sizes.layers * sizes.width * sequence
+    products = sizes.token_products + sizes.vocabulary * sizes.width
+    return 6 * products + 12 * sizes.layers * sizes.query_width * sequence
 
 
 def kept_bytes(sizes: TransformerSizes, tokens: int, recompute: str = "full") -> int:
@@ -51,8 +51,11 @@ def kept_bytes(sizes: TransformerSizes, tokens: int, recompute: str = "full") ->
     narrow = sizes.key_value_width
     numbers = {
         "full": sizes.width,
-        "selective": 3 * sizes.width + narrow + sizes.feed_forward,
-        "none": 6 * sizes.width + 2 * narrow + 3 * sizes.feed_forward,
+        "selective": sizes.width + 2 * sizes.query_width + narrow + sizes.least_inside,
+        "none": 4 * sizes.width
+        + 2 * sizes.query_width
+        + 2 * narrow
+        + sizes.feed_forward_products * sizes.least_inside,
     }
     return 2 * tokens * numbers[recompute]
 
@@ -64,6 +67,7 @@ def least_bytes(
     tp: int = 1,
     recompute: str = "full",
     gathered_once: bool = False,
+    ep: int = 1,
 ) -> int:
     """What a rank holds at least when its backward pass begins.
 
@@ -74,7 +78,8 @@ def least_bytes(
     state = 12 * sizes.parameters // dp_shard
     kept = sizes.layers * kept_bytes(sizes, tokens, recompute)
     logits = 4 * tokens * sizes.vocabulary
-    gathered = 2 * sizes.layers * sizes.block_parameters if gathered_once else 0
+    whole = sizes.blocks_parameters - sizes.expert_products * (ep - 1) // ep
+    gathered = 2 * whole if gathered_once else 0
     return (state + kept + logits + gathered) // tp
 
 

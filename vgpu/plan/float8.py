@@ -35,10 +35,11 @@ _Cast = tuple[torch.Tensor, torch.Tensor]  # float8 values, and what they were m
 class Float8Linear(nn.Linear):
     """``nn.Linear`` without bias, with products in float8. (..., inputs) in, (..., outputs) out."""
 
-    def __init__(self, weight: nn.Parameter, casts: "LastCast") -> None:
+    def __init__(self, weight: torch.Tensor, casts: "LastCast") -> None:
         """casts: shared by the layers of a model."""
         outputs, inputs = weight.shape
         super().__init__(inputs, outputs, bias=False, device="meta")
+        assert isinstance(weight, nn.Parameter)
         self.weight = weight
         self._casts = casts
 
@@ -171,4 +172,5 @@ class _Scattered(torch.autograd.Function):
 
 def _gathered(cast: _Cast) -> _Cast:
     values, scale = cast
+    assert isinstance(values, DTensor)
     return values.redistribute(placements=[Replicate()]), scale

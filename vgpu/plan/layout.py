@@ -31,19 +31,19 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 from tqdm.auto import tqdm
 
+from vgpu.plan.experts import Experts
 from vgpu.plan.float8 import LastCast, gather_input, scatter_output, use_float8
+from vgpu.plan.recomputation import recomputed
 from vgpu.plan.transformer import Transformer, TransformerBlock, TransformerSizes, check_count
 
 RECOMPUTE = ("none", "selective", "full")
 """What of a block backward computes again: nothing, all but attention and every second matrix
 product (torchtitan's "selective op"), or everything (activation checkpointing)."""
+
+REDUCE = ("float32", "bfloat16")
+"""In which type gradients are reduced among ranks."""
 
 SHOW_AFTER_S = 2.0
 """From here on a bar shows how far a prediction is."""
@@ -67,10 +67,19 @@ class Layout:
     """Pipeline stages: groups of ranks with consecutive layers each."""
     cp: int = 1
     """Ranks that share each sequence (context parallelism); FSDP2 shards among them, too."""
+    ep: int = 1
+    """Of the ranks of ``dp_shard`` and ``cp``, neighbors that have different experts; no more ranks."""
 
     def __post_init__(self) -> None:
         for name, degree in vars(self).items():
             check_count(name, degree)
+        if self.shards % self.ep:
+            raise ValueError(
+                f"{self.ep} ranks that have different experts (ep) must divide those of dp_shard and "
+                f"cp, which are {self.shards}"
+            )
+        if self.ep > 1 and self.tp > 1:
+            raise ValueError("ranks of tp cannot share experts here: give ep or tp, not both")
 
     @property
     def ranks(self) -> int:
@@ -101,6 +110,10 @@ class Layout:
         """The ranks that share their sequences with this one."""
         degrees = {"dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
         return self._mesh(device_type, degrees)["cp"]
+
+    def expert_mesh(self, device_type: str) -> DeviceMesh:
+        """The ranks of each part of the experts, as dp_replicate and dp_shard, and those of ``ep``."""
+        return self._mesh(device_type, {"dp_shard": self.shards // self.ep, "ep": self.ep})
 
     def _mesh(self, device_type: str, of_replica: dict[str, int]) -> DeviceMesh:
         degrees = {"dp_replicate": self.dp_replicate} | of_replica
@@ -169,8 +182,14 @@ def check_hosts(layout: Layout, gpus_per_host: int) -> None:
     """
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp_shard": layout.dp_shard}
     sizes |= {"dp_replicate": layout.dp_replicate, "pp": layout.pp}
-    for name in ("tp", "cp", "dp_shard", "dp_replicate"):
-        several = groups(sizes, "cp", name) if name == "dp_shard" else groups(sizes, name)
+    kinds = {name: groups(sizes, name) for name in ("tp", "cp", "dp_replicate")}
+    kinds["dp_shard"] = groups(sizes, "cp", "dp_shard")
+    if layout.ep > 1:
+        parts = {"ep": layout.ep, "dp_shard": layout.shards // layout.ep}
+        parts["others"] = layout.dp_replicate * layout.pp
+        kinds["ep"] = groups(parts, "ep")
+        kinds["dp_shard of experts"] = groups(parts, "dp_shard")
+    for name, several in kinds.items():
         ways = sorted({placement(group, gpus_per_host) for group in several})
         if len(ways) > 1:
             raise ValueError(
@@ -229,8 +248,13 @@ class TransformerStage(nn.Module):
 
     def __init__(self, sizes: TransformerSizes, part: StageLayers) -> None:
         super().__init__()
+        if sizes.experts is not None and not part.first:  # those in front are in the first stage
+            sizes = dataclasses.replace(
+                sizes, experts=dataclasses.replace(sizes.experts, dense_layers=0)
+            )
         whole = Transformer(dataclasses.replace(sizes, layers=part.layers))
         self.embedding = whole.embedding if part.first else None
+        self.positions = whole.positions if part.first else None
         self.blocks = whole.blocks
         self.norm = whole.norm if part.last else None
         self.output = whole.output if part.last else None
@@ -239,6 +263,8 @@ class TransformerStage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = x if self.embedding is None else self.embedding(x)
+        if self.positions is not None:
+            hidden = hidden + self.positions(torch.arange(x.size(1), device=x.device)[None])
         for block in self.blocks:
             hidden = block(hidden, self.cos, self.sin)
         if self.norm is None or self.output is None:
@@ -260,6 +286,7 @@ def apply_tp(
     """
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "positions": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
         "output": ColwiseParallel(
             input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
@@ -280,6 +307,7 @@ def apply_tp(
     summed = RowwiseParallel(output_layouts=Shard(1))
     if casts is not None:
         gathers, summed = {}, RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+    block: Any
     for block in model.blocks:
         parallelize_module(
             block,
@@ -291,10 +319,10 @@ def apply_tp(
                 "attention.value": ColwiseParallel(),
                 "attention.output": summed,
                 "feed_forward_norm": SequenceParallel(),
-                "feed_forward.gate": ColwiseParallel(),
                 "feed_forward.up": ColwiseParallel(),
                 "feed_forward.down": summed,
                 **gathers,
+                **({"feed_forward.gate": ColwiseParallel()} if block.feed_forward.gate else {}),
             },
         )
         if casts is not None:
@@ -349,7 +377,7 @@ def apply_fsdp(
 class ParallelModel:
     """A model, or a stage of one, as one virtual rank has it; ``module`` is what FSDP2 made of it.
 
-    Parameters are gathered in bfloat16, and gradients reduced in float32.
+    Parameters are gathered in bfloat16.
     """
 
     def __init__(
@@ -358,11 +386,12 @@ class ParallelModel:
         layout: Layout,
         mesh: DeviceMesh,
         *,
+        reduce: str = "float32",
         float8: bool = False,
     ) -> None:
         """model: on the host. Of the whole a GPU need not have room for more than its own part.
 
-        float8: whether the blocks' linear layers multiply in it.
+        reduce: the type in which gradients are reduced, one of ``REDUCE``. float8: whether the blocks' linear layers multiply in it.
         """
         casts = use_float8(model.blocks) if float8 else None
         self._layout = layout
@@ -370,9 +399,20 @@ class ParallelModel:
         if layout.tp > 1:
             apply_tp(model, mesh["tp"], casts)
         self._blocks = list(model.blocks)
+        if layout.ep > 1:
+            experts_mesh = layout.expert_mesh("vgpu")
+            for block in self._blocks:
+                if isinstance(block.feed_forward, Experts):
+                    block.feed_forward.divide(experts_mesh["ep"])
         self._forwards = [block.forward for block in self._blocks]
         dp = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, reduce)
+        )
+        if layout.ep > 1:
+            for block in self._blocks:
+                if isinstance(block.feed_forward, Experts):
+                    fully_shard(block.feed_forward.own, mesh=experts_mesh[dp], mp_policy=policy)
         # With thousands of shards this is what takes minutes.
         blocks = progress("sharding blocks", "block", items=self._blocks)
         apply_fsdp(model, blocks, mesh[dp], policy)
@@ -384,12 +424,21 @@ class ParallelModel:
         with loss_context(self._layout), attention_context(self._context):
             yield
 
-    def configure(self, recompute: str, reshard_after_forward: bool) -> None:
-        """Set what may change from step to step: one of ``RECOMPUTE``, and FSDP2's option."""
+    def configure(
+        self, recompute: str, reshard_after_forward: bool, recompute_every: int = 1
+    ) -> None:
+        """Set what may change from step to step: one of ``RECOMPUTE``, and FSDP2's option.
+
+        recompute_every: of so many blocks, one is recomputed.
+        """
         block: Any
-        for block, forward in zip(self._blocks, self._forwards, strict=True):
-            block.forward = _recomputed(forward, recompute)
+        for index, (block, forward) in enumerate(zip(self._blocks, self._forwards, strict=True)):
+            again = index % recompute_every == 0
+            block.forward = recomputed(forward, recompute if again else "none")
             block.set_reshard_after_forward(reshard_after_forward, recurse=False)
+            if self._layout.ep > 1 and isinstance(block.feed_forward, Experts):
+                own: Any = block.feed_forward.own
+                own.set_reshard_after_forward(reshard_after_forward)
 
 
 def adam(module: nn.Module) -> torch.optim.AdamW:
@@ -412,35 +461,6 @@ def adam_with_state(module: nn.Module) -> torch.optim.AdamW:
     optimizer.step()
     optimizer.zero_grad()
     return optimizer
-
-
-def _recomputed(forward: Any, recompute: str) -> Any:
-    if recompute == "none":
-        return forward
-    options: dict[str, Any] = (
-        {"context_fn": _keep_every_second_product} if recompute == "selective" else {}
-    )
-    return functools.partial(checkpoint, forward, use_reentrant=False, **options)
-
-
-def _keep_every_second_product() -> Any:
-    """torchtitan's selective activation checkpointing: what to keep of a block, besides its input."""
-    products = {False: 0, True: 0}
-    multiplies = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}
-    kept = {
-        torch.ops.aten.amax.default,  # of what is cast to float8
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    }
-
-    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = func in kept
-        if func in multiplies:
-            products[context.is_recompute] += 1
-            keeps = products[context.is_recompute] % 2 == 1
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
 
 
 @contextmanager

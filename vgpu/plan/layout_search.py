@@ -44,6 +44,7 @@ _ACTIVATIONS_TOO_LARGE = "activations are too large, on paper"
 _ALLOCATED = "more is allocated than a GPU has"
 _RESERVED = "more is reserved than a GPU has"
 _MORE_WORK = "computes or gathers again, though it fits without"
+_SMALLER = "a larger batch fits, computing and gathering no more again"
 
 
 @dataclasses.dataclass
@@ -142,6 +143,7 @@ def search(
         one.reason = _too_large_on_paper(one.plan)
     left = [one for one in candidates if not one.reason]
     groups = [list(group) for _, group in itertools.groupby(left, key=lambda one: one.plan.layout)]
+    groups.sort(key=len, reverse=True)  # so that no process begins the longest last
     result = SearchResult(candidates)
     with tqdm(desc="trying layouts", total=len(left) + 1, leave=False, unit="plan") as bar:
         _try(groups, costs, processes or min(at_once(), len(groups)), bar)
@@ -153,11 +155,18 @@ def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
     cp = plan.layout.cp
     ranks = plan.layout.ranks // cp
     divisors = [parts for parts in range(1, ranks + 1) if ranks % parts == 0]
-    for tp, dp_replicate in itertools.product(range(1, plan.gpus_per_host + 1), divisors):
+    for tp, dp_replicate in itertools.product(
+        range(1, min(plan.gpus_per_host, ranks) + 1), divisors
+    ):
         if ranks % (dp_replicate * tp):
             continue
-        layout = Layout(dp_replicate, ranks // (dp_replicate * tp), tp, cp=cp)
-        batches = [n for n in _BATCHES if sequences is None or n * layout.dp <= sequences]
+        try:
+            layout = Layout(
+                dp_replicate, ranks // (dp_replicate * tp), tp, cp=cp, ep=plan.layout.ep
+            )
+        except ValueError:  # as many shards do not divide by ep
+            continue
+        batches = [n for n in reversed(_BATCHES) if sequences is None or n * layout.dp <= sequences]
         gathers = (False, True) if layout.shards > 1 else (True,)
         for batch, recompute, again in itertools.product(batches, RECOMPUTE, gathers):
             changes: dict[str, Any] = {"recompute": recompute, "reshard_after_forward": again}
@@ -171,7 +180,11 @@ def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
 def _too_large_on_paper(plan: Plan) -> str:
     capacity = plan.spec.memory_bytes
     least = functools.partial(
-        estimate.least_bytes, plan.sizes, dp_shard=plan.layout.shards, tp=plan.layout.tp
+        estimate.least_bytes,
+        plan.sizes,
+        dp_shard=plan.layout.shards,
+        tp=plan.layout.tp,
+        ep=plan.layout.ep,
     )
     if least(0) > capacity:
         return _STATE_TOO_LARGE
@@ -199,14 +212,15 @@ def _tried(group: list[Candidate], costs: dict[str, Any]) -> list[Candidate]:
 def _known(plan: Plan, earlier: list[Candidate]) -> str:
     """What is known of a plan from others of the same layout.
 
-    Taken for granted: to compute and gather less again takes no less memory and no more time.
+    Taken for granted: to compute and gather less again takes no less memory and no more time, and
+    a larger batch takes more memory and less time for each token.
     """
     for one in earlier:
         other = one.plan
         if other.batch <= plan.batch and _works_no_more(plan, other) and one.reason == _ALLOCATED:
             return _ALLOCATED
-        if other.batch == plan.batch and _works_no_more(other, plan) and not one.reason:
-            return _MORE_WORK
+        if other.batch >= plan.batch and _works_no_more(other, plan) and not one.reason:
+            return _MORE_WORK if other.batch == plan.batch else _SMALLER
     return ""
 
 
@@ -252,18 +266,14 @@ def _confirm(result: SearchResult, costs: dict[str, Any], bar: Any) -> None:
             return
         one.reason = _RESERVED
         bar.total += 1
-        # What would have computed or gathered more, and was left out for that, has its chance now.
-        group = [c for c in result.candidates if _alike(c.plan, one.plan)]
+        # What was left out because this one seemed to fit has its chance now.
+        group = [c for c in result.candidates if c.plan.layout == one.plan.layout]
         for other in group:
-            if other.reason == _MORE_WORK:
+            if other.reason in (_MORE_WORK, _SMALLER) and other.plan.batch <= one.plan.batch:
                 other.reason = ""
         if any(other.seconds is None and not other.reason for other in group):
             bar.total += len(group)
             _try([group], costs, 1, bar)
-
-
-def _alike(plan: Plan, other: Plan) -> bool:
-    return plan.layout == other.layout and plan.batch == other.batch
 
 
 # Several processes

@@ -1,248 +1,33 @@
-"""Megatron-LM's training runs of 2021: one layer timed on a rank, and a schedule simulated.
+"""Megatron-LM's training runs: one layer timed on a rank, and a schedule simulated.
 
 Narayanan et al., 2021, Efficient large-scale language model training on GPU clusters: hosts of 8 A100
-with 80 GB, NVLink 3, and eight 200 Gb/s InfiniBand adapters; float16, sequence 2048.
+with 80 GB, NVLink 3, and eight 200 Gb/s InfiniBand adapters; float16, sequence 2048. ``Run`` also says
+what later trainings do otherwise.
 
-A layer, the embedding, the loss and the optimizer's step are recorded as one rank of the tensor
-parallel group, elementwise chains fused as Megatron-LM's kernels are. The stages run the schedules of
-``vgpu.plan.schedules``. A stage that sends waits until it has arrived, as Megatron-LM of 2021 does,
-over all adapters of the host at once (4.1 there). Behind it come the all-reduce of gradients, which
-nothing hides, and the optimizer.
+A layer (megatron_layers.py), the embedding, the loss and the optimizer's step are recorded as one rank
+of the tensor parallel group, elementwise chains fused as Megatron-LM's kernels are. Each takes as long
+as the GPU does, and longer where the host takes about as long or more: see ``CALL_S``. The stages run
+the schedules of ``vgpu.plan.schedules``; a rank's neighbors are those of its tensor-parallel group, then
+come data-parallel ones, then stages. A stage that sends waits until it has arrived, as Megatron-LM of
+2021 does, over all adapters of the host at once (4.1 there). Behind it come the all-reduce of
+gradients, which nothing hides, and the optimizer; with ``shards_optimizer`` and ``overlaps`` as in
+Megatron-Core's distributed optimizer.
 
-The layers are those of NVIDIA/Megatron-LM as of that paper and of Korthikanti et al., 2022. Activations
-are (sequence, micro-batch, width), so that heads are views; queries, keys and values come from one
-product; the mask is part of the softmax kernel and costs nothing here; dropout of 0.1 after softmax
-and after both halves of a layer. With sequence parallelism a column product keeps its own part of the
-input, and gathers the others' once more backward, beside the other product.
-
-Not modelled: the all-reduce of the embedding's gradients between first and last stage, three
-all-reduces of one number for each token in the loss, the time to make a batch, and products that are
-slower than others because of their sizes.
+Not modelled: the all-reduce of the embedding's gradients between first and last stage, and products
+that are slower than others because of their sizes.
 """
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import vgpu
 from vgpu.plan import schedules
-
-VOCABULARY, SEQUENCE, DROPOUT = 51_200, 2048, 0.1
-
-
-class GPTSizes(NamedTuple):
-    layers: int
-    width: int
-    heads: int
-
-    @property
-    def parameters(self) -> int:
-        """With biases, norms and positions (Narayanan et al., equation 2)."""
-        h, layers = self.width, self.layers
-        return 12 * layers * h * h + 13 * layers * h + (VOCABULARY + SEQUENCE) * h
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """How a layer is split, and what of it is computed again."""
-
-    group: dist.ProcessGroup  # the ranks that share each tensor
-    recompute: str = "full"  # or "selective", for attention only, or "none"
-    sequence_parallel: bool = False
-    beside: bool = True  # whether gradients are summed beside the next product (from 2022 on)
-
-    @property
-    def parts(self) -> int:
-        return self.group.size()
-
-
-# One rank of the tensor-parallel group
-
-
-def _gathered(part: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
-    whole = part.new_empty(part.size(0) * group.size(), *part.shape[1:])
-    return whole, dist.all_gather_single(whole, part, group, async_op=True)
-
-
-def _scattered(whole: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
-    part = whole.new_empty(whole.size(0) // group.size(), *whole.shape[1:])
-    return part, dist.reduce_scatter_single(part, whole, group=group, async_op=True)
-
-
-class _Columns(torch.autograd.Function):
-    """A product whose result is split: what is gathered before it is not kept."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, recipe):
-        ctx.save_for_backward(hidden, weight)
-        ctx.recipe = recipe
-        if recipe.sequence_parallel:
-            hidden, gathering = _gathered(hidden, recipe.group)
-            gathering.wait()
-        return F.linear(hidden, weight, bias)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        hidden, weight = ctx.saved_tensors
-        recipe, sending = ctx.recipe, None
-        if recipe.sequence_parallel:
-            hidden, gathering = _gathered(hidden, recipe.group)
-        of_input = gradient @ weight
-        if recipe.sequence_parallel:
-            gathering.wait()
-            of_input, sending = _scattered(of_input, recipe.group)
-        elif recipe.parts > 1:
-            sending = dist.all_reduce(of_input, group=recipe.group, async_op=True)
-            if not recipe.beside:
-                sending.wait()
-        rows = gradient.flatten(0, 1)
-        of_weight, of_bias = rows.t() @ hidden.flatten(0, 1), rows.sum(0)
-        if sending is not None:
-            sending.wait()
-        return of_input, of_weight, of_bias, None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum of all parts, or with sequence parallelism a part of the sum."""
-
-    @staticmethod
-    def forward(ctx, hidden, recipe):
-        ctx.recipe = recipe
-        if recipe.sequence_parallel:
-            hidden, sending = _scattered(hidden, recipe.group)
-            sending.wait()
-        elif recipe.parts > 1:
-            dist.all_reduce(hidden, group=recipe.group)
-        return hidden
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.recipe.sequence_parallel:
-            gradient, gathering = _gathered(gradient, ctx.recipe.group)
-            gathering.wait()
-        return gradient, None
-
-
-class Columns(nn.Module):
-    """(S, B, inputs) to (S, B, outputs / t)."""
-
-    def __init__(self, inputs: int, outputs: int, recipe: Recipe) -> None:
-        super().__init__()
-        self.recipe = recipe
-        self.weight = nn.Parameter(torch.empty(outputs // recipe.parts, inputs))
-        self.bias = nn.Parameter(torch.empty(outputs // recipe.parts))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _Columns.apply(hidden, self.weight, self.bias, self.recipe)
-
-
-class Rows(nn.Module):
-    """(S, B, inputs / t) to (S, B, outputs)."""
-
-    def __init__(self, inputs: int, outputs: int, recipe: Recipe) -> None:
-        super().__init__()
-        self.recipe = recipe
-        self.weight = nn.Parameter(torch.empty(outputs, inputs // recipe.parts))
-        self.bias = nn.Parameter(torch.empty(outputs))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _Summed.apply(F.linear(hidden, self.weight), self.recipe) + self.bias
-
-
-class Attention(nn.Module):
-    """(S, B, width) in and out; a rank has its part of the heads."""
-
-    def __init__(self, sizes: GPTSizes, recipe: Recipe) -> None:
-        super().__init__()
-        self.head_width = sizes.width // sizes.heads
-        self.recompute = recipe.recompute
-        self.heads_in = Columns(sizes.width, 3 * sizes.width, recipe)
-        self.output = Rows(sizes.width, sizes.width, recipe)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        mixed = self.heads_in(hidden)  # (S, B, 3 width / t)
-        length, batch = mixed.shape[:2]
-        split = mixed.view(length, -1, 3 * self.head_width)  # (S, B heads / t, 3 head_width)
-        parts = [part.transpose(0, 1) for part in split.chunk(3, -1)]
-        again = self.recompute == "selective"
-        seen = checkpoint(_seen, *parts, use_reentrant=False) if again else _seen(*parts)
-        return self.output(seen.transpose(0, 1).reshape(length, batch, -1))
-
-
-def _seen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """(B heads, S, head_width) each, and out."""
-    weights = torch.bmm(query, key.transpose(1, 2)).softmax(-1)  # scaled and masked in there
-    return torch.bmm(F.dropout(weights, DROPOUT), value)
-
-
-class Layer(nn.Module):
-    """(S, B, width) in and out; with sequence parallelism, a rank's part of S."""
-
-    def __init__(self, sizes: GPTSizes, recipe: Recipe) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(sizes.width)
-        self.attention = Attention(sizes, recipe)
-        self.feed_forward_norm = nn.LayerNorm(sizes.width)
-        self.up = Columns(sizes.width, 4 * sizes.width, recipe)
-        self.down = Rows(4 * sizes.width, sizes.width, recipe)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        seen = self.attention(self.attention_norm(hidden))
-        hidden = hidden + F.dropout(seen, DROPOUT)
-        fed = self.down(F.gelu(self.up(self.feed_forward_norm(hidden))))
-        return hidden + F.dropout(fed, DROPOUT)
-
-
-class Layers(nn.Module):
-    """(S, B, width) in and out, or a rank's part of S."""
-
-    def __init__(self, sizes: GPTSizes, count: int, recipe: Recipe) -> None:
-        super().__init__()
-        self.recompute = recipe.recompute
-        self.layers = nn.ModuleList(Layer(sizes, recipe) for _ in range(count))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            again = self.recompute == "full"
-            hidden = checkpoint(layer, hidden, use_reentrant=False) if again else layer(hidden)
-        return hidden
-
-
-class Embedding(nn.Module):
-    """(S, B) tokens in, (S, B, width) out, or a rank's part of S."""
-
-    def __init__(self, sizes: GPTSizes, recipe: Recipe) -> None:
-        super().__init__()
-        self.recipe = recipe
-        self.tokens = nn.Embedding(VOCABULARY // recipe.parts, sizes.width)
-        self.positions = nn.Embedding(SEQUENCE, sizes.width)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = _Summed.apply(self.tokens(tokens), self.recipe)
-        positions = torch.zeros_like(tokens[: hidden.size(0)])
-        return F.dropout(hidden + self.positions(positions), DROPOUT)
-
-
-class Loss(nn.Module):
-    """The last norm, the product with the vocabulary, and the loss of a rank's part of it."""
-
-    def __init__(self, sizes: GPTSizes, recipe: Recipe) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(sizes.width)
-        self.output = Columns(sizes.width, VOCABULARY, recipe)
-
-    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        logits = self.output(self.norm(hidden))  # (S, B, vocabulary / t)
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-
-
-# Trainings
+from vgpu.plan.megatron_layers import DROPOUT, Embedding, GPTSizes, Layers, Loss, Recipe
 
 GPU = dataclasses.replace(
     vgpu.get_spec("A100"),
@@ -252,7 +37,17 @@ GPU = dataclasses.replace(
     source="NVIDIA A100 Tensor Core GPU datasheet, 80 GB SXM column",
 )
 NETWORK = "InfiniBand HDR"
-FULL, SELECTIVE = ("full", False), ("selective", True)
+FULL, SELECTIVE, NOTHING = ("full", False), ("selective", True), ("none", True)
+GPUS_PER_HOST = 8
+
+# Host seconds for each kernel that a layer launches, all that Python does for it included: modules,
+# views, autograd's nodes, recomputation. One of these layers, with tiny tensors on the CPU, took 2.5 to
+# 2.9 ms of one core of an EPYC, forward and backward with full recomputation, for what are 60 kernels
+# on a GPU; each takes some 4 µs more to launch there.
+CALL_S = 50e-6
+# Kernels for each micro-batch beside those recorded: tokens, labels and masks are sent among ranks and
+# made (get_batch in pretrain_gpt.py), an embedding hides tokens of other ranks, losses are averaged.
+BATCH_CALLS = 30
 
 
 class Run(NamedTuple):
@@ -267,6 +62,13 @@ class Run(NamedTuple):
     micro_batch: int
     kept: tuple[str, bool] = FULL  # what is recomputed, and whether split along the sequence
     beside: bool = False  # whether gradients are summed beside the next product
+    flash: bool = False  # whether attention is one fused kernel
+    dropout: float = DROPOUT
+    shards_optimizer: bool = False  # over data-parallel ranks (ZeRO-1)
+    overlaps: bool = False  # whether backward hides the sums of gradients, and forward the gathers
+    gradient_bytes: int = 2  # of each gradient, when it is summed
+    gpu: vgpu.GPUSpec = GPU
+    network: str = NETWORK
 
     @property
     def dp(self) -> int:
@@ -283,26 +85,13 @@ class Run(NamedTuple):
 
     @property
     def flop(self) -> float:
-        """Of a step, by the papers' formulas, with what is computed again."""
-        h, layers = self.sizes.width, self.sizes.layers
-        tokens = self.batch * SEQUENCE
-        if self.kept == FULL:
-            return (
-                96
-                * tokens
-                * layers
-                * h
-                * h
-                * (1 + SEQUENCE / (6 * h) + VOCABULARY / (16 * layers * h))
-            )
-        return (
-            72
-            * tokens
-            * layers
-            * h
-            * h
-            * (1 + SEQUENCE / (4.5 * h) + VOCABULARY / (12 * layers * h))
-        )
+        """Of a step, with what is computed again, as the papers count it: the whole of the scores."""
+        sizes, tokens = self.sizes, self.batch * self.sizes.sequence
+        scores = 4 * sizes.sequence * sizes.width  # of two products, for each token and layer
+        layer = 2 * sizes.layer_products + scores
+        again = {"full": layer, "selective": scores, "none": 0}[self.kept[0]]
+        output = 2 * sizes.vocabulary * sizes.width
+        return tokens * (sizes.layers * (3 * layer + again) + 3 * output)
 
 
 class Published(NamedTuple):
@@ -326,24 +115,40 @@ ROWS = (
 FITTED = ROWS[0]
 
 
-class RecordedParts(NamedTuple):
-    """What one rank does: forward and backward of a micro-batch, and once a step."""
+class Recorded(NamedTuple):
+    """A part of a model on one rank: forward and backward of a micro-batch, and its update."""
 
-    layer: tuple[vgpu.Timeline, vgpu.Timeline]
-    embedding: tuple[vgpu.Timeline, vgpu.Timeline]
-    loss: tuple[vgpu.Timeline, vgpu.Timeline]
-    optimizer: vgpu.Timeline
-    gradient_bytes: int
+    forward: vgpu.Timeline
+    backward: vgpu.Timeline
+    update: vgpu.Timeline
+    tensors: int  # of parameters
+    parameters: int
+
+
+class RecordedParts(NamedTuple):
+    layer: Recorded
+    embedding: Recorded
+    loss: Recorded
+
+
+def recorded(run: Run) -> RecordedParts:
+    """One layer of a rank, the embedding and the loss, whatever the number of layers and ranks."""
+    return _recorded(
+        run._replace(sizes=run.sizes._replace(layers=1), pp=1, chunks=1, gpus=run.tp, batch=1)
+    )
 
 
 @functools.cache
-def recorded(run: Run) -> RecordedParts:
-    """A rank of the first stage, which also has the loss where there is one stage."""
-    sizes, rows = run.sizes, SEQUENCE // (run.tp if run.kept[1] else 1)
-    with vgpu.cluster(1, run.tp, gpu=GPU, network=NETWORK), vgpu.shapes_only():
+def _recorded(run: Run) -> RecordedParts:
+    sizes, rows = run.sizes, run.sizes.sequence // (run.tp if run.kept[1] else 1)
+    hosts = max(1, run.tp // GPUS_PER_HOST)
+    with (
+        vgpu.cluster(hosts, run.tp // hosts, gpu=run.gpu, network=run.network),
+        vgpu.shapes_only(),
+    ):
         world = dist.group.WORLD
         assert world is not None
-        recipe = Recipe(world, *run.kept, run.beside)
+        recipe = Recipe(world, *run.kept, run.beside, run.flash, run.dropout)
 
         def hidden() -> torch.Tensor:
             size = (rows, run.micro_batch, sizes.width)
@@ -352,35 +157,30 @@ def recorded(run: Run) -> RecordedParts:
         def on_gpu(module: nn.Module) -> nn.Module:
             return module.half().to("vgpu")
 
-        tokens = torch.zeros(SEQUENCE, run.micro_batch, dtype=torch.int64).to("vgpu")
-        embedding, loss = on_gpu(Embedding(sizes, recipe)), on_gpu(Loss(sizes, recipe))
-        per_stage = sizes.layers // run.pp
-        stage = Layers(sizes, per_stage, recipe)
-        on_gpu(stage)  # in place
-        layer = Layers(sizes, 0, recipe)
-        layer.layers.append(stage.layers[0])
-        both = (
-            _both_ways(layer, hidden()),
-            _both_ways(embedding, tokens),
-            _both_ways(loss, hidden(), tokens),
+        size = (sizes.sequence, run.micro_batch)
+        tokens = torch.zeros(size, dtype=torch.int64).to("vgpu")
+        return RecordedParts(
+            _both_ways(on_gpu(Layers(sizes, 1, recipe)), hidden()),
+            _both_ways(on_gpu(Embedding(sizes, recipe)), tokens),
+            _both_ways(on_gpu(Loss(sizes, recipe)), hidden(), tokens, fuses=False),
         )
-        parameters = [*stage.parameters(), *embedding.parameters()]
-        return RecordedParts(*both, _update(parameters), 2 * sum(p.numel() for p in parameters))
 
 
-def _both_ways(module: nn.Module, *inputs: torch.Tensor) -> tuple[vgpu.Timeline, vgpu.Timeline]:
+def _both_ways(module: nn.Module, *inputs: torch.Tensor, fuses: bool = True) -> Recorded:
     """The second micro-batch, which adds to the gradients of the first."""
 
     def backward(output: torch.Tensor) -> None:
         output.backward(torch.empty_like(output) if output.dim() else None)
 
     backward(module(*inputs))
-    with vgpu.record(fuses=True) as forwards:
+    with vgpu.record(fuses=fuses) as forwards:
         output = module(*inputs)
-    with vgpu.record(fuses=True) as backwards:
+    with vgpu.record(fuses=fuses) as backwards:
         backward(output)
     assert not forwards.races and not backwards.races
-    return forwards, backwards
+    parameters = list(module.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    return Recorded(forwards, backwards, _update(parameters), len(parameters), count)
 
 
 def _update(parameters: list[nn.Parameter]) -> vgpu.Timeline:
@@ -391,8 +191,8 @@ def _update(parameters: list[nn.Parameter]) -> vgpu.Timeline:
 
     def update() -> None:
         for copy, parameter in zip(copies, parameters, strict=True):
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            copy.grad = gradient.float() * inverse_scale
+            assert parameter.grad is not None
+            copy.grad = parameter.grad.float() * inverse_scale
         nn.utils.clip_grad_norm_(copies, 1.0, foreach=True)
         adam.step()
         with torch.no_grad():
@@ -413,47 +213,113 @@ class Shares(NamedTuple):
     speed_spread: float = 0.0
 
 
+def _check(run: Run) -> None:
+    ranks, samples = run.tp * run.pp, run.dp * run.micro_batch
+    if run.gpus % ranks:
+        raise ValueError(f"{run.gpus} GPUs do not divide into TP {run.tp} × PP {run.pp}")
+    if run.batch % samples:
+        raise ValueError(
+            f"a batch of {run.batch} does not divide into micro-batches of {run.micro_batch} on each "
+            f"of {run.dp} data-parallel ranks"
+        )
+    if run.sizes.key_value_heads is not None and not run.flash:
+        raise ValueError("grouped queries are planned with fused attention only: give flash=True")
+    if run.tp > GPUS_PER_HOST and run.tp % GPUS_PER_HOST:
+        raise ValueError(f"TP {run.tp} does not fill hosts of {GPUS_PER_HOST} GPUs")
+
+
+class _Seconds(NamedTuple):
+    forward: float
+    backward: float
+    update: float
+
+
 def step_s(run: Run, shares: Shares) -> float:
     """Seconds of one step of the whole training."""
+    _check(run)
     parts = recorded(run)
+    layer, embedding, loss = (_seconds(part, run, shares) for part in parts)
+    costs = vgpu.CostModel(run.gpu, network=vgpu.NETWORKS[run.network], gpus_per_host=GPUS_PER_HOST)
+    per_stage, stages = run.sizes.layers // run.pp, run.pp * run.chunks
+    sent_s = _transfer_s(run, costs) if run.pp > 1 else 0.0
+    forward_s = per_stage * layer.forward + run.chunks * sent_s
+    backward_s = per_stage * layer.backward + run.chunks * sent_s
+    chunk_s = (forward_s + backward_s) / run.chunks
+    batch_s = BATCH_CALLS * CALL_S
+    longer = [1.0] * stages
+    longer[0] += (embedding.forward + embedding.backward + batch_s) / chunk_s
+    longer[-1] += (loss.forward + loss.backward) / chunk_s
+    times = schedules.Times(forward_s, backward_s, 0.0, by_stage=longer)
+    if run.chunks > 1:
+        schedule = schedules.interleaved(run.pp, run.micro_batches, run.chunks)
+    else:
+        schedule = schedules.one_forward_one_backward(run.pp, run.micro_batches)
+    parameters = per_stage * parts.layer.parameters + parts.embedding.parameters
+    summed_s = _summed_s(run, costs, parameters, forward_s, backward_s)
+    update_s = per_stage * layer.update + embedding.update
+    if run.shards_optimizer:
+        update_s /= run.dp
+    return schedules.simulate(schedule, times).makespan + summed_s + update_s
 
-    def again(timeline: vgpu.Timeline) -> float:
+
+def _seconds(part: Recorded, run: Run, shares: Shares) -> _Seconds:
+    """Of what the GPU does, and the host beside it."""
+
+    def beside_host(timeline: vgpu.Timeline, call_s: float, more_calls: int = 0) -> float:
+        calls = sum(event.kind != "wait" for event in timeline.events) + more_calls
         again = vgpu.replay(
             timeline,
             arithmetic_share=shares.arithmetic,
             memory_share=shares.memory,
             speed_spread=shares.speed_spread,
             slowest_of=run.gpus,
+            attention="flash 3" if run.gpu.compute_capability >= (9, 0) else "flash 2",
+            python_launch_s=0.0,
+            engine_launch_s=0.0,
         )
-        return again.makespan_s
+        return _beside(again.makespan_s, calls * call_s)
 
-    layer, embedding, loss = (
-        [again(timeline) for timeline in both]
-        for both in (parts.layer, parts.embedding, parts.loss)
+    python_s = vgpu.CostModel(run.gpu).python_launch_s
+    # Each gradient is added to those before by a kernel of its own; here they have fused.
+    backward_s = beside_host(part.backward, CALL_S, part.tensors)
+    return _Seconds(
+        beside_host(part.forward, CALL_S), backward_s, beside_host(part.update, python_s)
     )
-    costs = vgpu.CostModel(GPU, network=vgpu.NETWORKS[NETWORK], gpus_per_host=8)
-    per_stage, stages = run.sizes.layers // run.pp, run.pp * run.chunks
-    sent_s = _transfer_s(run, costs) if run.pp > 1 else 0.0
-    forward_s = per_stage * layer[0] + run.chunks * sent_s
-    backward_s = per_stage * layer[1] + run.chunks * sent_s
-    chunk_s = (forward_s + backward_s) / run.chunks
-    longer = [1.0] * stages
-    longer[0] += sum(embedding) / chunk_s
-    longer[-1] += sum(loss) / chunk_s
-    times = schedules.Times(forward_s, backward_s, 0.0, by_stage=longer)
-    if run.chunks > 1:
-        schedule = schedules.interleaved(run.pp, run.micro_batches, run.chunks)
-    else:
-        schedule = schedules.one_forward_one_backward(run.pp, run.micro_batches)
+
+
+def _beside(gpu_s: float, host_s: float) -> float:
+    """Of two that wait for each other now and then, neither hides all of the other.
+
+    The larger where they differ much, and 26 % more where they are equal, which is assumed: calls and
+    kernels vary, and the ranks of a tensor-parallel group wait for the last of them.
+    """
+    return (gpu_s**3 + host_s**3) ** (1 / 3)
+
+
+def _summed_s(
+    run: Run, costs: vgpu.CostModel, parameters: int, forward_s: float, backward_s: float
+) -> float:
+    """What a step waits for gradients to be summed over data-parallel ranks, and parameters gathered."""
     ranks = range(0, run.dp * run.tp, run.tp)
-    summed_s = costs.group_time_s("all_reduce", parts.gradient_bytes, ranks)
-    return schedules.simulate(schedule, times).makespan + summed_s + again(parts.optimizer)
+    gradients_bytes = run.gradient_bytes * parameters
+    gathered_s = 0.0
+    if run.shards_optimizer:
+        summed_s = costs.group_time_s("reduce_scatter", gradients_bytes, ranks)
+        gathered_s = costs.group_time_s("all_gather", 2 * parameters, ranks)
+    else:
+        summed_s = costs.group_time_s("all_reduce", gradients_bytes, ranks)
+    if run.overlaps:  # beside the last backward and the first forward of a micro-batch
+        return max(0.0, summed_s - backward_s) + max(0.0, gathered_s - forward_s)
+    return summed_s + gathered_s
 
 
 def _transfer_s(run: Run, costs: vgpu.CostModel) -> float:
     """Each rank sends its part to the next stage's host, where they are gathered."""
-    whole_bytes = 2 * SEQUENCE * run.micro_batch * run.sizes.width
-    part_s = costs.group_time_s("send", whole_bytes // run.tp, [0, 8])
+    whole_bytes = 2 * run.sizes.sequence * run.micro_batch * run.sizes.width
+    following = run.dp * run.tp  # the rank of the next stage
+    if len(costs.hosts_of([0, following])) == 1:
+        return costs.group_time_s("send", whole_bytes, [0, following])
+    part_s = costs.group_time_s("send", whole_bytes // run.tp, [0, following])
     if run.kept[1]:
         return part_s  # activations are split along the sequence anyway
     return part_s + costs.group_time_s("all_gather", whole_bytes, range(run.tp))

@@ -41,7 +41,7 @@ from vgpu.time.timeline import HostRange, TraceEvent, in_order, union_s
 def predict(plan: Plan, **costs: Any) -> Step:
     """The second step of rank 0, whose GPU computes nothing and counts everything.
 
-    bfloat16 parameters and gradients with float32 master copies and reduction, AdamW fused. Of a
+    bfloat16 parameters and gradients with float32 master copies, AdamW fused. Of a
     pipeline, one rank of each kind of stage is recorded, and the schedule simulated. costs: as for
     ``vgpu.record`` (``arithmetic_share``, ``fuses``, ``async_tp`` and others); ``gpu`` and
     ``network`` take the place of the plan's.
@@ -198,12 +198,16 @@ class _StageRank:
         self._layers = _stages_of(plan, device)
         models = {
             stage: ParallelModel(
-                TransformerStage(sizes, layers), plan.layout, mesh, float8=plan.float8
+                TransformerStage(sizes, layers),
+                plan.layout,
+                mesh,
+                reduce=plan.reduce,
+                float8=plan.float8,
             )
             for stage, layers in self._layers.items()
         }
         for model in models.values():
-            model.configure(plan.recompute, plan.reshard_after_forward)
+            model.configure(plan.recompute, plan.reshard_after_forward, plan.recompute_every)
         self._stages = {stage: model.module for stage, model in models.items()}
         self.training = next(iter(models.values())).training
         """The context of an action, whichever stage's."""

@@ -1,6 +1,8 @@
 """A plan of a training run on a cluster, and what one rank of it takes: time, bytes, tokens."""
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +14,7 @@ import vgpu
 from vgpu.plan import estimate, schedules
 from vgpu.plan.layout import (
     RECOMPUTE,
+    REDUCE,
     Layout,
     ParallelModel,
     adam,
@@ -28,6 +31,10 @@ from vgpu.units import format_bytes
 
 MOST_RANKS = 32_768
 """Of a plan. FSDP2 splits each parameter into as many parts as ``dp_shard``, so time grows with it."""
+
+MOST_LAYERS = 1024
+MOST_MICRO_BATCHES = 4096
+"""Of a pipeline: more of them only repeat what fewer do, and each takes time to simulate."""
 
 _NO_LIMIT_BYTES = 2**50  # a plan that does not fit is still counted
 _MOST_BYTES = 2**45  # by the estimate, which leaves a lot out
@@ -53,13 +60,20 @@ class Plan:
     """Stages of each rank in a pipeline: above 1 it is interleaved 1F1B, else 1F1B."""
     micro_batches: int | None = None
     """Of a pipeline, into which ``batch`` is divided; None: as many as its ranks, as in torchtitan."""
+    accumulate: int = 1
+    """Without a pipeline: how often a step computes ``batch`` sequences, and reduces their gradients."""
+    reduce: str = "float32"
+    """The type in which gradients are reduced: one of ``REDUCE``."""
+    recompute_every: int = 1
+    """Of so many blocks, one is recomputed, as ``recompute`` says; the others keep all."""
     float8: bool = False
     """Whether the linear layers of blocks multiply in float8 (``vgpu.plan.float8``)."""
 
     def __post_init__(self) -> None:
         if self.sequence is None:
             object.__setattr__(self, "sequence", self.sizes.sequence)
-        for name in ("batch", "sequence", "gpus_per_host", "chunks", "micro_batches"):
+        counts = ("batch", "sequence", "gpus_per_host", "chunks", "micro_batches", "accumulate")
+        for name in (*counts, "recompute_every"):
             value = getattr(self, name)
             if value is not None or name != "micro_batches":
                 check_count(name, value)
@@ -68,10 +82,17 @@ class Plan:
             raise ValueError(
                 f"recompute must be one of {', '.join(RECOMPUTE)}, got {self.recompute!r}"
             )
+        if self.reduce not in REDUCE:
+            raise ValueError(f"reduce must be one of {', '.join(REDUCE)}, got {self.reduce!r}")
         ranks, each = self.layout.ranks, self.gpus_per_host
         if ranks > MOST_RANKS:
             raise ValueError(
                 f"{ranks:,} ranks ({self.layout}) are too many: a plan takes at most {MOST_RANKS:,}"
+            )
+        if self.sizes.layers > MOST_LAYERS:
+            raise ValueError(
+                f"{self.sizes.layers:,} layers are too many: a plan takes at most {MOST_LAYERS:,}, and "
+                "all take as long"
             )
         if ranks > each and ranks % each:
             raise ValueError(
@@ -79,6 +100,7 @@ class Plan:
                 f"multiple of {each}"
             )
         check_hosts(self.layout, each)
+        self._check_experts()
         self._check_sequence()
         self._check_pipeline()
         self._check_bytes()
@@ -87,6 +109,32 @@ class Plan:
                 f"{self.spec.name} cannot multiply float8 tensors; of the presets, "
                 f"{', '.join(name for name, gpu in vgpu.PRESETS.items() if gpu.fp8_flop_per_s)} can"
             )
+
+    def _check_experts(self) -> None:
+        experts, layout = self.sizes.experts, self.layout
+        if experts is None:
+            if layout.ep > 1:
+                raise ValueError(
+                    f"{layout.ep} ranks of ep have no experts to divide: give sizes with some"
+                )
+            return
+        if experts.count % layout.ep:
+            raise ValueError(
+                f"{experts.count} experts cannot be divided among {layout.ep} ranks of ep"
+            )
+        if layout.ep > 1 and self.recompute == "selective":
+            # FSDP2's hooks of the experts would run in the checkpoint, once more or less in backward.
+            raise ValueError("selective recomputation is not planned with ep: take none or full")
+        if layout.tp > 1:
+            raise ValueError(
+                "experts are planned without tensor parallelism: give ep in place of tp"
+            )
+        if layout.pp > 1:
+            first = split_layers(self.sizes.layers, layout.pp * self.chunks)[0].layers
+            if experts.dense_layers > first:
+                raise ValueError(
+                    f"{experts.dense_layers} dense layers do not fit a first stage of {first}"
+                )
 
     def _check_sequence(self) -> None:
         parts = 2 * self.layout.cp
@@ -105,13 +153,23 @@ class Plan:
                     "pipeline: give the layout a pp of at least 2"
                 )
             return
+        if self.accumulate > 1:
+            raise ValueError(
+                f"accumulate ({self.accumulate}) is for plans without a pipeline: in one, batch is "
+                "divided into micro_batches"
+            )
         split_layers(self.sizes.layers, self.layout.pp * self.chunks)
-        count = self.schedule.micro_batches
+        count = self.micro_batches or self.layout.pp
+        if count > MOST_MICRO_BATCHES:
+            raise ValueError(
+                f"{count:,} micro_batches are too many: a plan takes at most {MOST_MICRO_BATCHES:,}"
+            )
         if self.batch % count:
             raise ValueError(
                 f"a batch of {self.batch} cannot be divided into {count} micro-batches: make it a "
                 f"multiple, or give another number of micro_batches"
             )
+        self.schedule_of(count)  # which refuses what interleaving cannot take
 
     def _check_bytes(self) -> None:
         """ValueError for what no counter of bytes could hold."""
@@ -121,6 +179,7 @@ class Plan:
             self.layout.shards,
             self.layout.tp * self.layout.pp,
             self.recompute,
+            ep=self.layout.ep,
         )
         if least_bytes > _MOST_BYTES:
             raise ValueError(
@@ -169,7 +228,7 @@ class Plan:
     @property
     def tokens(self) -> int:
         """Tokens a step, on all ranks together."""
-        return self.batch * self.sequence * self.layout.dp
+        return self.batch * self.accumulate * self.sequence * self.layout.dp
 
 
 @contextmanager
@@ -203,7 +262,9 @@ class RecordedStep:
 
     @property
     def seconds(self) -> float:
-        return self.timeline.makespan_s
+        missing = self.plan.accumulate - _RECORDED_MICRO_BATCHES
+        more_s = missing * micro_batch_s(self.timeline) if missing > 0 else 0.0
+        return self.timeline.makespan_s + more_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -241,6 +302,23 @@ class Step(RecordedStep):
     @property
     def fits(self) -> bool:
         return self.reserved_bytes <= self.plan.spec.memory_bytes
+
+
+_RECORDED_MICRO_BATCHES = 2
+"""Of a step that accumulates; all others take as long as the second."""
+
+
+def micro_batch_s(timeline: vgpu.Timeline) -> float:
+    """Of a step of two micro-batches: from the end of the first backward to that of the second."""
+    computed = [event for event in timeline.events if event.kind == "kernel" and event.stream == 0]
+    computed.sort(key=lambda event: event.start_s)
+    ends = [
+        event.end_s
+        for event, following in itertools.pairwise(computed)
+        if event.backward and not following.backward
+    ]
+    first, second, *_ = ends
+    return second - first
 
 
 def time_by_cause(
@@ -281,8 +359,9 @@ class Rank:
         """
         self._layout = plan.layout
         whole = Transformer(dataclasses.replace(plan.sizes, sequence=plan.tokens_per_sequence))
+        mesh = plan.layout.mesh("vgpu")
         self._parallel = ParallelModel(
-            whole, plan.layout, plan.layout.mesh("vgpu"), float8=plan.float8
+            whole, plan.layout, mesh, reduce=plan.reduce, float8=plan.float8
         )
         self.model = self._parallel.module
         if takes_a_step:
@@ -294,12 +373,15 @@ class Rank:
     def train(self, plan: Plan) -> None:
         """One step."""
         assert plan.layout == self._layout
-        self._parallel.configure(plan.recompute, plan.reshard_after_forward)
+        self._parallel.configure(plan.recompute, plan.reshard_after_forward, plan.recompute_every)
         size = (plan.batch, plan.tokens_per_sequence)
-        tokens = torch.randint(plan.sizes.vocabulary, size, device="vgpu")
-        with self._parallel.training():
-            # Nothing but the loss holds the logits during the backward pass.
-            F.cross_entropy(self.model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
+        for _ in range(min(plan.accumulate, _RECORDED_MICRO_BATCHES)):
+            tokens = torch.randint(plan.sizes.vocabulary, size, device="vgpu")
+            with self._parallel.training():
+                # Nothing but the loss holds the logits during the backward pass.
+                loss = F.cross_entropy(self.model(tokens).flatten(0, 1).float(), tokens.flatten())
+                loss.backward()
+                del loss
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -319,9 +401,20 @@ LAYERS = (4, 5)
 fewer than four layers the most bytes are allocated at another point of the step."""
 
 
-def extrapolated(layers: int, few: float, more: float) -> float:
-    """What a model of so many layers takes, from what models of ``LAYERS`` take."""
-    return more + (layers - LAYERS[1]) * (more - few)
+def extrapolated(
+    layers: int, few: float, more: float, *, counts: tuple[int, int] = LAYERS
+) -> float:
+    """What a model of so many layers takes, from what models of ``counts`` layers take."""
+    return more + (layers - counts[1]) * (more - few) / (counts[1] - counts[0])
+
+
+def few_layers(plan: Plan) -> tuple[int, int]:
+    """How many layers ``extrapolate`` records: ``LAYERS``, or multiples of ``recompute_every``."""
+    every = plan.recompute_every
+    if every == 1:
+        return LAYERS
+    few = every * math.ceil(LAYERS[0] / every)
+    return few, few + every
 
 
 def with_layers(plan: Plan, layers: int) -> Plan:
@@ -342,8 +435,14 @@ class ExtrapolatedStep:
 
     def seconds(self, **costs: Any) -> float:
         """Of a step of the whole model; costs: other ones than recorded, as for ``vgpu.replay``."""
-        few = [s.timeline if not costs else vgpu.replay(s.timeline, **costs) for s in self.steps]
-        return extrapolated(self.plan.sizes.layers, *(timeline.makespan_s for timeline in few))
+        few = [
+            dataclasses.replace(step, timeline=vgpu.replay(step.timeline, **costs))
+            if costs
+            else step
+            for step in self.steps
+        ]
+        counts = few_layers(self.plan)
+        return extrapolated(self.plan.sizes.layers, *(step.seconds for step in few), counts=counts)
 
     def tokens_per_s(self, **costs: Any) -> float:
         """Of one GPU."""
@@ -360,7 +459,11 @@ class ExtrapolatedStep:
 
     def _by_cause(self, few: dict[str, Any], more: dict[str, Any]) -> dict[str, float]:
         layers = self.plan.sizes.layers
-        return {n: extrapolated(layers, few.get(n, 0.0), more.get(n, 0.0)) for n in more | few}
+        counts = few_layers(self.plan)
+        return {
+            name: extrapolated(layers, few.get(name, 0.0), more.get(name, 0.0), counts=counts)
+            for name in more | few
+        }
 
 
 def extrapolate(plan: Plan, **costs: Any) -> ExtrapolatedStep:
@@ -374,15 +477,16 @@ def extrapolate(plan: Plan, **costs: Any) -> ExtrapolatedStep:
             f"a plan of {plan.layout.pp} stages cannot be extrapolated from few layers, which are "
             "too few to divide alike: ask predict() for the whole of it"
         )
-    if plan.sizes.layers < LAYERS[1]:
+    counts = few_layers(plan)
+    if plan.sizes.layers < counts[1]:
         raise ValueError(
             f"a model of {plan.sizes.layers} layers is small enough for predict(); extrapolate() "
-            f"records {LAYERS[0]} and {LAYERS[1]}"
+            f"records {counts[0]} and {counts[1]}"
         )
     plan, costs = plan.taking(costs)
     with on_cluster(plan):
         few, more = (
             Rank(small, takes_a_step=False).recorded(small, **costs)
-            for small in (with_layers(plan, layers) for layers in LAYERS)
+            for small in (with_layers(plan, layers) for layers in counts)
         )
     return ExtrapolatedStep(plan, (few, more))

@@ -1,10 +1,14 @@
 """A decoder-only transformer in the form of Llama, and the sizes of the published ones."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
+
+from vgpu.plan.experts import Experts, ExpertSizes
 
 
 def check_count(name: str, value: object) -> None:
@@ -15,9 +19,14 @@ def check_count(name: str, value: object) -> None:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
+FORMS = ("llama", "gpt")
+"""Llama's: RMSNorm, rotary positions, SwiGLU with three matrices. GPT's: LayerNorm, learned positions,
+GELU with two. Neither has biases."""
+
+
 @dataclass(frozen=True)
 class TransformerSizes:
-    """The sizes of a decoder-only transformer in the form of Llama."""
+    """The sizes of a decoder-only transformer in the form of Llama or of GPT."""
 
     layers: int
     width: int
@@ -27,16 +36,34 @@ class TransformerSizes:
     vocabulary: int
     sequence: int = 8192  # the longest that it takes
     rotary_base: float = 500_000.0  # Llama 3's; a larger one tells positions apart further away
+    form: str = "llama"  # one of ``FORMS``
+    experts: ExpertSizes | None = None  # in place of the feed-forward part of blocks
+    head_size: int | None = None  # width of a head, where it is not width / heads
 
     def check(self) -> None:
         """ValueError for sizes that no ``Transformer`` can have."""
         for name, count in vars(self).items():
-            if name != "rotary_base":
+            if name not in ("rotary_base", "form", "experts", "head_size"):
                 check_count(name, count)
+        if self.experts is not None:
+            self.experts.check()
+            if self.experts.dense_layers >= self.layers:
+                raise ValueError(
+                    f"{self.experts.dense_layers} dense layers leave none of {self.layers} for experts"
+                )
+        if self.form not in FORMS:
+            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
         base = self.rotary_base
         if isinstance(base, bool) or not isinstance(base, int | float) or base <= 0:
             raise ValueError(f"rotary_base must be a number above 0, got {base!r}")
-        if self.width % (2 * self.heads):
+        if self.head_size is not None:
+            check_count("head_size", self.head_size)
+            if self.head_size % 2:
+                raise ValueError(
+                    f"head_size must be even, since rotary positions turn pairs of numbers, got "
+                    f"{self.head_size}"
+                )
+        elif self.width % (2 * self.heads):
             raise ValueError(
                 f"a width of {self.width} cannot be divided among {self.heads} heads, each of an "
                 "even width: rotary positions turn pairs of numbers"
@@ -49,7 +76,12 @@ class TransformerSizes:
 
     @property
     def head_width(self) -> int:
-        return self.width // self.heads
+        return self.head_size or self.width // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Of all heads side by side."""
+        return self.head_width * self.heads
 
     @property
     def key_value_width(self) -> int:
@@ -58,20 +90,64 @@ class TransformerSizes:
 
     @property
     def block_products(self) -> int:
-        """Parameters of a block's matrix products."""
-        attention = 2 * self.width * (self.width + self.key_value_width)
-        return attention + 3 * self.width * self.feed_forward
+        """Parameters of the matrix products of a block without experts."""
+        return (
+            self._attention_products + self.feed_forward_products * self.width * self.feed_forward
+        )
 
     @property
-    def block_parameters(self) -> int:
-        """Those of its two norms included."""
-        return self.block_products + 2 * self.width
+    def _attention_products(self) -> int:
+        return 2 * self.width * (self.query_width + self.key_value_width)
+
+    @property
+    def token_products(self) -> int:
+        """Parameters of the matrix products that a token goes through in all blocks."""
+        return self._all_products(0 if self.experts is None else self.experts.per_token)
+
+    @property
+    def expert_products(self) -> int:
+        """Of those of all blocks, what ranks of ``ep`` divide among them."""
+        if self.experts is None:
+            return 0
+        layers = self.layers - self.experts.dense_layers
+        return layers * 3 * self.width * self.experts.width * self.experts.count
+
+    def _all_products(self, count: int) -> int:
+        """Of all blocks, with so many of a block's experts."""
+        experts = self.experts
+        if experts is None:
+            return self.layers * self.block_products
+        inside = count * experts.width + experts.shared_width
+        each = self._attention_products + self.width * (3 * inside + experts.count)
+        layers = self.layers - experts.dense_layers
+        return experts.dense_layers * self.block_products + layers * each
+
+    @property
+    def least_inside(self) -> int:
+        """The least width inside what follows attention, for a token of any block."""
+        if self.experts is None:
+            return self.feed_forward
+        routed = self.experts.per_token * min(self.experts.capacity, 1.0) * self.experts.width
+        inside = int(routed) + self.experts.shared_width
+        return min(inside, self.feed_forward) if self.experts.dense_layers else inside
+
+    @property
+    def feed_forward_products(self) -> int:
+        """Matrices of a block's feed-forward part."""
+        return 3 if self.form == "llama" else 2
+
+    @property
+    def blocks_parameters(self) -> int:
+        """Of all blocks, those of their norms included."""
+        count = 0 if self.experts is None else self.experts.count
+        return self._all_products(count) + self.layers * 2 * self.width
 
     @property
     def parameters(self) -> int:
         """Of the whole ``Transformer``."""
-        ends = 2 * self.vocabulary * self.width + self.width
-        return self.layers * self.block_parameters + ends
+        positions = 0 if self.form == "llama" else self.sequence
+        ends = (2 * self.vocabulary + positions + 1) * self.width
+        return self.blocks_parameters + ends
 
 
 # Grattafiori et al., 2024, The Llama 3 herd of models, table 3.
@@ -79,6 +155,16 @@ LLAMA = {
     "8B": TransformerSizes(32, 4096, 32, 8, 14336, 128_256),
     "70B": TransformerSizes(80, 8192, 64, 8, 28672, 128_256),
     "405B": TransformerSizes(126, 16384, 128, 8, 53248, 128_256),
+}
+
+# Jiang et al., 2024, Mixtral of experts, table 1; and the configuration of Mixtral-8x22B-v0.1.
+MIXTRAL = {
+    "8x7B": TransformerSizes(
+        32, 4096, 32, 8, 14336, 32_000, rotary_base=1e6, experts=ExpertSizes(8, 2, 14336)
+    ),
+    "8x22B": TransformerSizes(
+        56, 6144, 48, 8, 16384, 32_768, rotary_base=1e6, experts=ExpertSizes(8, 2, 16384)
+    ),
 }
 
 # A GPT of 352,896 parameters, small enough to learn letters on a CPU. In 64 positions a base of 20
@@ -89,8 +175,8 @@ LETTERS = TransformerSizes(2, 128, 4, 4, 256, 96, sequence=64, rotary_base=20.0)
 class Transformer(nn.Module):
     """A decoder-only transformer in the form of Llama: one small enough to train here, or a shape.
 
-    (B, S) integers in, (B, S, vocabulary) logits out. RMSNorm before each part, rotary positions,
-    grouped key and value heads, SwiGLU, no biases.
+    (B, S) integers in, (B, S, vocabulary) logits out. A norm before each part, grouped key and value
+    heads, no biases; the rest as ``FORMS`` says.
     """
 
     cos: torch.Tensor
@@ -99,12 +185,42 @@ class Transformer(nn.Module):
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
-        self.blocks = nn.ModuleList(TransformerBlock(sizes) for _ in range(sizes.layers))
-        self.norm = RMSNorm(sizes.width)
+        self.positions = (
+            None if sizes.form == "llama" else nn.Embedding(sizes.sequence, sizes.width)
+        )
+        dense = sizes.layers if sizes.experts is None else sizes.experts.dense_layers
+        self.blocks = nn.ModuleList(
+            TransformerBlock(sizes, has_experts=n >= dense) for n in range(sizes.layers)
+        )
+        self.norm = norm(sizes)
         self.output = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        self.sizes = sizes
         angles = rotary_angles(sizes.sequence, sizes.head_width, sizes.rotary_base)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
+
+    @torch.no_grad()
+    def initialize(self, seed: int = 0) -> None:
+        """Give every parameter and buffer its values, in place: for a model from the meta device.
+
+        The numbers are the same however the model is divided. Each rank draws all of them on the
+        host, one whole parameter at a time, and keeps its part.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm.weight"):
+                whole = torch.ones(parameter.shape)
+            else:
+                scale = 1.0 if name == "embedding.weight" else parameter.size(-1) ** -0.5
+                whole = torch.empty(parameter.shape).normal_(0, scale, generator=generator)
+            whole = whole.to(parameter.device)
+            if isinstance(parameter, DTensor):
+                mesh, placements = parameter.device_mesh, parameter.placements
+                whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            parameter.copy_(whole)
+        angles = rotary_angles(len(self.cos), self.sizes.head_width, self.sizes.rotary_base)
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         length = tokens.size(1)
@@ -115,24 +231,33 @@ class Transformer(nn.Module):
             )
         cos, sin = self.cos[:length], self.sin[:length]
         hidden = self.embedding(tokens)  # (B, S, width)
+        if self.positions is not None:
+            hidden = hidden + self.positions(torch.arange(length, device=tokens.device)[None])
         for block in self.blocks:
             hidden = block(hidden, cos, sin)
         return self.output(self.norm(hidden))
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then two linear layers with a gate; each adds to its input."""
+    """Attention, then linear layers, or experts that each have some; each adds to its input."""
 
-    def __init__(self, sizes: TransformerSizes) -> None:
+    def __init__(self, sizes: TransformerSizes, has_experts: bool = False) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(sizes.width)
+        self.attention_norm = norm(sizes)
         self.attention = CausalAttention(sizes)
-        self.feed_forward_norm = RMSNorm(sizes.width)
-        self.feed_forward = FeedForward(sizes)
+        self.feed_forward_norm = norm(sizes)
+        self.feed_forward: Any = _experts(sizes) if has_experts else FeedForward(sizes)
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin)
         return hidden + self.feed_forward(self.feed_forward_norm(hidden))
+
+
+def _experts(sizes: TransformerSizes) -> Experts:
+    assert sizes.experts is not None
+    inside = sizes.experts.shared_width
+    shared = FeedForward(replace(sizes, feed_forward=inside)) if inside else None
+    return Experts(sizes.width, sizes.experts, shared)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -153,6 +278,10 @@ class RMSNorm(nn.RMSNorm):
         return normal.type_as(x)
 
 
+def norm(sizes: TransformerSizes) -> nn.Module:
+    return RMSNorm(sizes.width) if sizes.form == "llama" else nn.LayerNorm(sizes.width, bias=False)
+
+
 def _keep_size(*layers: nn.Linear) -> None:
     """Begin so that what comes out is about as large as what goes in.
 
@@ -169,10 +298,11 @@ class CausalAttention(nn.Module):
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
         self.head_width, narrow = sizes.head_width, sizes.key_value_width
-        self.query = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.is_rotary = sizes.form == "llama"
+        self.query = nn.Linear(sizes.width, sizes.query_width, bias=False)
         self.key = nn.Linear(sizes.width, narrow, bias=False)
         self.value = nn.Linear(sizes.width, narrow, bias=False)
-        self.output = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.output = nn.Linear(sizes.query_width, sizes.width, bias=False)
         _keep_size(self.value, self.output)
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -181,23 +311,31 @@ class CausalAttention(nn.Module):
             layer(hidden).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )  # (B, heads, S, head_width)
-        seen = F.scaled_dot_product_attention(
-            rotated(query, cos, sin), rotated(key, cos, sin), value, is_causal=True, enable_gqa=True
-        )
+        if self.is_rotary:
+            query, key = rotated(query, cos, sin), rotated(key, cos, sin)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return self.output(seen.transpose(1, 2).flatten(-2))
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, 2020): one product decides how much of the other passes."""
+    """SwiGLU (Shazeer, 2020): one product decides how much of the other passes. Or GELU, without gate."""
 
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
-        self.gate = nn.Linear(sizes.width, sizes.feed_forward, bias=False)
+        self.gate = (
+            nn.Linear(sizes.width, sizes.feed_forward, bias=False)
+            if sizes.form == "llama"
+            else None
+        )
         self.up = nn.Linear(sizes.width, sizes.feed_forward, bias=False)
         self.down = nn.Linear(sizes.feed_forward, sizes.width, bias=False)
-        _keep_size(self.gate, self.up, self.down)
+        _keep_size(self.up, self.down)
+        if self.gate is not None:
+            _keep_size(self.gate)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.gate is None:
+            return self.down(F.gelu(self.up(hidden)))
         return self.down(F.silu(self.gate(hidden)) * self.up(hidden))
 
 

@@ -15,6 +15,7 @@ beside them, and neighbours on the same switch.
 import functools
 import math
 import statistics
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ from vgpu.hardware import (
     product_seconds,
 )
 from vgpu.tensor.operators import Args, Kwargs, Operator, named_arguments, tensors_in
+from vgpu.time.attention import KERNELS, Attention, attention_flop_per_s
 
 # What an operation computes with: the float32 units; tensor cores, in two formats of 16 bits and in
 # those of 8; and float32 that goes to tensor cores if torch allows TF32 for it, which may change at
@@ -69,6 +71,7 @@ class Workload(NamedTuple):
     size_bytes: int  # read and written
     arithmetic: str = FLOAT32
     product: Product | None = None  # its sizes, where it is a matrix product
+    attention: Attention | None = None  # where it is fused attention
 
     @property
     def allows_tf32(self) -> bool:
@@ -122,6 +125,9 @@ class CostModel:
       to 0.97 (Ultra-Scale Playbook, 2025).
     - ``network_share``: of the adapters between hosts; 0.8 is assumed as well.
 
+    ``attention`` says whose fused attention kernels run, and those have measured speeds instead of a share
+    (attention.py): PyTorch's ``scaled_dot_product_attention`` has FlashAttention 2.
+
     The times of the host are orders of magnitude, not a datasheet's: a call from Python costs
     PyTorch some 10 µs, a call from the autograd engine, in C++, half of that, a kernel some 2 µs
     to start and to drain. ``locked_share`` is the part of a Python call under the interpreter's
@@ -156,6 +162,7 @@ class CostModel:
     collective_processors: int = 0
     speed_spread: float = 0.0
     slowest_of: int = 1
+    attention: str = "flash 2"  # whose kernels: one of vgpu.time.attention.KERNELS
     fuses: bool = False  # whether elementwise chains go once through memory, as in torch.compile
     # whether products run beside their own collectives (compiler_passes.py)
     async_tp: bool = False
@@ -177,6 +184,10 @@ class CostModel:
             raise ValueError(
                 f"collective_processors must be below the {self.spec.multi_processor_count} of "
                 f"{self.spec.name}, got {self.collective_processors}"
+            )
+        if self.attention not in KERNELS:
+            raise ValueError(
+                f"attention must be one of {', '.join(KERNELS)}, got {self.attention!r}"
             )
         if self.async_tp and not self.fuses:
             raise ValueError(
@@ -205,7 +216,10 @@ class CostModel:
     def kernel_time_s(self, work: Workload) -> float:
         """Seconds of one operation on the GPU, from its first to its last instruction."""
         spec, peak = self.spec, self._peak_flop_per_s(work)
-        arithmetic_s = work.flop / (peak * self.arithmetic_share) * self.slowest
+        flop_per_s = peak * self.arithmetic_share
+        if work.attention is not None and peak > spec.fp32_flop_per_s:
+            flop_per_s = attention_flop_per_s(self.attention, spec, work.attention)
+        arithmetic_s = work.flop / flop_per_s * self.slowest
         bytes_per_s = spec.memory_bandwidth_bytes_per_s * self.memory_share
         if work.product is None:
             return max(arithmetic_s, work.size_bytes / bytes_per_s) + self.kernel_s
@@ -312,7 +326,8 @@ def expected_largest(count: int) -> float:
 def fit_share(time_of: Callable[[float], float], measured_s: float) -> float:
     """The share of a peak at which ``time_of(share)`` is ``measured_s``, within 1/10,000.
 
-    Raises ValueError if even the whole peak is too slow, or even a thousandth of it too fast.
+    Raises ValueError if even the whole peak is too slow, or even a thousandth of it too fast. Where the
+    time jumps over ``measured_s``, as it does when another order of kernels wins, a RuntimeWarning says so.
     """
     low, high = 1e-3, 1.0
     if not time_of(high) <= measured_s <= time_of(low):
@@ -323,6 +338,14 @@ def fit_share(time_of: Callable[[float], float], measured_s: float) -> float:
     while high / low > 1 + 1e-4:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if time_of(middle) > measured_s else (low, middle)
+    slow_s, fast_s = time_of(low), time_of(high)
+    if slow_s - fast_s > 0.005 * measured_s:
+        warnings.warn(
+            f"no share of the peak gives {measured_s:.4g} s: at {high:.4f} the time jumps from "
+            f"{slow_s:.4g} to {fast_s:.4g} s. Predictions from this share are off by as much",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return math.sqrt(low * high)
 
 
@@ -331,16 +354,18 @@ def work_of(func: Operator, args: Args, kwargs: Kwargs, result: Any) -> Workload
     packet = _COUNTED_AS.get(func._schema.name, func._overloadpacket)
     count = flop_registry.get(packet)
     flop = int(count(*args, **kwargs, out_val=result)) if count else 0
-    if flop and named_arguments(func, args, kwargs).get("is_causal"):
-        flop //= 2  # fused attention skips the half that the mask hides; the counter counts it
+    fused = (
+        _attention_of(func, args, kwargs) if flop and "_attention" in func._schema.name else None
+    )
+    if fused is not None and fused.causal:
+        flop //= 2  # the half that the mask hides is skipped; the counter counts it
     # Each argument is read once, each result is written once; one changed in place is both.
     touched = [*tensors_in((args, tuple(kwargs.values()))), *tensors_in(result)]
     size_bytes = sum(touched_bytes(tensor) for tensor in touched)
     if not flop:
         return Workload(flop, size_bytes)
-    return Workload(
-        flop, size_bytes, _arithmetic_of(func, touched), _product_of(func, flop, result)
-    )
+    arithmetic = _arithmetic_of(func, touched)
+    return Workload(flop, size_bytes, arithmetic, _product_of(func, flop, result), fused)
 
 
 # torch's counter does not know these.
@@ -353,6 +378,17 @@ _PRODUCTS = {
     *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
     *("aten::_scaled_mm", "aten::_scaled_mm_v2"),
 }
+
+
+def _attention_of(func: Operator, args: Args, kwargs: Kwargs) -> Attention:
+    """Of a fused kernel, forward or backward: keys are (B, heads, S, head width)."""
+    named = named_arguments(func, args, kwargs)
+    return Attention(
+        named["query"].size(-1),
+        named["key"].size(-2),
+        bool(named.get("is_causal", False)),
+        func._schema.name.endswith("_backward"),
+    )
 
 
 def _product_of(func: Operator, flop: int, result: torch.Tensor) -> Product | None:

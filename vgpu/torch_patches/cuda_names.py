@@ -21,10 +21,16 @@ from vgpu.torch_patches.undo import Changes
 
 def install(changes: Changes) -> None:
     changes.set(device_module, "default_generators", _Generators())
+    changes.set(device_module, "has_half", True)
+    changes.set(device_module, "has_magma", True)
     changes.set(device_module, "is_current_stream_capturing", lambda: False)
     changes.set(device_module, "get_arch_list", _get_arch_list)
     _complete(device_module, torch.cuda, changes)
     changes.wrap(torch.amp.GradScaler, "__init__", _for_virtual_gpus)
+    # torch.testing calls them by these names, so that CUDA tests run on streams of their own.
+    if not torch.cuda.is_available():
+        changes.set(torch._C, "_cuda_setDevice", device_module.set_device)
+        changes.set(torch._C, "_cuda_setStream", _set_stream)
 
 
 class _Generators:
@@ -41,6 +47,10 @@ def _get_arch_list() -> list[str]:
     """The compute capabilities of the GPUs, as in "sm_90"."""
     found = map(device_module.get_device_capability, range(gpus.device_count()))
     return sorted({f"sm_{major}{minor}" for major, minor in found})
+
+
+def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+    device_module.set_stream(device_module.Stream(device_index, stream_id=stream_id))
 
 
 def _complete(ours: ModuleType, theirs: ModuleType, changes: Changes) -> None:

@@ -2,7 +2,9 @@
 
 PyTorch has a kernel for CUDA, and a formula of plain operators that keeps the whole matrix of scores
 (``math_attention`` in torch/_higher_order_ops/flex_attention.py). Autograd goes through the formula, so
-that tensors which ``score_mod`` uses get gradients, too.
+that tensors which ``score_mod`` uses get gradients, too. As in the kernel, the backward pass computes the
+scores again, and only the inputs and what comes out are kept for it. Left out: while the formula runs,
+the scores count as allocated, which the kernel never has as a whole.
 """
 
 import functools
@@ -11,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from vgpu.memory import gpus
 from vgpu.tensor import autocast as casting
@@ -71,7 +74,9 @@ def _by_formula(plain: Callable[..., Any]) -> Callable[..., Any]:
             return plain(self, query, key, value, *args, **kwargs)
         query, key, value = (casting.cast_down(part) for part in (query, key, value))
         with torch.autocast(gpus.DEVICE_TYPE, enabled=False):
-            output, logsumexp, maxima = math_attention(query, key, value, *args, **kwargs)
+            output, logsumexp, maxima = checkpoint(
+                math_attention, query, key, value, *args, use_reentrant=False, **kwargs
+            )
         return _permute_strides(output, query.stride()), logsumexp, maxima
 
     return __call__

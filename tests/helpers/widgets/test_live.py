@@ -9,7 +9,15 @@ import pytest
 from nbclient import NotebookClient
 
 import helpers.widgets.live
-from helpers.widgets import checkpointing, layouts, mesh, pipeline, sharding, tensor_parallel
+from helpers.widgets import (
+    checkpointing,
+    layouts,
+    mesh,
+    pipeline,
+    serving,
+    sharding,
+    tensor_parallel,
+)
 from helpers.widgets.live import FEW_VALUES, answers, live, offered
 
 LESSON = """
@@ -121,8 +129,9 @@ def test_an_answer_that_fails_says_for_which_values():
         (lambda: tensor_parallel.layer_explorer(None), 5 * 5 * 3),
         (mesh.mesh_explorer, 3 * 3 * 3 * 2 * 2),
         (layouts.layout_explorer, 3 * 2 * 3 * 2 * 2),
+        (serving.serving_explorer, 3 * 5 * 2 * 3),
     ],
-    ids=["10", "11", "12", "13", "14", "15"],
+    ids=["10", "11", "12", "13", "14", "15", "18"],
 )
 def test_the_lessons_explorers_offer_a_page_what_they_can_show(monkeypatch, explorer, count):
     asked = []

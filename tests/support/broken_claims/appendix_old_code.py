@@ -67,26 +67,6 @@ BROKEN = [
     Broken("A23", "wrapping keeps the history", before="Variable = lambda tensor: tensor"),
     Broken("A23", "wrapping copies", edits=[("Variable(plain)", "Variable(plain.clone())")]),
     Broken(
-        "A27",
-        "one element of a vector has a dimension",
-        edits=[("vector = torch.tensor([1.0, 2.0, 3.0])", "vector = torch.ones(3, 1)")],
-    ),
-    Broken(
-        "A28",
-        "item() hands out a tensor",
-        before="patch('torch.Tensor.item', lambda self: self)",
-    ),
-    Broken(
-        "A29",
-        "a loss has a dimension",
-        edits=[
-            (
-                "torch.tensor([3, 1, 4, 1]))\nassert",
-                "torch.tensor([3, 1, 4, 1])).reshape(1)\nassert",
-            )
-        ],
-    ),
-    Broken(
         "A31",
         "volatile still records nothing",
         edits=[

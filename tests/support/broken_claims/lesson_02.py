@@ -32,6 +32,26 @@ BROKEN = [
         cell="retain",
     ),
     Broken(
+        "A27",
+        "one element of a vector has a dimension",
+        edits=[("vector = torch.tensor([1.0, 2.0, 3.0])", "vector = torch.ones(3, 1)")],
+    ),
+    Broken(
+        "A28",
+        "item() hands out a tensor",
+        before="patch('torch.Tensor.item', lambda self: self)",
+    ),
+    Broken(
+        "A29",
+        "a loss has a dimension",
+        edits=[
+            (
+                "torch.tensor([3, 1, 4, 1]))\nassert",
+                "torch.tensor([3, 1, 4, 1])).reshape(1)\nassert",
+            )
+        ],
+    ),
+    Broken(
         "A30",
         "a sum of losses keeps no graph",
         edits=[("loss.item() if item else loss\n", "loss.item() if item else loss.detach()\n")],

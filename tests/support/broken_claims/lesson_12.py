@@ -86,13 +86,13 @@ BROKEN = [
         "what should be DDP is sharded as well",
         expensive=True,
         cell="out-of-memory",
-        edits=[('    if how == "ddp":\n        return DDP(model)\n', "")],
+        edits=[('DDP(gpt_on(gpu, LETTERS)) if how == "ddp" else ', "")],
     ),
     Broken(
         "F07",
-        "the blocks are not wrapped",
+        "the parts are not wrapped",
         expensive=True,
-        edits=[("    for block in model.blocks:\n        fully_shard(block, **how)\n", "")],
+        edits=[("(model.embedding, *model.blocks, model.output, model)", "(model,)")],
     ),
     Broken(
         "F08",
@@ -129,8 +129,8 @@ BROKEN = [
         expensive=True,
         edits=[
             (
-                "model = blocks_and_root(Transformer(LETTERS).to(my_gpu()), mp_policy=BF16)",
-                "model = blocks_and_root(Transformer(LETTERS).to(my_gpu()))",
+                "gpt_on(my_gpu(), LETTERS, partial(shard_each, mp_policy=BF16))",
+                "gpt_on(my_gpu(), LETTERS, shard_each)",
             )
         ],
     ),
@@ -192,8 +192,8 @@ BROKEN = [
         expensive=True,
         edits=[
             (
-                "in_bf16, in_fp32 = partial(blocks_and_root, mp_policy=BF16)",
-                "in_bf16, in_fp32 = blocks_and_root",
+                "in_bf16, in_fp32 = partial(shard_each, mp_policy=BF16)",
+                "in_bf16, in_fp32 = shard_each",
             )
         ],
     ),

@@ -41,8 +41,9 @@ BROKEN = [
         edits=[
             (
                 "        total = total + part  # rounded to the type of the parts",
-                "        total = total.double() + part",
-            )
+                "        total = total.float() + part",
+            ),
+            ("    return total\n", "    return total.to(parts.dtype)\n"),
         ],
     ),
     Broken(

@@ -55,7 +55,7 @@ RELIANCES = (
     Reliance(
         "products of float8 tensors in plans",
         "torch.nn.functional.scaled_mm computes the same: let plan/float8.py call it, and "
-        "plan/layout.py count what it becomes.",
+        "plan/recomputation.py count what it becomes.",
         ("torch._scaled_mm", "torch.ops.aten._scaled_mm.default"),
     ),
     Reliance(
@@ -376,6 +376,15 @@ RELIANCES = (
         ),
     ),
     Reliance(
+        "torch's own tests for CUDA on virtual GPUs",
+        "Look how torch/testing/_internal/common_utils.py makes streams of a test's own current, and "
+        "stand in for that in torch_patches/cuda_names.py.",
+        (
+            "torch._C._cuda_setDevice",
+            "torch._C._cuda_setStream",
+        ),
+    ),
+    Reliance(
         "knowing torch's own compile workers from a program's processes",
         "Take what starts them now into for_children/sitecustomize.py.",
         ("torch._inductor",),
@@ -423,8 +432,12 @@ RELIANCES = (
 )
 """In the order in which a new torch is looked at: what everything rests on comes first."""
 
-WITHOUT_CUDA = ("torch._C._cuda_getDeviceCount",)
-"""Missing from PyTorch's CPU builds; lesson 01 makes them there for a moment."""
+WITHOUT_CUDA = (
+    "torch._C._cuda_getDeviceCount",
+    "torch._C._cuda_setDevice",
+    "torch._C._cuda_setStream",
+)
+"""Missing from PyTorch's CPU builds; lesson 01 and ``--cuda-is-vgpu`` make them there for a moment."""
 
 SINCE = {
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"

@@ -1,5 +1,6 @@
 """Counted bytes: per storage, rounded, freed with the last reference, limited, recorded."""
 
+import copy
 import gc
 
 import pytest
@@ -222,3 +223,11 @@ def test_a_process_may_be_allowed_a_part_only():
 def test_a_bad_memory_fraction_is_refused(fraction, kind):
     with pytest.raises(kind, match="fraction"):
         torch.vgpu.set_per_process_memory_fraction(fraction)
+
+
+def test_a_copy_of_a_tensor_s_attributes_is_of_the_same_gpu():
+    # dcp.async_save copies them one by one, and would copy all blocks of a GPU of its own.
+    with vgpu.enable(1):
+        attributes = vars(torch.ones(3, device="vgpu:0"))
+        copied = copy.deepcopy(attributes["_gpu"])
+        assert copied is attributes["_gpu"]

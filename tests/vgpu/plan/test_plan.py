@@ -91,6 +91,11 @@ def test_recomputation_takes_less_memory_and_more_time(how):
         ({"batch": 10**9}, "1,000,000,000 sequences of 128 tokens .* give a smaller batch"),
         ({"layout": Layout(pp=2), "batch": 10**9}, "500,000,000 sequences of 128 tokens"),
         ({"layout": Layout(4, 3)}, "in different ways"),
+        ({"sizes": dataclasses.replace(SMALL, layers=10_000)}, "10,000 layers .* at most 1,024"),
+        (
+            {"layout": Layout(pp=2), "batch": 10_000, "micro_batches": 10_000},
+            "10,000 micro_batches are too many: a plan takes at most 4,096",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(options, message):
@@ -211,6 +216,6 @@ def test_the_help_s_examples_parse(capsys):
         command.main(["--help"])
     shown = capsys.readouterr().out
     commands = re.findall(r"-m vgpu\.plan (--.*)$", shown.replace("\\\n", ""), re.MULTILINE)
-    assert len(commands) == 5 and max(map(len, shown.splitlines())) <= 100
+    assert len(commands) == 8 and max(map(len, shown.splitlines())) <= 100
     for options in commands:
         command.parser().parse_args(options.split())

@@ -76,3 +76,18 @@ def test_llama_has_as_many_parameters_as_published(name, parameters):
     with vgpu.shapes_only():
         model = Transformer(LLAMA[name])
         assert sum(p.numel() for p in model.parameters()) == parameters == LLAMA[name].parameters
+
+
+def test_a_model_from_the_meta_device_has_the_numbers_of_its_seed():
+    models = []
+    for seed in (0, 0, 1):
+        with torch.device("meta"):
+            models.append(Transformer(SMALL))
+        models[-1].to_empty(device="cpu").initialize(seed)
+    one, same, other = models
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(one.output.weight, other.output.weight)
+    usual = Transformer(SMALL)
+    assert torch.equal(one.cos, usual.cos) and torch.equal(one.sin, usual.sin)
+    assert torch.equal(one.norm.weight, usual.norm.weight)
+    assert one.output.weight.std().item() == pytest.approx(32**-0.5, rel=0.1)

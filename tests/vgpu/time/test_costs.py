@@ -318,3 +318,9 @@ def test_fitting_finds_the_share_and_refuses_the_impossible():
     assert vgpu.fit_share(lambda share: 1.5 / share, 6.0) == pytest.approx(0.25, rel=1e-4)
     with pytest.raises(ValueError, match="no share"):
         vgpu.fit_share(lambda share: 1.5 / share, 1.0)
+
+
+def test_fitting_warns_where_the_time_jumps_over_what_was_measured():
+    with pytest.warns(RuntimeWarning, match=r"at 0\.5000 the time jumps from 3 to 2 s"):
+        share = vgpu.fit_share(lambda share: 1.5 / share if share < 0.5 else 1 / share, 2.5)
+    assert share == pytest.approx(0.5, rel=1e-3)

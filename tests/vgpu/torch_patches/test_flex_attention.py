@@ -68,6 +68,16 @@ def test_a_bias_of_flex_attention_gets_its_gradient():
     torch.testing.assert_close(bias.grad, expected.grad)
 
 
+def test_flex_attention_keeps_its_output_and_logsumexp_for_the_backward_pass():
+    parts = [torch.rand(1, 2, 256, 16, device="vgpu", requires_grad=True) for _ in range(3)]
+    before = torch.vgpu.memory_allocated()
+    out = flex_attention(*parts, score_mod=lambda s, b, h, i, j: s * 2)
+    rows = 2 * 256
+    # The logsumexp and, since torch 2.10, the largest score of each row.
+    assert torch.vgpu.memory_allocated() - before - rows * 16 * 4 in (rows * 4, 2 * rows * 4)
+    out.sum().backward()
+
+
 def test_flex_attention_gives_the_logsumexp():
     out, aux = attend(flex_attention, create_block_mask, "vgpu", return_aux=AuxRequest(lse=True))
     assert out.shape == (2, 4, 48, 16)

@@ -1,0 +1,260 @@
+"""Checks of lesson 18: a cache's bytes, draws from a split vocabulary, a batch, a fair schedule."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from helpers.checks.core import (
+    Wrong,
+    exercise,
+    expect_equal,
+    expect_number,
+    for_input,
+    hint_by_value,
+)
+from helpers.checks.on_ranks import GPU, on_ranks
+from vgpu.plan.request_queue import Generation, Request, chunked_prefill, simulate_queue
+from vgpu.plan.serving import Server
+from vgpu.plan.transformer import LLAMA, TransformerSizes
+from vgpu.profiling import CollectiveCounter, own_gpu
+from vgpu.units import format_bytes, format_seconds
+
+
+@exercise("18.1", "The cache of one GPU")
+def cache_of_one_gpu(answer: Callable[..., Any]) -> dict[str, Any]:
+    shown = {}
+    for name, tp, bits in (("8B", 1, 16), ("70B", 4, 8), ("405B", 16, 16)):
+        sizes = replace(LLAMA[name], layers=random.randint(20, 90))
+        sequences, tokens = random.randint(2, 60), random.randint(100, 9000)
+        server = Server(sizes, tp, weight_bits=16, cache_bits=bits)
+        right = server.cache_bytes_per_token * sequences * tokens
+        given = (
+            f"{sizes.layers} layers, {sizes.key_value_heads} key-value heads of width "
+            f"{sizes.head_width}, {sequences} sequences of {tokens} tokens, {bits} bits, tp {tp}"
+        )
+        with for_input(given):
+            found = answer(sizes, sequences, tokens, bits, tp)
+            expect_number(found, "a number of bytes", "Return the product.")
+            hint = _hint_for_cache(found, right, sizes, tp, bits)
+            expect_equal(found, right, hint=hint)
+        shown[f"Llama {name}'s heads, {sizes.layers} layers, {bits} bits, tp {tp}"] = (
+            f"{format_bytes(right)} for {sequences} sequences of {tokens:,} tokens"
+        )
+    return shown
+
+
+def _hint_for_cache(found: float, right: int, sizes: TransformerSizes, tp: int, bits: int) -> str:
+    if isinstance(found, float) and found == right:
+        return "The number is right; make it a whole one, with //."
+    group = sizes.heads // sizes.key_value_heads
+    copies = max(1, tp // sizes.key_value_heads)
+    whole_heads = {
+        "A GPU holds whole heads, at least one: several GPUs hold the same.": right / copies
+    }
+    wrong = {
+        **(whole_heads if tp > sizes.key_value_heads else {}),
+        "Keys and values: two numbers, not one.": right / 2,
+        "That is for all GPUs together; each has some heads only.": right * tp,
+        "The cache has key-value heads, fewer than the heads of queries.": right * group,
+        "A number of so many bits has bits / 8 bytes.": right * 8,
+        "A number takes as many bits as said, not 16 always.": right * 16 / bits,
+        "Every layer has a cache of its own.": right / sizes.layers,
+    }
+    return hint_by_value(
+        found, {hint: value for hint, value in wrong.items() if value != right},
+        "2 · layers · heads on this GPU · head width · sequences · tokens · bits / 8.", 1e-6,
+    )  # fmt: skip
+
+
+@exercise("18.2", "Draw from a split vocabulary")
+def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
+    shown = {}
+    for ranks in (2, 3):
+        batch, words = random.randint(3, 7), ranks * random.randint(300, 400)
+        logits, noise = torch.randn(batch, words), -torch.empty(batch, words).exponential_().log()
+        best = torch.randint(words, (batch,))
+        best[:2] = torch.tensor([words - 1, 0])  # the last rank's last word, the first rank's first
+        logits[torch.arange(batch), best] += 40
+
+        # Inside the check, so that it travels by value: the ranks need not import the checks.
+        def split(
+            rank: int, world_size: int, answer: Any, logits: torch.Tensor, noise: torch.Tensor
+        ) -> tuple[Any, list[tuple[str, int]]]:
+            mine, own = (
+                t.chunk(world_size, 1)[rank].clone().to(own_gpu()) for t in (logits, noise)
+            )
+            with CollectiveCounter() as sent:
+                drawn = answer(mine, own)
+            return drawn.cpu() if isinstance(drawn, torch.Tensor) else drawn, sent.calls
+
+        expected = (logits + noise).argmax(-1)
+        given = f"{ranks} ranks, {batch} sequences, {words // ranks} words on each"
+        results = on_ranks(split, ranks, answer, logits, noise, given=given, gpu=GPU)
+        for rank, (drawn, calls) in enumerate(results):
+            where = f"{given}; on rank {rank}"
+            hint = _hint_for_draw(drawn, expected, words // ranks)
+            expect_equal(drawn, expected, given=where, hint=hint)
+            spent = sum(size for _, size in calls)
+            # A value of 4 bytes and an index of 8 from each rank, or both as 8.
+            if spent > 2 * 8 * batch * ranks:
+                raise Wrong(
+                    yours=f"{format_bytes(spent)} in {len(calls)} collectives",
+                    expected=f"at most two numbers a sequence from each rank, {2 * 8 * batch * ranks} B",
+                    given=where,
+                    hint="The words are right, at more than the budget: choose on each rank first.",
+                )
+        shown[given] = (
+            f"{format_bytes(spent)} gathered; all logits would be {format_bytes(4 * batch * words)}, "
+            f"and {format_bytes(4 * batch * 128_256)} with Llama 3's words"
+        )
+    return shown
+
+
+def _hint_for_draw(drawn: Any, expected: torch.Tensor, words: int) -> str:
+    if not isinstance(drawn, torch.Tensor) or drawn.shape != expected.shape:
+        return "Return a tensor with one number for each sequence, (B,)."
+    if drawn.dtype != torch.int64:
+        return "Return the words' numbers as int64: an index, not a value."
+    if torch.equal(drawn, expected % words):
+        return "An index counts from its rank's own first word: add rank * V/n."
+    if ((drawn == expected) | (drawn // words != expected // words)).all():
+        return "Each rank's best is right; which rank has the best of all?"
+    return "Take the largest of logits + noise on each rank, then the largest of these."
+
+
+@exercise("18.3", "The batch that meets a latency")
+def batch_that_meets_a_latency(answer: Callable[..., Any]) -> dict[str, Any]:
+    gib, shown = 2**30, {}
+    cases = {
+        "time is short": (0.02, 2000, 33 * gib, 80 * 2**10, 72 * gib),
+        "memory is short": (0.2, 2000, 66 * gib, 160 * 2**10, 72 * gib),
+        "nobody in time": (0.010, 2000, 33 * gib, 80 * 2**10, 72 * gib),
+        "does not fit": (0.2, 2000, 131 * gib, 320 * 2**10, 72 * gib),
+    }
+    for name, (limit_s, context, weight_bytes, cache_bytes, memory_bytes) in cases.items():
+        context += random.randint(0, 100)
+        bytes_per_s = 0.8 * 3.35e12
+        time_bytes = limit_s * bytes_per_s - weight_bytes
+        room_bytes = memory_bytes - weight_bytes
+        each = cache_bytes * context
+        right = max(0, int(min(time_bytes, room_bytes) // each))
+        given = (
+            f"{format_seconds(limit_s)}, {context} tokens, weights {format_bytes(weight_bytes)}, "
+            f"cache {format_bytes(cache_bytes)} a token, {format_bytes(memory_bytes)}, 2.68 TB/s"
+        )
+        with for_input(given):
+            found = answer(limit_s, context, weight_bytes, cache_bytes, memory_bytes, bytes_per_s)
+            expect_number(found, "a number of sequences", "Return how many.")
+            expect_equal(
+                found, right, hint=_hint_for_batch(found, right, time_bytes, room_bytes, each)
+            )
+        shown[name] = f"{right} sequences of {context} tokens within {format_seconds(limit_s)}"
+    server = Server(LLAMA["70B"], 4)
+    batch = server.most_sequences(2000)
+    while server.decode_s(batch, 2000) > 0.02:
+        batch -= 1
+    shown["kernel by kernel"] = f"Llama 70B on four H100s, 2000 tokens, 20 ms: {batch} sequences"
+    return shown
+
+
+def _hint_for_batch(
+    found: float, right: int, time_bytes: float, room_bytes: float, each: float
+) -> str:
+    if found < 0:
+        return "Where not even the weights fit, or are read in time, the answer is 0."
+    if found == right and not isinstance(found, int):
+        return "The number is right; return a whole one."
+    if found in (time_bytes / each, room_bytes / each) or right < found <= right + 1:
+        return "Round down: one more sequence would be too late, or would not fit."
+    if found == int(time_bytes // each) > right:
+        return "So many are in time, but their caches do not fit into the memory."
+    if found == max(0, int(room_bytes // each)) > right:
+        return "So many fit, but reading their caches takes longer than the limit."
+    return "What is read or held: the weights once, and a cache for each sequence."
+
+
+BUDGET = 256
+
+
+@exercise("18.4", "Prefill that starves nobody")
+def prefill_that_starves_nobody(answer: Callable[..., Any]) -> dict[str, Any]:
+    # Short prompts keep coming, so shortest first never comes to the long one.
+    server = Server(LLAMA["8B"])
+    long_prompt = random.randint(8_000, 10_000)
+    requests = [Request(0.0, long_prompt, 5)]
+    requests += [Request(0.004 * (i + 1), random.randint(60, 200), 20) for i in range(120)]
+    given = f"a prompt of {long_prompt} tokens, then one of 60 to 200 every 4 ms, budget {BUDGET}"
+    most_prompts = 0
+
+    def schedule(generations: Sequence[Generation]) -> list[int]:
+        nonlocal most_prompts
+        tokens = answer(list(generations), BUDGET)
+        prompts = [g.prompt_left for g in generations if g.prompt_left]
+        most_prompts = max(most_prompts, len(prompts))
+        with for_input(
+            f"{given}; prompts left {prompts}, {len(generations) - len(prompts)} generate"
+        ):
+            _check_forward(tokens, generations)
+        return list(tokens)
+
+    with for_input(given):
+        served = simulate_queue(server, requests, schedule)
+    in_order = simulate_queue(server, requests, chunked_prefill(BUDGET))
+
+    def short(generations: list[Generation]) -> float:
+        return sorted(g.first_token_s for g in generations[1:])[60]
+
+    return {
+        "for": given,
+        "first token of the short ones": f"{format_seconds(short(served))} (the middle one); in order of "
+        f"arrival it is {format_seconds(short(in_order))}",
+        "first token of the long one": f"{format_seconds(served[0].first_token_s)}; in order of arrival "
+        f"{format_seconds(in_order[0].first_token_s)}",
+        "longest gap between two tokens": format_seconds(max(max(g.gaps_s) for g in served)),
+        "prompts at once": f"up to {most_prompts}, and each moved on in every forward",
+    }
+
+
+def _check_forward(tokens: Any, generations: Sequence[Generation]) -> None:
+    if not isinstance(tokens, list | tuple) or len(tokens) != len(generations):
+        raise Wrong(
+            yours=tokens,
+            expected="a list with a whole number for each generation, in their order",
+            hint="Return how many tokens each gets, [12, 1, 1], also those that generate.",
+        )
+    for n, g in zip(tokens, generations, strict=True):
+        if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= (g.prompt_left or 1):
+            raise Wrong(
+                yours=f"{n!r} tokens for one with prompt_left {g.prompt_left}",
+                expected="a whole number, no more than it has left",
+                hint="Who generates has one token; a prompt at most prompt_left.",
+            )
+    idle = [n for n, g in zip(tokens, generations, strict=True) if not g.prompt_left and n == 0]
+    if idle:
+        raise Wrong(
+            yours=f"{len(idle)} of those who generate get no token",
+            expected="one token for each of them",
+            hint="Their users wait for the next token: they come first.",
+        )
+    prompts = [(n, g) for n, g in zip(tokens, generations, strict=True) if g.prompt_left]
+    if sum(tokens) > BUDGET:
+        raise Wrong(
+            yours=f"{sum(tokens)} tokens", expected=f"at most {BUDGET} in a forward",
+            hint="Those who generate count too. Share only what they leave.",
+        )  # fmt: skip
+    if starved := [g for n, g in prompts if n == 0]:
+        raise Wrong(
+            yours=f"a prompt with {starved[0].prompt_left} tokens left gets none",
+            expected="some tokens for each prompt that waits",
+            hint="It may wait like this for long. Give each prompt a share of the forward.",
+        )
+    possible = min(BUDGET, len(generations) - len(prompts) + sum(g.prompt_left for _, g in prompts))
+    if sum(tokens) < possible - len(prompts):
+        raise Wrong(
+            yours=f"a forward of {sum(tokens)} tokens",
+            expected=f"{possible}: there are as many to compute, and the budget allows them",
+            hint="A prompt that needs less than its share leaves the rest to the others.",
+        )

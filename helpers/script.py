@@ -1,0 +1,82 @@
+"""``notebooks/train.py`` in a lesson: its lines, read from the file, and runs of it in a shell.
+
+show_lines("divide")             # a function, as it stands in the file
+output = run_line("torchrun --nproc-per-node 2 -m vgpu train.py --tp 2 --steps 20")
+printed_losses(output)           # {10: 2.889254, 20: 2.730862}
+"""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+from IPython.display import Markdown
+
+from helpers import checkpoints, gpt, shell
+
+TORCHRUN = "python -m torch.distributed.run --standalone"
+"""What the command ``torchrun`` runs, with a meeting point of its own."""
+
+
+def _files() -> list[Path]:
+    """The script in the folder of the lessons, which may be the learner's own, and its two helpers."""
+    return [Path("train.py"), Path(gpt.__file__), Path(checkpoints.__file__)]
+
+
+def show_lines(*names: str) -> Markdown:
+    """The lines that define these functions, classes, methods ("Checkpoints.save") or constants.
+
+    ValueError for a name that neither the script nor its helpers define.
+    """
+    found: dict[str, str] = {}
+    for path in _files():
+        text = path.read_text(encoding="utf-8")
+        lines = text.splitlines()
+        for name, node in _definitions(ast.parse(text)).items():
+            assert node.end_lineno
+            part = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            head = f"# {path.name}, lines {node.lineno} to {node.end_lineno}"
+            found.setdefault(name, f"{head}\n{part}")
+    if unknown := [name for name in names if name not in found]:
+        raise ValueError(f"train.py does not define {unknown[0]!r}; it has {', '.join(found)}")
+    return Markdown("```python\n" + "\n\n\n".join(found[name] for name in names) + "\n```")
+
+
+def _definitions(body: ast.Module | ast.ClassDef, within: str = "") -> dict[str, ast.stmt]:
+    found: dict[str, ast.stmt] = {}
+    for node in body.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[within + node.name] = node
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found[within + node.targets[0].id] = node
+        if isinstance(node, ast.ClassDef):
+            found |= _definitions(node, f"{node.name}.")
+    return found
+
+
+def run_line(line: str, timeout_s: float = 600) -> str:
+    """Run a line that names ``train.py``, show it and what it prints, and return the latter.
+
+    Each process has one thread. RuntimeError with what it wrote to stderr where it fails.
+    """
+    typed = line.replace("train.py", shlex.quote(str(Path("train.py").resolve())))
+    typed = re.sub(r"^torchrun\b", TORCHRUN, typed)
+    [result] = shell.run_lines([f"OMP_NUM_THREADS=1 {typed}"], {}, timeout_s)
+    print(f"$ {line}\n{result.output}")
+    if result.status:
+        raise RuntimeError(f"it ended with status {result.status}:\n{result.errors[-3000:]}")
+    return result.output
+
+
+def printed_losses(output: str) -> dict[int, float]:
+    """The mean loss of all ranks after each step that was printed."""
+    found = re.findall(r"step (\d+): loss ([\d.]+)", output)
+    return {int(step): float(loss) for step, loss in found}
+
+
+def printed_step_s(output: str) -> float:
+    """The seconds of a step that ``python -m vgpu --cluster`` printed."""
+    found = re.search(r"a step takes ([\d.]+) (s|ms|µs)", output)
+    if not found:
+        raise ValueError(f"no step was predicted:\n{output}")
+    return float(found[1]) * {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[found[2]]

@@ -1,0 +1,74 @@
+"""The explorer of serving: a model on some GPUs, whether it fits, and how fast it answers."""
+
+import ipywidgets
+from IPython.display import display
+
+from helpers import plots
+from helpers.widgets.live import explorer, steps
+from vgpu.plan.serving import Server
+from vgpu.plan.transformer import LLAMA
+from vgpu.tables import Table
+from vgpu.units import format_bytes, format_seconds
+
+GPUS, CONTEXTS = (1, 2, 4, 8, 16), (1024, 8192, 65_536)
+NUMBERS = {"bfloat16": 16, "float8": 8}
+
+
+def server_of(model: str, gpus: int, numbers: str) -> Server:
+    """On H100s, tensor parallel inside a host of eight; 16 are two stages."""
+    bits = NUMBERS[numbers]
+    return Server(LLAMA[model], min(gpus, 8), max(1, gpus // 8), weight_bits=bits, cache_bits=bits)
+
+
+def batches_of(server: Server, context: int) -> list[tuple[int, float, float]]:
+    """Batch, seconds for the next token of each sequence, tokens/s of all: batches that fit."""
+    most = server.most_sequences(context)
+    batches = [2**k for k in range(12) if server.pp <= 2**k < most] + [most] * (most > 0)
+    waits_s = [server.decode_s(batch, context) for batch in batches]
+    return [(n, wait_s, n / wait_s) for n, wait_s in zip(batches, waits_s, strict=True)]
+
+
+def server_table(server: Server, context: int) -> Table:
+    """Bytes, how many sequences the cache holds, and the times of a prompt and of a token."""
+    rows = [
+        ("weights, a GPU", format_bytes(server.weight_bytes)),
+        ("cache, a GPU and token", format_bytes(server.cache_bytes_per_token)),
+        (f"sequences of {context:,} tokens", f"{server.most_sequences(context):,} fit"),
+    ]
+    if server.most_sequences(context):
+        rows += [
+            ("first token of such a prompt", format_seconds(server.prefill_s(context))),
+            ("one user's next token", format_seconds(server.decode_s(1, context))),
+        ]
+    return Table(
+        (f"tp {server.tp}, {server.pp} stages" if server.pp > 1 else f"tp {server.tp}", ""),
+        rows,
+        caption="counted, and in virtual time",
+    )
+
+
+def show_server(model: str, gpus: int, numbers: str, context: int) -> None:
+    """A curve of tokens/s over the time for a token, and a table; what does not fit says so."""
+    server = server_of(model, gpus, numbers)
+    if points := batches_of(server, context):
+        plots.latency_and_throughput(
+            {f"{context:,} tokens": points},
+            f"Llama {model} in {numbers} on {gpus} H100{'s' if gpus > 1 else ''}",
+            "virtual time; numbers: the batch",
+        )
+    else:
+        print(f"Llama {model} in {numbers} leaves no room for {context:,} tokens on {gpus} H100s.")
+    display(server_table(server, context))
+
+
+def serving_explorer() -> ipywidgets.Widget:
+    """Four controls around ``show_server``."""
+    return explorer(
+        show_server,
+        {
+            "model": ipywidgets.Dropdown(options=list(LLAMA), value="70B", description="Llama"),
+            "gpus": steps("H100s", GPUS, 4),
+            "numbers": ipywidgets.Dropdown(options=list(NUMBERS), description="numbers"),
+            "context": steps("tokens of context", CONTEXTS, 8192),
+        },
+    )

@@ -1,0 +1,32 @@
+"""The explorer of lesson 18: a Llama on H100s, what fits, and how fast it answers."""
+
+import pytest
+
+from helpers.widgets import serving
+
+
+def test_sixteen_gpus_are_two_stages_of_a_host_each():
+    server = serving.server_of("405B", 16, "float8")
+    assert (server.tp, server.pp, server.weight_bits, server.cache_bits) == (8, 2, 8, 8)
+    assert serving.server_of("8B", 2, "bfloat16").pp == 1
+
+
+def test_batches_go_up_to_what_fits():
+    server = serving.server_of("70B", 2, "bfloat16")
+    points = serving.batches_of(server, 8192)
+    assert [batch for batch, _, _ in points] == [1, 2, 4, 5]
+    assert points[-1][2] == pytest.approx(5 / server.decode_s(5, 8192))
+    assert serving.batches_of(serving.server_of("70B", 1, "bfloat16"), 8192) == []
+
+
+def test_what_does_not_fit_says_so_and_is_not_drawn(capsys, monkeypatch):
+    drawn, tables = [], []
+    monkeypatch.setattr(serving, "display", tables.append)
+    monkeypatch.setattr(
+        serving.plots, "latency_and_throughput", lambda curves, *_: drawn.append(curves)
+    )
+    serving.show_server("405B", 8, "bfloat16", 8192)
+    assert "leaves no room for 8,192 tokens on 8 H100s" in capsys.readouterr().out
+    serving.show_server("405B", 8, "float8", 8192)
+    assert len(tables) == 2 and len(drawn) == 1
+    assert tables[1].rows[2] == ("sequences of 8,192 tokens", "98 fit")

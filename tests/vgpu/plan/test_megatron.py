@@ -1,0 +1,78 @@
+"""Megatron-LM's form: what its recipes change."""
+
+import pytest
+
+import vgpu
+from vgpu.plan import megatron
+from vgpu.plan.megatron import NOTHING, Run, Shares, recorded, step_s
+from vgpu.plan.megatron_layers import GPTSizes
+
+SHARES = Shares(0.7, 0.8)
+WIDE = Run(GPTSizes(4, 4096, 32, 4096), 8, 1, 1, 8, 2, 2)
+SMALL = Run(GPTSizes(4, 512, 8, 512), 1, 1, 1, 1, 1, 1)
+
+
+def seconds(run, **changes):
+    return step_s(run._replace(**changes), SHARES)
+
+
+def test_a_published_model_has_its_parameters():
+    assert megatron.ROWS[-1].run.sizes.parameters == pytest.approx(1008e9, rel=1e-3)
+
+
+def test_recorded_parameters_are_those_of_the_sizes():
+    sizes = GPTSizes(1, 512, 8, 512, 1024, key_value_heads=2, feed_forward=1536, gated=True)
+    parts = recorded(Run(sizes, 2, 1, 1, 2, 1, 1, NOTHING, flash=True))
+    ends = parts.embedding.parameters + sizes.sequence * sizes.width  # positions aren't divided
+    products = 2 * parts.layer.parameters
+    assert sizes.layer_products < products < 1.02 * sizes.layer_products
+    assert ends >= sizes.vocabulary * sizes.width / 2
+
+
+def test_fused_attention_is_faster_and_grouped_queries_faster_still():
+    unfused, fused = seconds(WIDE, dropout=0.0), seconds(WIDE, dropout=0.0, flash=True)
+    grouped = WIDE.sizes._replace(key_value_heads=8)
+    assert seconds(WIDE, sizes=grouped, dropout=0.0, flash=True) < fused < unfused
+
+
+def test_small_layers_wait_for_the_host():
+    slow, fast = (step_s(SMALL, Shares(share, 0.8)) for share in (0.4, 0.8))
+    assert fast == pytest.approx(slow, rel=0.03)
+    calls = len(recorded(SMALL).layer.forward.events)
+    assert fast > SMALL.sizes.layers * calls * megatron.CALL_S
+
+
+def test_a_sharded_optimizer_and_overlap_save_time():
+    run = WIDE._replace(gpus=32, batch=8)
+    sharded = seconds(run, shards_optimizer=True)
+    assert seconds(run, shards_optimizer=True, overlaps=True) < sharded < seconds(run)
+
+
+def test_tensor_parallelism_over_two_hosts_is_slower_than_inside_one():
+    inside, across = (
+        seconds(WIDE, tp=tp, gpus=16, batch=2 * 16 // tp) / (16 // tp) for tp in (8, 16)
+    )
+    assert across > inside
+
+
+def test_a_pipeline_inside_a_host_sends_over_its_links():
+    costs = vgpu.CostModel(megatron.GPU, network=vgpu.NETWORKS[megatron.NETWORK], gpus_per_host=8)
+    inside = WIDE._replace(tp=1, pp=8, batch=16)
+    sent_bytes = 2 * 4096 * 2 * 4096
+    found_s = megatron._transfer_s(inside, costs)
+    assert found_s == pytest.approx(costs.copy_time_s(sent_bytes))
+    assert found_s < megatron._transfer_s(inside._replace(gpus=64), costs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpus": 12}, "12 GPUs do not divide into TP 8 × PP 1"),
+        ({"batch": 3}, "a batch of 3 does not divide into micro-batches of 2"),
+        ({"tp": 12, "gpus": 12}, "TP 12 does not fill hosts of 8"),
+        ({"sizes": WIDE.sizes._replace(key_value_heads=8)}, "give flash=True"),
+    ],
+)
+def test_a_run_that_does_not_divide_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        seconds(WIDE, **changes)

@@ -1,0 +1,71 @@
+"""What a training does otherwise: accumulation, the type of reduction, which blocks are recomputed."""
+
+import dataclasses
+
+import pytest
+
+from vgpu.plan import Layout, Plan, extrapolate, predict
+from vgpu.plan.transformer import TransformerSizes
+
+SMALL = TransformerSizes(4, 256, 4, 2, 512, 1024, 256)
+
+
+def test_micro_batches_that_are_not_recorded_take_as_long_as_the_second(monkeypatch):
+    plan = Plan(SMALL, Layout(dp_shard=8), 2, accumulate=5)
+    few = predict(plan)
+    few_s = few.seconds
+    monkeypatch.setattr("vgpu.plan.plan._RECORDED_MICRO_BATCHES", 5)
+    whole = predict(plan)
+    assert few_s == pytest.approx(whole.seconds, rel=0.02)
+    assert few.allocated_bytes == whole.allocated_bytes
+    assert plan.tokens == 5 * dataclasses.replace(plan, accumulate=1).tokens
+
+
+def test_gradients_reduced_in_bfloat16_are_half_as_many_bytes():
+    sent = {
+        reduce: sum(
+            event.size_bytes
+            for event in predict(Plan(SMALL, Layout(dp_shard=8), reduce=reduce)).timeline.events
+            if event.name == "reduce_scatter"
+        )
+        for reduce in ("float32", "bfloat16")
+    }
+    assert sent["float32"] == 2 * sent["bfloat16"] > 0
+
+
+def test_recomputing_every_second_block_lies_between_all_and_none():
+    plan = Plan(SMALL, Layout(dp_shard=8), 8, recompute="full")
+    full, half, none = (
+        predict(dataclasses.replace(plan, **change))
+        for change in ({}, {"recompute_every": 2}, {"recompute": "none"})
+    )
+    assert full.allocated_bytes < half.allocated_bytes < none.allocated_bytes
+    assert full.seconds > half.seconds > none.seconds
+
+
+def test_few_layers_extrapolate_where_every_third_block_is_recomputed():
+    sizes = dataclasses.replace(SMALL, layers=12)
+    plan = Plan(sizes, Layout(dp_shard=8), 8, recompute="full", recompute_every=3)
+    assert extrapolate(plan).seconds() == pytest.approx(predict(plan).seconds, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(dp_shard=2, tp=2), Layout(dp_shard=2, tp=2, pp=2)], ids=str
+)
+def test_gpts_form_is_planned_with_every_kind_of_parallelism(layout):
+    gpt = dataclasses.replace(SMALL, form="gpt")
+    step = predict(Plan(gpt, layout, 2))
+    assert 0 < step.seconds < predict(Plan(SMALL, layout, 2)).seconds
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reduce": "float16"}, "reduce must be one of float32, bfloat16, got 'float16'"),
+        ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
+        ({"layout": Layout(pp=2), "batch": 2, "accumulate": 2}, "is for plans without a pipeline"),
+    ],
+)
+def test_a_plan_refuses_nonsense_of_gradients(change, message):
+    with pytest.raises(ValueError, match=message):
+        Plan(**{"sizes": SMALL, "layout": Layout(dp_shard=8), **change})

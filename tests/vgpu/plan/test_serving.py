@@ -1,0 +1,147 @@
+"""Servers on paper: bytes beside a real cache, seconds beside datasheets and a published row."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import vgpu
+from vgpu.plan.__main__ import main
+from vgpu.plan.serving import DEFAULT_COST, Server, cache_bytes, report
+from vgpu.plan.transformer import LLAMA, Transformer, TransformerSizes
+
+SMALL = TransformerSizes(4, 256, 8, 4, 512, 1024, sequence=128)
+
+
+def test_weights_of_one_gpu_are_the_bytes_of_the_transformer():
+    with torch.device("meta"):
+        model = Transformer(SMALL).bfloat16()
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    final_norm = 2 * SMALL.width
+    assert Server(SMALL).weight_bytes == parameters - final_norm
+
+
+def test_ranks_divide_weights_and_cache_until_key_value_heads_are_copied():
+    whole = Server(SMALL)
+    norms = 4 * 2 * SMALL.width * 2
+    four, eight = Server(SMALL, tp=4), Server(SMALL, tp=8)
+    assert four.weight_bytes - norms == (whole.weight_bytes - norms) // 4
+    assert whole.cache_bytes_per_token == cache_bytes(SMALL, 1) == 2 * 4 * 4 * 32 * 2
+    assert four.cache_bytes_per_token == eight.cache_bytes_per_token == 2 * 4 * 1 * 32 * 2
+    staged = Server(SMALL, pp=2, cache_bits=8)
+    assert staged.cache_bytes_per_token == whole.cache_bytes_per_token // 4
+
+
+def test_llama_70b_needs_two_h100s_and_405b_two_hosts_or_float8():
+    assert not Server(LLAMA["70B"]).fits
+    assert Server(LLAMA["70B"], tp=2).fits
+    assert not Server(LLAMA["405B"], tp=8).fits
+    assert Server(LLAMA["405B"], tp=8, pp=2).fits
+    assert Server(LLAMA["405B"], tp=8, weight_bits=8).fits
+    assert Server(LLAMA["70B"]).most_sequences(1) == 0
+
+
+def test_a_step_of_decoding_reads_weights_and_caches():
+    server = Server(LLAMA["8B"])
+    bytes_per_s = 0.8 * server.cost.spec.memory_bandwidth_bytes_per_s
+    embedding = 2 * LLAMA["8B"].vocabulary * LLAMA["8B"].width  # looked up, not read
+    least_s = (server.weight_bytes - embedding) / bytes_per_s
+    assert least_s < server.decode_s(1, 1) < 1.15 * least_s
+    caches_s = 16 * 8000 * server.cache_bytes_per_token / bytes_per_s
+    longer_s = server.decode_s(16, 8000) - server.decode_s(16, 1)
+    assert longer_s == pytest.approx(caches_s, rel=0.01)
+
+
+def test_prefill_computes_at_the_assumed_share_of_the_peak():
+    server = Server(LLAMA["8B"])
+    flop = 2 * 8192 * LLAMA["8B"].layers * LLAMA["8B"].block_products
+    least_s = flop / (0.5 * server.cost.spec.tensor_flop_per_s)
+    assert least_s < server.prefill_s(8192) < 1.4 * least_s
+    assert server.prefill_s(100, cached=900) < server.prefill_s(1000)
+
+
+def test_forwards_add_up_what_each_sequence_brings():
+    server = Server(LLAMA["8B"])
+    assert server.forward_s([(1, 99)] * 4) == server.decode_s(4, 99)
+    assert server.forward_s([(300, 0)]) == server.prefill_s(300)
+    assert server.forward_s([(300, 0), (1, 99)]) > server.prefill_s(300)
+
+
+def test_small_sums_take_one_shot_and_large_ones_a_ring():
+    server = Server(LLAMA["70B"], tp=8)
+    link, small, large = server.cost.link, 16_384, 2**28
+    share = link.bandwidth_bytes_per_s * server.cost.link_share
+    assert server.all_reduce_s(small) == pytest.approx(2 * link.latency_s + 7 * small / share)
+    assert server.all_reduce_s(large) == server.cost.collective_time_s("all_reduce", large, 8)
+    assert Server(LLAMA["70B"]).all_reduce_s(large) == 0
+    two_hosts = Server(dataclasses.replace(LLAMA["405B"]), tp=16)
+    assert two_hosts.all_reduce_s(small) == two_hosts.cost.group_time_s(
+        "all_reduce", small, range(16)
+    )
+
+
+def test_stages_serve_groups_in_turn_and_make_no_token_faster():
+    one, two = Server(LLAMA["8B"]), Server(LLAMA["8B"], pp=2)
+    assert one.decode_s(1, 100) < two.decode_s(1, 100) < 1.01 * one.decode_s(1, 100)
+    assert two.decode_s(64, 100) == pytest.approx(two.decode_s(32, 100) + 0, rel=0.1)
+    assert two.tokens_per_s(64, 100, 100) > 1.7 * one.tokens_per_s(32, 100, 100)
+
+
+def test_a_published_row_is_met_within_a_tenth():
+    # TensorRT-LLM 1.0, Llama 3.3 70B FP8, two H100s, 1000 tokens in and out: 4,205 tokens/s.
+    server = Server(LLAMA["70B"], tp=2, weight_bits=8, cache_bits=8)
+    assert server.tokens_per_s(server.most_sequences(2000), 1000, 1000) == pytest.approx(
+        4205, rel=0.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 3}, r"tp=3 ranks cannot share a layer evenly: heads 32, feed-forward width 14336"),
+        ({"pp": 33}, "pp=33 stages are too many for 32 layers"),
+        ({"weight_bits": 4}, "weight_bits must be 8 or 16, got 4"),
+        ({"usable_memory": 0}, r"usable_memory must be in \(0, 1\], got 0"),
+        (
+            {"weight_bits": 8, "cost": DEFAULT_COST.changed({"gpu": "A100"})},
+            "A100-SXM4-40GB has no float8 arithmetic",
+        ),
+    ],
+)
+def test_a_server_refuses_what_it_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        Server(LLAMA["8B"], **options)
+
+
+def test_other_costs_bring_another_gpu_with_its_link():
+    server = Server(LLAMA["8B"]).with_costs(gpu="A100", memory_share=0.7)
+    assert server.cost.link == vgpu.PRESETS["A100"].link
+    assert server.cost.memory_share == 0.7
+
+
+def test_the_report_says_what_fits_and_how_fast():
+    text = report(Server(LLAMA["70B"], tp=4), 1000, 500)
+    assert "tp 4 × pp 1 on 4 H100 80GB HBM3" in text
+    assert "It fits." in text and "sequences of 1,000 + 500 tokens  342" in text
+    assert "It does not fit: no room for a sequence of 1,500 tokens" in report(
+        Server(LLAMA["70B"]), 1000, 500
+    )
+
+
+def test_the_command_serves(capsys):
+    main(["--serve", "--model", "70B", "--tp", "4", "--weight-bits", "8", "--prompt", "1000"])
+    assert "It fits." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--serve --dp-shard 8 --batch 2", "--dp-shard, --batch: of no use with --serve"),
+        ("--prompt 100", "--prompt: only of use with --serve"),
+        ("--serve --tp 5", "tp=5 ranks cannot share a layer evenly"),
+    ],
+)
+def test_the_command_refuses_options_that_do_not_go_together(capsys, line, message):
+    with pytest.raises(SystemExit):
+        main(line.split())
+    assert message in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""A program as rank 0 of a cluster that does not exist: its second training step, predicted."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from vgpu.collectives.cluster import Cluster, cluster
+from vgpu.tensor.shapes import shapes_only
+from vgpu.time.recording import record
+from vgpu.time.timeline import Timeline, covered_s
+from vgpu.torch_patches import device_module
+from vgpu.units import format_bytes, format_seconds
+
+
+@contextmanager
+def predict_second_step(**options: Any) -> Iterator[None]:
+    """In the block, a program is rank 0 of a cluster and its tensors are shapes.
+
+    When an optimizer has taken its first step, which makes its state, a recording begins. After the
+    second one it is printed, and SystemExit ends the program. options: as for ``cluster``. A program
+    that reads a value before that ends with a NoValueError: there are none.
+    """
+    timelines: list[Timeline] = []
+    with ExitStack() as block:
+        made = block.enter_context(cluster(**options))
+        # The group exists already; a program that makes one goes on with that of the cluster.
+        block.enter_context(mock.patch.object(dist, "init_process_group", lambda *_, **__: None))
+        block.enter_context(shapes_only())
+        recording = block.enter_context(ExitStack())
+
+        def after_step(*_: Any) -> None:
+            if not timelines:
+                device_module.reset_peak_memory_stats()
+                timelines.append(recording.enter_context(record()))
+                return
+            recording.close()
+            print(_report(made, timelines[0]), flush=True)
+            raise SystemExit
+
+        block.callback(register_optimizer_step_post_hook(after_step).remove)
+        yield
+        taken = len(timelines)
+        raise SystemExit(
+            f"python -m vgpu --cluster: the program's optimizers took {taken} steps, and the second "
+            "one is recorded: let them take at least two"
+        )
+
+
+def _report(made: Cluster, timeline: Timeline) -> str:
+    events = timeline.of(made.device)
+    kernels = [event for event in events if event.kind == "kernel"]
+    collectives = [event for event in events if event.kind == "collective"]
+    step_s, computing_s = timeline.makespan_s, covered_s(kernels)
+    busy_s = covered_s(kernels + collectives)
+    parts = {
+        "computing": computing_s,
+        "collectives with nothing computed beside them": busy_s - computing_s,
+        "neither": step_s - busy_s,
+    }
+    lines = [str(made), f"a step takes {format_seconds(step_s)} of virtual time"]
+    lines += [f"  {time_s / step_s:6.1%} {what}" for what, time_s in parts.items()]
+    peak, of = device_module.max_memory_allocated(), made.gpu.memory_bytes
+    lines.append(f"at most {format_bytes(peak)} of {format_bytes(of)} allocated")
+    return "\n".join(lines)

@@ -1,0 +1,171 @@
+"""Many users of one server, in virtual time: who waits for what, under which schedule.
+
+    served = simulate_queue(Server(LLAMA["70B"], tp=4), requests, chunked_prefill(512))
+
+A step is one forward of the server, over the tokens that the schedule picks: of a prompt as many as it
+likes, of a sequence that generates its one next token. The step after it begins when it ends. A sequence
+is taken in, in order of arrival, as soon as the cache has room for its prompt and all of its output;
+until then it waits outside, and no schedule sees it.
+
+Left out: the host's time between steps, prompts with a common beginning, and sequences that are put out
+of the cache to make room (preemption).
+
+Sources: Yu et al., 2022, Orca (continuous batching); Agrawal et al., 2024, Sarathi-Serve (prompts in
+chunks beside decoding).
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+from vgpu.plan.serving import Server
+from vgpu.plan.transformer import check_count
+from vgpu.time.costs import check_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a user sends: a prompt of so many tokens, for so many tokens of output."""
+
+    arrival_s: float
+    prompt: int
+    output: int
+    cached: int = 0
+    """Tokens of the prompt whose keys and values come with it, from a server that did the prefill."""
+
+    def __post_init__(self) -> None:
+        check_seconds("arrival_s", self.arrival_s)
+        check_count("prompt", self.prompt)
+        check_count("output", self.output)
+        if not 0 <= self.cached < self.prompt:
+            raise ValueError(
+                f"cached must be from 0 to {self.prompt - 1}, got {self.cached}: the last token of "
+                "the prompt is always computed"
+            )
+
+
+@dataclasses.dataclass
+class Generation:
+    """A request that the server has taken in: how far its prompt is, and when its tokens came."""
+
+    request: Request
+    prompt_left: int
+    token_s: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def computed(self) -> int:
+        """Tokens that the cache holds of it."""
+        return self.request.prompt - self.prompt_left + max(0, len(self.token_s) - 1)
+
+    @property
+    def first_token_s(self) -> float:
+        """From the request's arrival to its first token."""
+        return self.token_s[0] - self.request.arrival_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between each two of its tokens."""
+        return [later - earlier for earlier, later in itertools.pairwise(self.token_s)]
+
+
+Schedule = Callable[[Sequence[Generation]], Sequence[int]]
+"""Of all that are taken in, in order of arrival: how many tokens each gets in the next step."""
+
+
+def whole_prompts(generations: Sequence[Generation]) -> list[int]:
+    """The first prompt that waits, whole and alone; where none waits, a token for everybody."""
+    first = next((g for g in generations if g.prompt_left), None)
+    if first is None:
+        return [1] * len(generations)
+    return [first.prompt_left if g is first else 0 for g in generations]
+
+
+def chunked_prefill(budget: int) -> Schedule:
+    """A token for everybody who generates, and the rest of ``budget`` tokens to prompts, in order."""
+    check_count("budget", budget)
+
+    def schedule(generations: Sequence[Generation]) -> list[int]:
+        left = budget - sum(not g.prompt_left for g in generations)
+        tokens = []
+        for g in generations:
+            tokens.append(min(g.prompt_left, max(left, 0)) if g.prompt_left else 1)
+            left -= tokens[-1] if g.prompt_left else 0
+        return tokens
+
+    return schedule
+
+
+def simulate_queue(
+    server: Server,
+    requests: Iterable[Request],
+    schedule: Schedule,
+    most_sequences: int = 256,
+    static: bool = False,
+) -> list[Generation]:
+    """When each token of each request comes, in order of arrival.
+
+    most_sequences: at once, beside what the cache allows. static: the next ones are taken in only when
+    all of the last ones have ended (a static batch). ValueError for a request that no cache has room
+    for, and for a schedule that gives a sequence more than it has left, or nobody anything.
+    """
+    if server.pp > 1:
+        raise ValueError(
+            f"simulate_queue takes a server of one stage, got pp={server.pp}: with stages several "
+            "groups would be on their way at once"
+        )
+    check_count("most_sequences", most_sequences)
+    arriving = sorted(requests, key=lambda request: request.arrival_s)
+    for request in arriving:
+        if request.prompt + request.output > server.cache_tokens:
+            raise ValueError(
+                f"a request of {request.prompt} + {request.output} tokens is larger than the "
+                f"server's whole cache of {max(0, server.cache_tokens)}"
+            )
+    everyone = [Generation(request, request.prompt - request.cached) for request in arriving]
+    taken_in: list[Generation] = []
+    clock_s, outside, reserved = 0.0, 0, 0
+    while outside < len(everyone) or taken_in:
+        open_now = not (static and taken_in)
+        while open_now and outside < len(everyone) and len(taken_in) < most_sequences:
+            next_one = everyone[outside]
+            needed = next_one.request.prompt + next_one.request.output
+            if next_one.request.arrival_s > clock_s or reserved + needed > server.cache_tokens:
+                break
+            taken_in.append(next_one)
+            outside, reserved = outside + 1, reserved + needed
+        if not taken_in:
+            clock_s = everyone[outside].request.arrival_s
+            continue
+        tokens = list(schedule(taken_in))
+        _check(tokens, taken_in)
+        work = [(n, g.computed) for n, g in zip(tokens, taken_in, strict=True) if n]
+        clock_s += server.forward_s(work)
+        for n, generation in zip(tokens, taken_in, strict=True):
+            if generation.prompt_left:
+                generation.prompt_left -= n
+            if n and not generation.prompt_left:
+                generation.token_s.append(clock_s)
+        ended = [g for g in taken_in if len(g.token_s) == g.request.output]
+        reserved -= sum(g.request.prompt + g.request.output for g in ended)
+        taken_in = [g for g in taken_in if len(g.token_s) < g.request.output]
+    return everyone
+
+
+def _check(tokens: list[int], generations: Sequence[Generation]) -> None:
+    if len(tokens) != len(generations):
+        raise ValueError(
+            f"the schedule gave {len(tokens)} numbers for {len(generations)} sequences: it must give "
+            "one for each"
+        )
+    for place, (n, g) in enumerate(zip(tokens, generations, strict=True)):
+        most = g.prompt_left or 1
+        if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= most:
+            what = f"{most} tokens of its prompt left" if g.prompt_left else "one next token"
+            raise ValueError(
+                f"the schedule gave sequence {place} {n!r} tokens; it has {what}, so a whole number "
+                f"from 0 to {most} is possible"
+            )
+    if not any(tokens):
+        raise ValueError(
+            f"the schedule gave none of {len(generations)} sequences a token: they would wait for ever"
+        )

@@ -1,0 +1,308 @@
+"""Serving a transformer: does it fit, and how fast does it generate, on paper.
+
+A forward of a server takes some new tokens of each sequence, reads the keys and values that are cached
+of its earlier ones, and gives each sequence one more token. For a prompt all its tokens are new
+(prefill), later one at a time (decoding). Seconds are those of a ``CostModel``, kernel by kernel:
+matrix products fill a GPU as far as their rows allow, attention reads the cache. The sums of tensor
+parallelism inside a host take the quicker one of NCCL's ring and one read of all the others' parts,
+which serving engines use for small tensors.
+
+Left out: the host's time (launches replay from CUDA graphs), sampling, the bytes of activations,
+fragments of the cache, scaling factors of float8, sequences that share a prefix, speculation.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from vgpu import NETWORKS, PRESETS, CostModel
+from vgpu.hardware import Product
+from vgpu.plan.transformer import TransformerSizes, check_count
+from vgpu.tables import Table
+from vgpu.time.costs import BFLOAT16, FLOAT8, Workload
+from vgpu.units import format_bytes, format_seconds
+
+BITS = (8, 16)
+"""Of a weight or a cached number: float8 or bfloat16."""
+
+_ACTIVATION_BYTES = 2  # of a number of the hidden states, and of embedding and output: bfloat16
+
+
+def cache_bytes(sizes: TransformerSizes, tokens: int, bits: int = 16) -> int:
+    """Keys and values of ``tokens`` tokens in all layers, on all GPUs together, without copies."""
+    return 2 * sizes.layers * sizes.key_value_width * tokens * bits // 8
+
+
+DEFAULT_COST = CostModel(PRESETS["H100"], network=NETWORKS["InfiniBand NDR"], gpus_per_host=8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """One copy of a transformer on ``tp * pp`` GPUs, and the numbers that it computes with.
+
+    ValueError for degrees that do not divide the sizes. Beyond as many ranks of ``tp`` as there are
+    key-value heads, several ranks hold the same ones.
+    """
+
+    sizes: TransformerSizes
+    tp: int = 1
+    """Ranks that share each layer: heads, feed-forward columns, vocabulary."""
+    pp: int = 1
+    """Stages of consecutive layers. As many groups of sequences are on their way at once."""
+    weight_bits: int = 16
+    """Of the blocks' products: 8 is float8, which they are then computed in. Embedding and output
+    stay in bfloat16."""
+    cache_bits: int = 16
+    usable_memory: float = 0.9
+    """The part of a GPU's memory that weights and cache may take (vLLM's gpu_memory_utilization)."""
+    cost: CostModel = DEFAULT_COST
+    """The GPU, its links and network, and the shares of their peaks that are reached."""
+    _products: dict[tuple[int, ...], float] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Seconds of the matrix products so far: most forwards have the same."""
+
+    def __post_init__(self) -> None:
+        self.sizes.check()
+        for name in ("tp", "pp"):
+            check_count(name, getattr(self, name))
+        for name in ("weight_bits", "cache_bits"):
+            if getattr(self, name) not in BITS:
+                raise ValueError(f"{name} must be 8 or 16, got {getattr(self, name)!r}")
+        if not 0 < self.usable_memory <= 1:
+            raise ValueError(f"usable_memory must be in (0, 1], got {self.usable_memory!r}")
+        if self.weight_bits == 8 and self.cost.spec.fp8_flop_per_s is None:
+            raise ValueError(
+                f"{self.cost.spec.name} has no float8 arithmetic: give weight_bits=16, or a GPU "
+                "such as the H100"
+            )
+        sizes, tp = self.sizes, self.tp
+        heads = {"heads": sizes.heads, "feed-forward width": sizes.feed_forward}
+        uneven = [f"{name} {size}" for name, size in heads.items() if size % tp]
+        if sizes.key_value_heads % tp and tp % sizes.key_value_heads:
+            uneven.append(f"key-value heads {sizes.key_value_heads}")
+        if uneven:
+            raise ValueError(f"tp={tp} ranks cannot share a layer evenly: {', '.join(uneven)}")
+        if self.pp > sizes.layers:
+            raise ValueError(f"pp={self.pp} stages are too many for {sizes.layers} layers")
+
+    def with_costs(self, **changes: object) -> "Server":
+        """This with other fields of its ``CostModel``: shares, ``gpu``, ``network``."""
+        return dataclasses.replace(self, cost=self.cost.changed(changes))
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp
+
+    # Bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the GPU that holds most: a stage's blocks, and embedding or output or both."""
+        sizes = self.sizes
+        norms = 2 * sizes.width * _ACTIVATION_BYTES
+        block = sizes.block_products * self.weight_bits // 8 // self.tp + norms
+        end = sizes.vocabulary * sizes.width * _ACTIVATION_BYTES // self.tp
+        return self._stage_layers * block + (2 if self.pp == 1 else 1) * end
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """On each GPU of the stage that has most layers."""
+        numbers = 2 * self._stage_layers * self._key_value_width
+        return numbers * self.cache_bits // 8
+
+    @property
+    def cache_tokens(self) -> int:
+        """How many tokens the cache holds beside the weights; below 0 the weights do not fit."""
+        room = self.usable_memory * self.cost.spec.memory_bytes - self.weight_bytes
+        return math.floor(room / self.cache_bytes_per_token)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the weights leave room for a sequence as long as the model takes."""
+        return self.cache_tokens >= self.sizes.sequence
+
+    def most_sequences(self, tokens: int) -> int:
+        """How many sequences of so many tokens each the cache holds at once."""
+        check_count("tokens", tokens)
+        return max(0, self.cache_tokens // tokens)
+
+    # Seconds
+
+    def forward_s(self, work: Iterable[tuple[int, int]]) -> float:
+        """From the first stage to the last: for each sequence its new tokens and those cached before.
+
+        ``[(2048, 0)]`` is the prefill of a prompt, ``[(1, 2048)] * 32`` a step of decoding.
+        """
+        tokens = sequences = pairs = read = 0
+        for new, cached in work:
+            sequences += 1
+            tokens += new
+            pairs += new * cached + new * (new + 1) // 2  # each new token sees those up to itself
+            read += cached + new
+        return self._forward_s(tokens, sequences, pairs, read)
+
+    def prefill_s(self, prompt: int, cached: int = 0) -> float:
+        """Of one prompt's tokens, after those that are cached: until its first token is there."""
+        check_count("prompt", prompt)
+        return self.forward_s([(prompt, cached)])
+
+    def decode_s(self, batch: int, context: int) -> float:
+        """Until each of ``batch`` sequences, with ``context`` tokens before, has its next token.
+
+        With stages, groups of batch / pp sequences follow each other, so that no stage waits.
+        """
+        check_count("batch", batch)
+        group = math.ceil(batch / self.pp)
+        return self._forward_s(group, group, group * (context + 1), group * (context + 1))
+
+    def generate_s(self, batch: int, prompt: int, output: int) -> float:
+        """``batch`` prompts of the same length, then all their tokens: a static batch, start to end."""
+        check_count("output", output)
+        group = math.ceil(batch / self.pp)
+        prefill_s = self.forward_s([(prompt, 0)] * group)
+        return prefill_s + (output - 1) * self.decode_s(batch, prompt + output // 2)
+
+    def tokens_per_s(self, batch: int, prompt: int, output: int) -> float:
+        """Output tokens/s of all GPUs together while ``batch`` sequences are always there.
+
+        As soon as one ends the next one's prompt is taken in, beside the others' next tokens
+        (continuous batching, with prompts in chunks).
+        """
+        return batch / self.mixed_step_s(batch, prompt, output)
+
+    def mixed_step_s(self, batch: int, prompt: int, output: int) -> float:
+        """The mean time between two tokens of one of these sequences: see ``tokens_per_s``."""
+        check_count("batch", batch)
+        check_count("output", output)
+        group = math.ceil(batch / self.pp)
+        prompts = group / output  # that begin in each step
+        context = prompt + output // 2
+        return self._forward_s(
+            group + math.ceil(prompts * prompt),
+            group,
+            group * (context + 1) + math.ceil(prompts * prompt * (prompt + 1) / 2),
+            group * (context + 1) + math.ceil(prompts * prompt),
+        )
+
+    # One forward
+
+    @property
+    def _stage_layers(self) -> int:
+        return math.ceil(self.sizes.layers / self.pp)
+
+    @property
+    def _key_value_width(self) -> int:
+        """Of one rank's keys, or values: at least one head."""
+        return self.sizes.head_width * max(1, self.sizes.key_value_heads // self.tp)
+
+    def _forward_s(self, tokens: int, sequences: int, pairs: int, read: int) -> float:
+        sizes, tp, cost, bits = self.sizes, self.tp, self.cost, self.weight_bits
+        width, narrow = sizes.width // tp, self._key_value_width
+        hidden_bytes = tokens * sizes.width * _ACTIVATION_BYTES
+        gated_bytes = tokens * sizes.feed_forward // tp * _ACTIVATION_BYTES
+        attention = Workload(
+            4 * pairs * width,
+            2 * read * narrow * self.cache_bits // 8 + 2 * tokens * width * _ACTIVATION_BYTES,
+            BFLOAT16,
+        )
+        block_s = sum(
+            [
+                2 * self._move_s(4 * hidden_bytes),  # a norm, and the sum before it
+                self._product_s(tokens, sizes.width, width + 2 * narrow, bits),
+                self._move_s(2 * tokens * (width + narrow) * _ACTIVATION_BYTES),  # rotary positions
+                cost.kernel_time_s(attention),
+                self._product_s(tokens, width, sizes.width, bits),
+                self._product_s(tokens, sizes.width, 2 * sizes.feed_forward // tp, bits),
+                self._move_s(3 * gated_bytes),
+                self._product_s(tokens, sizes.feed_forward // tp, sizes.width, bits),
+                2 * self.all_reduce_s(hidden_bytes),
+            ]
+        )
+        output_s = self._product_s(sequences, sizes.width, math.ceil(sizes.vocabulary / tp), 16)
+        return sizes.layers * block_s + output_s + self._sends_s(hidden_bytes)
+
+    def _product_s(self, rows: int, inner: int, columns: int, bits: int) -> float:
+        key = rows, inner, columns, bits
+        if key not in self._products:
+            written = rows * columns * _ACTIVATION_BYTES
+            size_bytes = (rows * inner + inner * columns) * bits // 8 + written
+            work = Workload(
+                2 * rows * inner * columns,
+                size_bytes,
+                FLOAT8 if bits == 8 else BFLOAT16,
+                Product(1, rows, inner, columns, written),
+            )
+            self._products[key] = self.cost.kernel_time_s(work)
+        return self._products[key]
+
+    def _move_s(self, size_bytes: int) -> float:
+        return self.cost.kernel_time_s(Workload(0, size_bytes))
+
+    def all_reduce_s(self, size_bytes: float) -> float:
+        """The sum of a tensor over the ranks of ``tp``.
+
+        One shot: each rank reads the whole tensor of every other one, between two barriers.
+        """
+        if self.tp == 1:
+            return 0.0
+        ranks = range(self.tp)
+        ring_s = self.cost.group_time_s("all_reduce", size_bytes, ranks)
+        if len(self.cost.hosts_of(ranks)) > 1:
+            return ring_s
+        link = self.cost.link
+        bytes_per_s = link.among_bytes_per_s(self.tp) * self.cost.link_share
+        return min(ring_s, 2 * link.latency_s + (self.tp - 1) * size_bytes / bytes_per_s)
+
+    def _sends_s(self, hidden_bytes: float) -> float:
+        """From stage to stage: each rank sends its part of the hidden states."""
+        stages = [(stage * self.tp, (stage + 1) * self.tp) for stage in range(self.pp - 1)]
+        each = hidden_bytes / self.tp
+        return sum(self.cost.group_time_s("send", each, pair) for pair in stages)
+
+
+# As text
+
+
+def report(server: Server, prompt: int, output: int) -> str:
+    """Whether the server fits, and for several batches how long tokens take; text to print.
+
+    prompt, output: tokens of every request.
+    """
+    spec, sizes = server.cost.spec, server.sizes
+    tokens = prompt + output
+    most = server.most_sequences(tokens)
+    head = f"tp {server.tp} × pp {server.pp} on {server.gpus} {spec.name.removeprefix('Virtual ')}"
+    rows = [
+        ("weights", format_bytes(server.weight_bytes)),
+        ("cache, a token", format_bytes(server.cache_bytes_per_token)),
+        (f"for both, {server.usable_memory:.0%} of", format_bytes(spec.memory_bytes)),
+        ("tokens that the cache holds", f"{max(0, server.cache_tokens):,}"),
+        (f"sequences of {prompt:,} + {output:,} tokens", f"{most:,}"),
+    ]
+    bytes_table = str(Table(("bytes of a GPU", ""), rows))
+    if not most:
+        need = f"a sequence of {tokens:,} tokens"
+        more = "Use more GPUs, or 8 bits for weights and cache."
+        return f"{head}\n\n{bytes_table}\n\nIt does not fit: no room for {need}. {more}"
+    batches = [2**k for k in range(most.bit_length()) if server.pp <= 2**k < most] + [most]
+    times = []
+    for batch in batches:
+        wait_s = server.decode_s(batch, prompt + output // 2)
+        speed = server.tokens_per_s(batch, prompt, output)
+        times.append((batch, format_seconds(wait_s), f"{1 / wait_s:,.0f}", f"{speed:,.0f}"))
+    header = (
+        "sequences at once",
+        "next token after",
+        "tokens/s of each",
+        "output tokens/s, with prompts",
+    )
+    return "\n\n".join(
+        [
+            head,
+            bytes_table,
+            f"It fits. The first token of a prompt comes after {format_seconds(server.prefill_s(prompt))}.",
+            str(Table(header, times)),
+            f"{sizes.parameters / 1e9:.1f} billion parameters. Virtual time, a model's prediction.",
+        ]
+    )
