@@ -406,7 +406,7 @@ def test_the_examples_in_the_help_parse():
         for line in parser().format_help().splitlines()
         if "-m vgpu " in line and "[options]" not in line
     ]
-    assert len(commands) == 3
+    assert len(commands) == 4
     for command in commands:
         parser().parse_args(command)
 

@@ -375,7 +375,7 @@ _PLACES = ("load", "forward", "backward", "step")
 def _history(count: int) -> list[Row]:
     """Allocations at few addresses, used again and again; it ends below its peak."""
     trace: list[Row] = [_entry("free_requested", 9, 512), _entry("free_completed", 9, 512)]
-    trace.append(_entry("segment_alloc", 1, 20 * 2**20))
+    trace.append(_entry("segment_alloc", 0, 20 * 2**20))
     live: dict[int, int] = {}
     for _ in range(count):
         free = [place for place in range(1, 9) if place not in live]
