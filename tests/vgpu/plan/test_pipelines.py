@@ -91,7 +91,7 @@ def _torch_s_own(whole, rank, gpu):
         group=mesh["pp"].get_group(),
     )
     running = Schedule1F1B(stage, 3, loss_fn=_loss, scale_grads=False)
-    optimizer = torch.optim.AdamW(divided.module.parameters(), fused=True)
+    optimizer = layouts.adam(divided.module)
 
     def step():
         tokens = torch.randint(SIZES.vocabulary, (6, 128), device=gpu)
