@@ -90,12 +90,14 @@ def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
                 drawn = answer(mine, own)
             return drawn.cpu() if isinstance(drawn, torch.Tensor) else drawn, sent.calls
 
-        expected = (logits + noise).argmax(-1)
+        scores = (logits + noise).unflatten(-1, (ranks, -1))  # (B, ranks, words on each)
+        expected = scores.flatten(1).argmax(-1)
+        bests = scores.argmax(-1) + words // ranks * torch.arange(ranks)  # of each rank
         given = f"{ranks} ranks, {batch} sequences, {words // ranks} words on each"
         results = on_ranks(split, ranks, answer, logits, noise, given=given, gpu=GPU)
         for rank, (drawn, calls) in enumerate(results):
             where = f"{given}; on rank {rank}"
-            hint = _hint_for_draw(drawn, expected, words // ranks)
+            hint = _hint_for_draw(drawn, expected, bests, words // ranks)
             expect_equal(drawn, expected, given=where, hint=hint)
             spent = sum(size for _, size in calls)
             # A value of 4 bytes and an index of 8 from each rank, or both as 8.
@@ -113,14 +115,14 @@ def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
     return shown
 
 
-def _hint_for_draw(drawn: Any, expected: torch.Tensor, words: int) -> str:
+def _hint_for_draw(drawn: Any, expected: torch.Tensor, bests: torch.Tensor, words: int) -> str:
     if not isinstance(drawn, torch.Tensor) or drawn.shape != expected.shape:
         return "Return a tensor with one number for each sequence, (B,)."
     if drawn.dtype != torch.int64:
         return "Return the words' numbers as int64: an index, not a value."
     if torch.equal(drawn, expected % words):
         return "An index counts from its rank's own first word: add rank * V/n."
-    if ((drawn == expected) | (drawn // words != expected // words)).all():
+    if (drawn.unsqueeze(-1) == bests).any(-1).all():
         return "Each rank's best is right; which rank has the best of all?"
     return "Take the largest of logits + noise on each rank, then the largest of these."
 
