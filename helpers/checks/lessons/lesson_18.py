@@ -77,6 +77,9 @@ def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
         logits, noise = torch.randn(batch, words), -torch.empty(batch, words).exponential_().log()
         best = torch.randint(words, (batch,))
         best[:2] = torch.tensor([words - 1, 0])  # the last rank's last word, the first rank's first
+        each = words // ranks
+        own = each * torch.arange(ranks) + torch.randint(each, (batch, ranks))
+        logits.scatter_(1, own, 20.0)  # on each rank a word that noise alone does not find
         logits[torch.arange(batch), best] += 40
 
         # Inside the check, so that it travels by value: the ranks need not import the checks.
@@ -92,12 +95,12 @@ def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
 
         scores = (logits + noise).unflatten(-1, (ranks, -1))  # (B, ranks, words on each)
         expected = scores.flatten(1).argmax(-1)
-        bests = scores.argmax(-1) + words // ranks * torch.arange(ranks)  # of each rank
-        given = f"{ranks} ranks, {batch} sequences, {words // ranks} words on each"
+        bests = scores.argmax(-1) + each * torch.arange(ranks)  # of each rank
+        given = f"{ranks} ranks, {batch} sequences, {each} words on each"
         results = on_ranks(split, ranks, answer, logits, noise, given=given, gpu=GPU)
         for rank, (drawn, calls) in enumerate(results):
             where = f"{given}; on rank {rank}"
-            hint = _hint_for_draw(drawn, expected, bests, words // ranks)
+            hint = _hint_for_draw(drawn, expected, bests, each)
             expect_equal(drawn, expected, given=where, hint=hint)
             spent = sum(size for _, size in calls)
             # A value of 4 bytes and an index of 8 from each rank, or both as 8.
