@@ -92,7 +92,7 @@ def capacity(gpu: torch.device, size_bytes: int) -> Iterator[None]:
     virtual = gpus.resolve(gpu)
     if size_bytes <= 0 or (gpu.type != "cuda" and virtual is None):
         raise ValueError(
-            f"capacity needs a GPU and a positive number of bytes, got {gpu} and {size_bytes}"
+            f"expected a GPU and a positive number of bytes, got {size_bytes} for {gpu}"
         )
     torch.get_device_module(gpu).empty_cache()
     if gpu.type == "cuda":
