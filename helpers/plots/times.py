@@ -1,4 +1,4 @@
-"""Times and speeds: by split size, of a split layer, over the number of GPUs and the checkpoint interval."""
+"""Figures of times and speeds: by split size, of a split layer, by number of GPUs and checkpoint interval."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -130,13 +130,13 @@ def split_times(timelines: Mapping[str, Timeline], message: str) -> None:
 
 
 def parts_of(timeline: Timeline) -> tuple[float, float]:
-    """Seconds of a timeline, and those in which its collectives are on their way."""
+    """Seconds of a timeline, and those during which collectives are running."""
     sent_s = sum(e.duration_s for e in timeline.events if e.kind == "collective")
     return timeline.makespan_s, sent_s
 
 
 def gained(times_s: Mapping[int, Mapping[int, float]], message: str, how: str) -> None:
-    """A line for each number of GPUs: how many times as fast as one, over the width of the layer.
+    """A line for each number of GPUs: the speedup over one GPU, by the width of the layer.
 
     times_s: width → {number of GPUs: seconds}, with 1 among the numbers.
     """
@@ -162,7 +162,7 @@ def gained(times_s: Mapping[int, Mapping[int, float]], message: str, how: str) -
 
 
 def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, int]) -> None:
-    """Million tokens/s over the number of GPUs, a line for each network; dotted, in proportion.
+    """Million tokens/s by the number of GPUs, a line for each network; dotted is linear scaling.
 
     tokens: for each number of GPUs, those that one of them has in a step.
     """
@@ -190,7 +190,7 @@ def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, i
 def goodput(
     shares: Mapping[int, Mapping[float, tuple[float, float]]], best_s: Mapping[int, float]
 ) -> None:
-    """The share of time that lasts, over the interval between checkpoints, for numbers of GPUs.
+    """Goodput by the interval between checkpoints, for several numbers of GPUs.
 
     shares: GPUs → {interval in seconds: (by formula, simulated)}. best_s: GPUs → the square root.
     """

@@ -112,7 +112,7 @@ WRONG = {
             "not every rank returned",
         ),
         (_LOSS + "dist.all_reduce(losses)\n    return losses.mean()", "an answer from every rank"),
-        ("loss_for_ddp = torch.tensor(1.0)", "Hand over the function itself"),
+        ("loss_for_ddp = torch.tensor(1.0)", "Pass the function itself"),
     ],
     "7.3": [
         (
@@ -147,7 +147,7 @@ WRONG = {
             _sampler("random.sample(range(rank, len(data), num_replicas), 99)"),
             "name 'random' is not defined",
         ),
-        ("ValidationSampler = [0, 4, 8]", "Hand over the function itself"),
+        ("ValidationSampler = [0, 4, 8]", "Pass the function itself"),
     ],
     "7.4": [
         (
