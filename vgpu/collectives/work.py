@@ -68,7 +68,8 @@ class Ending:
         buffers: BorrowedBuffers | None = None,
     ) -> None:
         """gloos: what carries the values; None if they are there, or if there are only shapes."""
-        self.outputs: Tensors = call.inputs if call.name == "send" else call.outputs
+        self._is_send = call.name == "send"
+        self.outputs: Tensors = call.inputs if self._is_send else call.outputs
         self.gloos = gloos
         self.buffers = buffers or BorrowedBuffers(call.name)
         self.waiting: Callable[[], None] = lambda: None
@@ -81,6 +82,8 @@ class Ending:
         """As ``Work.wait``; no timeout is the group's own."""
         self.wait_for_values(timeout)
         self.waiting()
+        if self._is_send:
+            self.outputs = []  # NCCL's work for a batch of messages lets go of them here, too
         return True
 
     def wait_for_values(self, timeout: timedelta) -> None:
