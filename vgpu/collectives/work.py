@@ -149,12 +149,10 @@ class _Future(torch.futures.Future[Any]):
         return super().then(then)
 
 
-class _Work(PythonCallbackWork):
-    """What an operator of c10d returns."""
+class _PythonWork:
+    """What Python asks a work for, but for its wait."""
 
-    def __init__(self, ending: Ending) -> None:
-        super().__init__(ending.wait)
-        self._ending = ending
+    _ending: Ending
 
     def has_ended(self) -> bool:
         return self._ending.has_ended()
@@ -175,21 +173,43 @@ class _Work(PythonCallbackWork):
     source_rank = _source_rank
 
 
+class _Work(_PythonWork, PythonCallbackWork):
+    """What an operator of c10d returns.
+
+    C++ may keep it, and wait, when its Python object is gone. If C++ asks it for a future, it gets one
+    of C++'s own, which ends once somebody waits.
+    """
+
+    def __init__(self, ending: Ending) -> None:
+        PythonCallbackWork.__init__(self, ending.wait)
+        self._ending = ending
+
+
+class _JoinWork(_PythonWork, dist.Work):
+    """An all-reduce over a group of DDP's outside of a backward pass.
+
+    In ``model.join()``, C++ asks for the future of those that a rank without data issues, drops the work,
+    and waits for the future; so it must be this class's, which C++ finds while the Python object lives.
+    """
+
+    def __init__(self, ending: Ending) -> None:
+        dist.Work.__init__(self)
+        self._ending = ending
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        return self._ending.wait(timeout)
+
+
 def work_of(call: Call, ending: Ending) -> dist.Work:
-    if _is_for_ddp(call):
+    is_for_ddp = call.name == "all_reduce" and call.group in wrappers.ddp_groups
+    if is_for_ddp and in_backward():
         is_recorded = isinstance(ending.waiting, Waiting)
         if not is_recorded and isinstance(ending.gloos, dist.Work):
             return ending.gloos
         return _BucketWork(ending)
-    work = _Work(ending)
-    # C++ calls Python only while the Python object lives.
+    work = _JoinWork(ending) if is_for_ddp else _Work(ending)
     ending.buffers.return_when_dropped(work)
     return work
-
-
-def _is_for_ddp(call: Call) -> bool:
-    """Whether DistributedDataParallel adds up gradients with it."""
-    return call.name == "all_reduce" and in_backward() and call.group in wrappers.ddp_groups
 
 
 class _BucketWork(dist.Work):
