@@ -110,7 +110,9 @@ def test_a_lazy_module_moves_once_it_has_its_size_and_says_so_before():
     for move in (lambda: model.to("vgpu:1"), lambda: model.vgpu(1)):
         with pytest.raises(ValueError, match="Call `forward` with a dummy batch"):
             move()
-    with pytest.raises(RuntimeError, match="created on vgpu:1, a virtual GPU: create it on the CPU"):
+    with pytest.raises(
+        RuntimeError, match="created on vgpu:1, a virtual GPU: create it on the CPU"
+    ):
         torch.nn.LazyLinear(4, device="vgpu:1")
     with torch.device("vgpu:0"), pytest.raises(RuntimeError, match="created on vgpu:0"):
         torch.nn.LazyBatchNorm1d(affine=False)
