@@ -1,5 +1,6 @@
 """A timeline as torch.profiler's JSON: launches, what they launch, collectives, ranges, ranks."""
 
+import itertools
 import json
 
 import pytest
@@ -141,5 +142,5 @@ def test_kernels_of_a_stream_do_not_overlap_in_whole_nanoseconds(tmp_path):
     rows = spans(rows_of(timeline, tmp_path / "trace.json"), "kernel")
     times_ns = [(round(row["ts"] * 1e3), round(row["dur"] * 1e3)) for row in rows]
     assert len(times_ns) == 30 and all(row["ts"] == round(row["ts"], 3) for row in rows)
-    for (start, lasts), (following, _) in zip(times_ns, times_ns[1:], strict=False):
+    for (start, lasts), (following, _) in itertools.pairwise(times_ns):
         assert start + lasts <= following
