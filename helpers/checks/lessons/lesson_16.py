@@ -330,6 +330,13 @@ def _check_arrows(rows: list[Row], pids: list[set[Any]], given: str) -> None:
         if row["ph"] in ("s", "f"):
             arrows.setdefault(row["id"], []).append((row["ph"], rank_of.get(row["pid"], -1)))
     for name, ends in arrows.items():
+        if not isinstance(name, int):
+            raise Wrong(
+                yours=f"an arrow with the id {name!r}",
+                expected="a whole number",
+                given=given,
+                hint="Perfetto drops arrows whose id is no whole number.",
+            )
         if sorted(end for end, _ in ends) != ["f", "s"] or len({rank for _, rank in ends}) > 1:
             raise Wrong(
                 yours=f"{len(ends)} ends of the arrow {name!r}",

@@ -62,7 +62,7 @@ _RIGHT_PAGE = {
     "later": '(trace["baseTimeNanoseconds"] - first) / 1e3',
     "copy": "dict(row)",
     "pid": 'pids.setdefault((rank, row["pid"]), len(pids))',
-    "id": "f\"{rank}:{row['id']}\"",
+    "id": 'row["id"] * len(traces) + rank',
     "name": "f\"rank {rank}: {row['args']['name']}\"",
 }
 
@@ -137,6 +137,7 @@ WRONG = {
         (_page(pid='row["pid"]'), "number the pairs of rank and pid"),
         (_page(pid="rank"), "A number for each pair of rank and pid"),
         (_page(id='row["id"]'), "Each rank counts its ids from 1"),
+        (_page(id="f\"{rank}:{row['id']}\""), "Perfetto drops arrows"),
         (_page(name='row["args"]["name"]'), "Rows named process_name"),
         ("def one_page(traces):\n    return []", "All rows of all ranks"),
         ("def one_page(traces):\n    return 3", "Return a list of rows"),
