@@ -170,6 +170,7 @@ def write_sources(source: Path, cache: Path) -> None:
         shutil.copy(PAGES / name, source / "_static")
     shutil.copy(lessons.ROOT / "docs" / "eight_gpus.gif", source / "_static")
     shutil.copy(GLOSSARY, source)
+    shutil.copy(lessons.ROOT / "notebooks" / "train.py", source)  # lessons link to it
 
 
 def glossary_terms() -> list[str]:

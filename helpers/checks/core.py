@@ -177,7 +177,7 @@ def evaluate(exercise_id: str, answer: Any) -> Outcome:
                 yours=answer,
                 expected="a function or class",
                 given="what check was given",
-                hint="Hand over the function itself, without calling it.",
+                hint="Pass the function itself, without calling it.",
             )
         achieved = item.checker(answer) or {}
     except Wrong as wrong:

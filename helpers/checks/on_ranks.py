@@ -22,7 +22,7 @@ TIMEOUT_S = 3.0
 GPU = "V100"
 """What ranks have where there are too few real GPUs."""
 
-_TRY_IT = "Call it through launch.run in a cell of your own: there you can print along the way."
+_TRY_IT = "Call it through launch.run in a cell of your own, where you can print along the way."
 
 
 def on_ranks(
@@ -40,7 +40,7 @@ def on_ranks(
         raise Wrong(
             yours=str(unsent.__cause__ or unsent),
             expected="a function that can be sent to other processes",
-            hint="Make such a thing inside the function, on each rank.",
+            hint="Create it inside the function, on each rank.",
         ) from unsent
     except launch.RanksHung as hang:
         raise Wrong(

@@ -31,8 +31,8 @@ def record_solved(exercise_id: str) -> str:
         (folder() / f"{exercise_id}{_SOLVED_SUFFIX}").write_text(stamp + "\n", encoding="utf-8")
     except OSError as error:
         return (
-            f"Your answer is right, but it could not be noted in {folder()} ({error.strerror}). "
-            "Set COURSE_PROGRESS_DIR to a folder that you may write to."
+            f"Your answer is right, but it could not be saved in {folder()} ({error.strerror}). "
+            "Set COURSE_PROGRESS_DIR to a folder that you can write to."
         )
     return ""
 
