@@ -70,7 +70,7 @@ def build(target: Path, cache: Path, repository: str = "") -> None:
     from sphinx.application import Sphinx
 
     if target.exists() and any(target.iterdir()) and not (target / "searchindex.js").exists():
-        raise FileExistsError(f"{target} holds something else: name another folder")
+        raise FileExistsError(f"{target} holds something else: choose another folder")
     shutil.rmtree(target, ignore_errors=True)
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "source"
@@ -222,7 +222,7 @@ def claims_page(ledger: list[claims.Claim]) -> str:
         [
             "# The claims",
             "",
-            "What is said about several GPUs and PyTorch, and what running it today showed. "
+            "What people say about several GPUs and PyTorch, and what running it today showed. "
             "Each claim was settled by a cell of the lesson named, which asserts it. Predicted "
             "means that only a cost model shows it.",
             "",

@@ -125,4 +125,4 @@ def test_compare_reports_a_folder_that_cannot_be_written(tmp_path, monkeypatch, 
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path / "file"))
     guess("4a", 3).compare(3)
-    assert "could not be noted" in capsys.readouterr().out
+    assert "could not be saved" in capsys.readouterr().out

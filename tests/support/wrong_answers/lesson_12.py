@@ -127,7 +127,7 @@ WRONG = {
             "    dcp.load(state, checkpoint_id=folder)\n"
             "    for parameter in model.parameters():\n"
             "        parameter.data.mul_(2)",
-            "Other numbers than",
+            "The numbers are not the checkpoint's",
         ),
         (
             "def fill(model, folder):\n"

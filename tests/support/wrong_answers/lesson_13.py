@@ -50,7 +50,7 @@ WRONG = {
             _ROWS.format(
                 backward="return gradient", result="SumForward.apply(F.linear(x, weight, bias))"
             ),
-            "Only the bias is off",
+            "Only the bias is wrong",
         ),
         (
             "def row_linear(x, weight, bias):\n    return F.linear(x, weight) + bias",
@@ -144,7 +144,7 @@ mended = {
             "only to be cut again",
         ),
         ('mended = {**faulty, "attention.keys": ColwiseParallel()}', "a name that no module has"),
-        ("mended = [ColwiseParallel()]", "Begin with {**faulty"),
+        ("mended = [ColwiseParallel()]", "Start with {**faulty"),
     ],
     "13.3": [
         (_LOSS.format(**{**_RIGHT, "largest": "pass"}), "the same largest logit"),
