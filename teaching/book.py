@@ -169,7 +169,8 @@ def write_sources(source: Path, cache: Path) -> None:
     for name in ("claims.js", "explorers.js", "site.css"):
         shutil.copy(PAGES / name, source / "_static")
     shutil.copy(lessons.ROOT / "docs" / "eight_gpus.gif", source / "_static")
-    shutil.copy(GLOSSARY, source)
+    entries = GLOSSARY.read_text(encoding="utf-8").replace("](../notebooks/", "](")
+    (source / "glossary.md").write_text(entries, encoding="utf-8")
     shutil.copy(lessons.ROOT / "notebooks" / "train.py", source)  # lessons link to it
 
 

@@ -201,7 +201,7 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
                 yours=f"sends {_in_words(calls)}",
                 expected=f"sends {_in_words(wanted)}",
                 given=where,
-                hint="The numbers are right, at more than the budget: which input becomes a DTensor "
+                hint="The numbers are right, but over the budget: which input becomes a DTensor "
                 "more than once? And what is gathered, only to be cut again?",
             )
     return {

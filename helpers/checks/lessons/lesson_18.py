@@ -109,7 +109,7 @@ def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
                     yours=f"{format_bytes(spent)} in {len(calls)} collectives",
                     expected=f"at most two numbers a sequence from each rank, {2 * 8 * batch * ranks} B",
                     given=where,
-                    hint="The words are right, at more than the budget: choose on each rank first.",
+                    hint="The words are right, but over the budget: choose on each rank first.",
                 )
         shown[given] = (
             f"{format_bytes(spent)} gathered; all logits would be {format_bytes(4 * batch * words)}, "

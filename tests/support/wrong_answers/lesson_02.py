@@ -42,7 +42,7 @@ WRONG = {
         ),
         (
             _LOSS.format(edit="hidden = hidden.masked_fill(hidden.abs() < 0.1, 0).detach()"),
-            "cut off",
+            "cuts the graph",
         ),
         (_LOSS.format(edit="pass"), "Only its gradient was wrong"),
         (

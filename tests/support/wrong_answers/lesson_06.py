@@ -76,7 +76,7 @@ def sum_over_ranks(tensor):
     dist.all_gather(everything, tensor)
     return sum(everything)
 """,
-            "more than the budget",
+            "over the budget",
         ),
         (
             """

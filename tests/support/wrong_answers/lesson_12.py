@@ -74,7 +74,7 @@ WRONG = {
     "12.2": [
         (
             _UNITS.format(cuts="range(count)", most="gathered", otherwise="None"),
-            "neighbours",
+            "neighbors",
         ),
         (
             _UNITS.format(cuts="reversed(range(count))", most=_NEIGHBOURS, otherwise="None"),

@@ -103,7 +103,7 @@ class Gather(torch.autograd.Function):
 def row_linear(x, weight, bias):
     return Gather.apply(F.linear(x, weight)) + bias
 """,
-            "more than the budget",
+            "over the budget",
         ),
         ("def row_linear(x, weight, bias):\n    return F.linear(x, weight)[:1]", "(B, O)"),
     ],
@@ -173,7 +173,7 @@ def split_loss(logits, targets):
     parts[dist.get_rank()] = logits
     return F.cross_entropy(torch.cat(parts, 1), targets)
 """,
-            "more than the budget",
+            "over the budget",
         ),
         (
             _LOSS.format(
