@@ -90,7 +90,7 @@ def draw(logits, noise):
     dist.all_gather(parts, scores)
     return torch.cat(parts, -1).argmax(-1)
 """,
-            "more than the budget",
+            "over the budget",
         ),
         (
             _DRAW.format(offset=_OWN_FIRST, choice=_BEST).replace("(logits + noise)", "noise"),
