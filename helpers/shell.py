@@ -99,7 +99,7 @@ def _find_shell() -> str:
         found = shutil.which("sh", path=str(Path(git).parents[1] / "bin"))
     if found is None:
         raise FileNotFoundError(
-            "no POSIX shell (sh) was found on PATH, and the lesson types into one. On Windows, "
+            "no POSIX shell (sh) was found on PATH, and the lesson runs its commands in one. On Windows, "
             "install Git for Windows, or run the course inside WSL."
         )
     return found

@@ -16,7 +16,7 @@ _OF_NONE = (
 )
 # A pattern in the error, and what to do about it; the first match counts.
 _HINTS = (
-    (r"^NameError", "Is it spelled as where it was made? Then run the cells above again."),
+    (r"^NameError", "Compare the spelling with the definition; then run the cells above again."),
     (r"^RecursionError", "A function that calls itself needs a case in which it does not."),
     (r"positional argument|unexpected keyword|multiple values for argument", _ARGUMENTS),
     (r"NoneType", _OF_NONE),
@@ -29,7 +29,7 @@ _HINTS = (
         "Print the shape of each operand in that line.",
     ),
 )
-_TRY_IT = "Call it with such an input in a cell of your own: there you can print along the way."
+_TRY_IT = "Call it with such an input in a cell of your own, where you can print along the way."
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # In a clone, the teacher's tools are beside it: the exam's checks, and the check of a class's answers.
@@ -95,7 +95,7 @@ def hint_for(error: BaseException, of_check: str = "") -> str:
     if of_check:
         return of_check
     if not own and not isinstance(error, TypeError):
-        return f"It was raised in a library that got what your answer returned. {_TRY_IT}"
+        return f"A library raised it when it used what your answer returned. {_TRY_IT}"
     return hint_in(text) or _TRY_IT
 
 

@@ -167,7 +167,7 @@ class Comparison:
             path = folder() / f"{self.id}{GUESS_SUFFIX}"
             path.write_text(json.dumps(record) + "\n", encoding="utf-8")
         except OSError as error:
-            print(f"The guess could not be noted in {folder()} ({error.strerror}).")
+            print(f"The guess could not be saved in {folder()} ({error.strerror}).")
 
     @property
     def agrees(self) -> bool:
@@ -181,7 +181,7 @@ class Comparison:
     def verdict(self) -> str:
         if self.value is None:
             return "not guessed"
-        return "as you said" if self.agrees else "not as you said"
+        return "as you predicted" if self.agrees else "not as you predicted"
 
     @property
     def _came_out(self) -> str:

@@ -22,7 +22,7 @@ TIMEOUT_S = 3.0
 GPU = "V100"
 """The virtual GPU of each rank if there aren't enough real ones."""
 
-_TRY_IT = "Call it through launch.run in a cell of your own: there you can print along the way."
+_TRY_IT = "Call it through launch.run in a cell of your own, where you can print along the way."
 
 
 def on_ranks(

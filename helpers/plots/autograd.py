@@ -94,7 +94,7 @@ def graph_before_and_after(
         middle = (column + 0.5) * width - sum((min(places)[0], max(places)[0])) / 2
         axes.text((column + 0.5) * width, 0.6, heading, ha="center", fontsize=11)
         _draw(axes, graph, [(x + middle, y) for x, y in places], *kept)
-    headline(fig, "Arrows show the way of backward()", "read from grad_fn")
+    headline(fig, "Arrows show the direction of backward()", "read from grad_fn")
     lost = [node.label for index, node in enumerate(graph.nodes) if index not in kept_nodes]
     show(
         fig,

@@ -89,9 +89,7 @@ def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> N
         texts.append(f"{count} GPU{'s' if count > 1 else ''}: {', '.join(cuts)}.")
         axes.grid(axis="x", visible=False)
     panels[0][0].set_ylabel("samples")
-    headline(
-        fig, "The batch stays whole outside and is cut inside", "counted in forward, GPU 0 lowest"
-    )
+    headline(fig, "The batch is whole outside and split inside", "counted in forward, GPU 0 lowest")
     show(fig, f"Stacked bars of samples, one a batch, cut by GPU. {' '.join(texts)}")
 
 
@@ -140,7 +138,7 @@ def four_parts(
         axes.text(column, -0.65, name, ha="center", va="center", color="#444444", fontsize=9)
     axes.axis("off")
     back = ": and back again" if backward else ""
-    headline(fig, f"Cut, copied, computed, joined{back}", "sizes of a real call")
+    headline(fig, f"Split, copied, computed, joined{back}", "sizes of a real call")
     cut = ", ".join(f"{_by(chunk)} on {gpu}" for chunk, gpu in zip(chunks, gpus, strict=True))
     show(
         fig,

@@ -77,7 +77,7 @@ def step_by_module(record: StepRecord) -> None:
         ylim=(0, record.most(ACTIVATIONS) / MIB * 1.2),
         xlabel="operations of one training step, in order",
     )
-    title(axes, "Last made, first freed", "activations by module, bytes counted")
+    title(axes, "Last created, first freed", "activations by module, bytes counted")
     lives = [
         f"{name or 'the loss'} {max(sizes[name or 'outside (the loss)']):.1f}" for name in names
     ]
@@ -99,12 +99,12 @@ def peaks_by_cause(records: Mapping[str, StepRecord]) -> None:
     axes.set_yticks(range(len(peaks)), list(records)[::-1])
     axes.set(xlim=(0, max(ends) * 1.28), xlabel="MiB at the peak of one step")
     legend_beside(axes)
-    headline(fig, "What the peak consists of", "bytes counted")
+    headline(fig, "What makes up the peak", "bytes counted")
     summary = [
         f"{name} {peak.total_bytes / MIB:.1f} MiB in {peak.phase}"
         for name, peak in zip(list(records)[::-1], peaks, strict=True)
     ]
-    show(fig, f"Bars of what each step's peak consists of: {'; '.join(summary[::-1])}.")
+    show(fig, f"Bars of what makes up each step's peak: {'; '.join(summary[::-1])}.")
 
 
 def against_k(peaks: Mapping[int, int], times_s: Mapping[int, float], gpu: str) -> None:
@@ -117,7 +117,7 @@ def against_k(peaks: Mapping[int, int], times_s: Mapping[int, float], gpu: str) 
     ratios = [time_s / shortest_s for time_s in times_s.values()]
     right.plot(list(times_s), ratios, "o-", color=COLOURS["orange"])
     right.set(ylabel="time, the shortest is 1", ylim=(0, None))
-    title(right, "In the end, more time", f"virtual time, {gpu}")
+    title(right, "Eventually, more time", f"virtual time, {gpu}")
     for axes in (left, right):
         log2_ticks(axes, list(peaks))
         axes.set_xlabel("k, small batches for one step")

@@ -45,7 +45,7 @@ def mesh(groups: Mapping[str, Groups], gpus_per_host: int, how: str = "counted")
         )
         if axes is not panels[0, 0]:
             axes.set_yticklabels([])
-    headline(fig, "GPUs of one colour talk to each other", how)
+    headline(fig, "GPUs of one color communicate", how)
     summary = "; ".join(
         f"{name}, {len(dimension_groups)} groups of {len(dimension_groups[0])}, the first one ranks "
         f"{', '.join(map(str, dimension_groups[0]))}"
@@ -182,7 +182,7 @@ def held(tensors: Sequence[tuple[str, str, int, int, str]], gpus: int, message: 
     axes.set(xlim=(-0.05, width), ylim=(gpus * (height + 0.35) - height / 2, -height / 2 - 0.45))
     axes.set_aspect("equal")
     axes.axis("off")
-    title(axes, message, "coloured: what a GPU holds; hatched: one part of a sum")
+    title(axes, message, "colored: what a GPU holds; hatched: one part of a sum")
     summary = ", ".join(
         f"{tensor.name} ({tensor.rows} by {tensor.columns}) {_SAID[tensor.part]}"
         for tensor in drawn

@@ -70,7 +70,7 @@ def errors_by_ranks(
     log2_ticks(axes, sorted(next(iter(errors.values()))))
     axes.set(yscale="log", xlabel="ranks", ylabel="relative error of the sum")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    title(axes, "In a ring the error grows with the ranks", "real gradients, beside float64")
+    title(axes, "In a ring the error grows with the ranks", "real gradients, compared with float64")
     summary = "; ".join(
         f"{name}: {found[min(found)]:.1e} on {min(found)} ranks, {found[max(found)]:.1e} on {max(found)}"
         for name, found in errors.items()

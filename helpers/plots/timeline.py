@@ -112,8 +112,8 @@ def _draw(
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     how = f"virtual time, {record.gpu}"
     if left_out:
-        streams = "a stream that works" if left_out == 1 else f"{left_out} streams that work"
-        how += f"; without {streams} for moments only"
+        streams = "a stream that is" if left_out == 1 else f"{left_out} streams that are"
+        how += f"; without {streams} busy only briefly"
     title(axes, message, how)
 
 

@@ -203,7 +203,7 @@ def goodput(
     axes.set(xscale="log", xlabel="minutes of training between two checkpoints", ylim=(0, 1))
     axes.set_xticks(minutes, [f"{m:g}" for m in minutes])
     axes.minorticks_off()
-    axes.set_ylabel("share of time that lasts")
+    axes.set_ylabel("share of useful time")
     axes.legend(loc="lower center", fontsize=9)
     title(
         axes,
@@ -215,4 +215,4 @@ def goodput(
         f"{max(f for f, _ in points.values()):.0%}, and {points[max(points)][0]:.0%} at the longest"
         for gpus, points in shares.items()
     )
-    show(fig, f"Curves of the share of time that lasts over the checkpoint interval: {summary}.")
+    show(fig, f"Curves of the share of useful time over the checkpoint interval: {summary}.")

@@ -110,7 +110,7 @@ def digit_grid(images: torch.Tensor, titles: Sequence[str], columns: int = 8) ->
         cell.imshow(image, cmap="gray_r")
         cell.set_title(text, fontsize=9, loc="center")
     titles = list(titles)[: len(images)]
-    show(fig, f"{len(images)} small grey images in a grid, titled: {'; '.join(titles) or 'none'}.")
+    show(fig, f"{len(images)} small gray images in a grid, titled: {'; '.join(titles) or 'none'}.")
 
 
 def resumed_curves(

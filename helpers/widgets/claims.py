@@ -15,7 +15,7 @@ def findings(
     """The results of ``search``, to be displayed: a table; for a single claim, also its proof's code."""
     matches = search(ledger, words, verdict, lesson)
     if not matches:
-        return ["No claim has all of this. Fewer words find more."]
+        return ["No claim has all of these words. Try fewer."]
     if len(matches) == 1 and matches[0].proof:
         return [listing(matches), Code(matches[0].proof.source, language="python")]
     return [listing(matches)]

@@ -31,7 +31,7 @@ def share_sizes(batch_size: int, gpus: Sequence[torch.device]) -> list[int]:
 def describe_shares(sizes: Sequence[int]) -> str:
     """The shares in a sentence: how many GPUs compute, and why others are idle."""
     working = sum(size > 0 for size in sizes)
-    text = f"{sum(sizes)} samples: {working} of {len(sizes)} GPUs get something"
+    text = f"{sum(sizes)} samples: {working} of {len(sizes)} GPUs get work"
     if working < len(sizes):
         text += f", {len(sizes) - working} idle"
     if max(sizes) != min(sizes):

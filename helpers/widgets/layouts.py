@@ -106,7 +106,9 @@ def layout_explorer() -> ipywidgets.Widget:
     status = ipywidgets.Label()
 
     def show(**chosen: Any) -> None:
-        status.value = "Recording this layout by PyTorch's own code: a new one takes some seconds."
+        status.value = (
+            "Recording this layout with PyTorch's own code: a new one takes a few seconds."
+        )
         try:
             show_layout(**chosen)
         finally:

@@ -87,7 +87,7 @@ def answer(kind: str, devices: int, micro_batches: int, gpu: str | None = None) 
     if BATCH % micro_batches or LAYERS % schedule.stages:
         raise ValueError(
             f"{BATCH} sequences in {micro_batches} micro-batches, {LAYERS} layers in "
-            f"{schedule.stages} stages: that does not come out even"
+            f"{schedule.stages} stages: that does not divide evenly"
         )
     cost = layer_cost(gpu, BATCH // micro_batches)
     layers = LAYERS // devices

@@ -76,7 +76,7 @@ def sum_over_ranks(tensor):
     dist.all_gather(everything, tensor)
     return sum(everything)
 """,
-            "more than the budget",
+            "over the budget",
         ),
         (
             """
@@ -212,7 +212,7 @@ def mean_over_ranks(values):
         ),
         (
             "def mean_over_ranks(values):\n    return values.mean()",
-            "the ranks have to talk",
+            "the ranks have to communicate",
         ),
         (
             """
@@ -221,7 +221,7 @@ def mean_over_ranks(values):
     dist.all_reduce(total)
     return values.mean()
 """,
-            "although the ranks talked",
+            "although the ranks communicated",
         ),
         (
             """
