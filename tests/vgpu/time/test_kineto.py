@@ -94,7 +94,7 @@ def test_one_rank_of_a_joined_timeline_has_a_file_of_its_own(joined, tmp_path):
 
 
 def test_a_rank_that_is_not_in_the_timeline_is_refused(joined, tmp_path):
-    with pytest.raises(ValueError, match=r"those in this timeline, \[0, 1\], got 2"):
+    with pytest.raises(ValueError, match=r"the ranks in this timeline, \[0, 1\], got 2"):
         joined.to_chrome_trace(tmp_path / "trace.json", rank=2)
 
 
