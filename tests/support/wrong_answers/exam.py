@@ -191,7 +191,7 @@ WRONG = {
                 of_model="model.state_dict().values()",
                 change="old.copy_(decay * old + (1 - decay) * new.to(old.device))",
             ),
-            "A count is no average",
+            "Don't average a count",
         ),
     ],
     "99.4": [
@@ -227,7 +227,7 @@ WRONG = {
                 result="[rest[i : i + together][rank::world_size]"
                 " for i in range(0, len(rest), together)]",
             ),
-            "a beginning of the order",
+            "the first ones of the order",
         ),
         (
             _REMAINING.format(
@@ -235,7 +235,7 @@ WRONG = {
                 result="[rest[i : i + together][rank * batch_size :][:batch_size]"
                 " for i in range(0, len(rest), together)]",
             ),
-            "Share the last few",
+            "Spread the last few",
         ),
     ],
     "99.7": [
@@ -277,7 +277,7 @@ WRONG = {
             "    while peak(size) <= budget_bytes:\n"
             "        size += 500\n"
             "    return size - 500",
-            "two of its points",
+            "Two points determine a line",
         ),
         ("def largest_batch(peak, budget_bytes):\n    return 1500", "grows with it"),
     ],
