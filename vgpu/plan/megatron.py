@@ -238,7 +238,10 @@ def step_s(run: Run, shares: Shares) -> float:
     """Seconds of one step of the whole training."""
     _check(run)
     parts = recorded(run)
-    layer, embedding, loss = (_seconds(part, run, shares) for part in parts)
+    layer, embedding, loss = (
+        _seconds(part, whole, run, shares)
+        for part, whole in zip(parts, recorded(run._replace(tp=1)), strict=True)
+    )
     costs = vgpu.CostModel(run.gpu, network=vgpu.NETWORKS[run.network], gpus_per_host=GPUS_PER_HOST)
     per_stage, stages = run.sizes.layers // run.pp, run.pp * run.chunks
     sent_s = _transfer_s(run, costs) if run.pp > 1 else 0.0
@@ -262,11 +265,20 @@ def step_s(run: Run, shares: Shares) -> float:
     return schedules.simulate(schedule, times).makespan + summed_s + update_s
 
 
-def _seconds(part: Recorded, run: Run, shares: Shares) -> _Seconds:
-    """Of what the GPU does, and the host beside it."""
+def _seconds(part: Recorded, whole: Recorded, run: Run, shares: Shares) -> _Seconds:
+    """Of what the GPU does, and the host beside it.
 
-    def beside_host(timeline: vgpu.Timeline, call_s: float, more_calls: int = 0) -> float:
-        calls = sum(event.kind != "wait" for event in timeline.events) + more_calls
+    whole: the same part without tensor parallelism, which launches the same kernels. The recording of
+    ``part`` has a few more of them, since a collective ends chains of elementwise operations there, and
+    Megatron-LM's own fused kernels are no longer than these.
+    """
+
+    def beside_host(
+        timeline: vgpu.Timeline, without_tp: vgpu.Timeline, call_s: float, more_calls: int = 0
+    ) -> float:
+        kernels = sum(event.kind == "kernel" for event in without_tp.events)
+        collectives = sum(event.kind == "collective" for event in timeline.events)
+        calls = kernels + collectives + more_calls
         again = vgpu.replay(
             timeline,
             arithmetic_share=shares.arithmetic,
@@ -281,9 +293,10 @@ def _seconds(part: Recorded, run: Run, shares: Shares) -> _Seconds:
 
     python_s = vgpu.CostModel(run.gpu).python_launch_s
     # Each gradient is added to those before by a kernel of its own; here they have fused.
-    backward_s = beside_host(part.backward, CALL_S, part.tensors)
     return _Seconds(
-        beside_host(part.forward, CALL_S), backward_s, beside_host(part.update, python_s)
+        beside_host(part.forward, whole.forward, CALL_S),
+        beside_host(part.backward, whole.backward, CALL_S, part.tensors),
+        beside_host(part.update, whole.update, python_s),
     )
 
 
