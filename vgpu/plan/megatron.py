@@ -39,6 +39,7 @@ GPU = dataclasses.replace(
 NETWORK = "InfiniBand HDR"
 FULL, SELECTIVE, NOTHING = ("full", False), ("selective", True), ("none", True)
 GPUS_PER_HOST = 8
+_NO_LIMIT_BYTES = 2**50  # a layer of the largest models is also recorded whole, for its calls
 
 # Host seconds for each kernel that a layer launches, all that Python does for it included: modules,
 # views, autograd's nodes, recomputation. One of these layers, with tiny tensors on the CPU, took 2.5 to
@@ -143,7 +144,13 @@ def _recorded(run: Run) -> RecordedParts:
     sizes, rows = run.sizes, run.sizes.sequence // (run.tp if run.kept[1] else 1)
     hosts = max(1, run.tp // GPUS_PER_HOST)
     with (
-        vgpu.cluster(hosts, run.tp // hosts, gpu=run.gpu, network=run.network),
+        vgpu.cluster(
+            hosts,
+            run.tp // hosts,
+            gpu=run.gpu,
+            network=run.network,
+            memory_bytes=_NO_LIMIT_BYTES,
+        ),
         vgpu.shapes_only(),
     ):
         world = dist.group.WORLD

@@ -228,9 +228,7 @@ class Layer(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         # A name for what attention returns would keep it alive, and fused kernels would write it.
-        hidden = hidden + _dropped(
-            self.attention(self.attention_norm(hidden)), self.recipe.dropout
-        )
+        hidden = hidden + _dropped(self.attention(self.attention_norm(hidden)), self.recipe.dropout)
         up = self.up(self.feed_forward_norm(hidden))
         if self.gated:
             gate, up = up.chunk(2, -1)
