@@ -156,7 +156,9 @@ def main() -> str:
         f"differ by {SPREAD:.1%} from GPU to GPU (the standard deviation on 392 V100s of one cluster), "
         "and all wait for the slowest. The trivial predictor gives every "
         "row the first row's FLOP/s. Memory is what PyTorch's allocator reserves, from a replay of "
-        "every allocation, beside what tensors take at most.",
+        "every allocation, beside what tensors take at most. The PyTorch that runs here counts too: from 2.15 "
+        "on FSDP2 casts gradients to float32 while it lays them out for their reduce-scatter, where 2.14.1 "
+        "takes a kernel more, and the first row is met with 0.586.",
         "",
         "| model | GPUs | layout, batch, checkpoints | compile | tokens/s/GPU, published | predicted "
         "| error | trivial | GiB reserved, published | predicted | error | GiB allocated, predicted |",

@@ -209,13 +209,14 @@ _HOPPER = GPUSpec(
 _BLACKWELL = GPUSpec(
     name="Virtual B200",
     memory_bytes=180 * GIB,
-    memory_bandwidth_bytes_per_s=8e12,
+    memory_bandwidth_bytes_per_s=7.7e12,
     fp32_flop_per_s=75e12,
     tensor_flop_per_s=2250e12,
     multi_processor_count=148,
     compute_capability=(10, 0),
-    source="NVIDIA Blackwell datasheet, HGX B200: an eighth of the board, dense; multiprocessors: as "
-    "CUDA reports them",
+    source="NVIDIA Blackwell datasheet, HGX B200, individual GPU: half of the rates with zeros, TF32 half of "
+    "float16 before it's rounded; multiprocessors: 74 of each of two dies (Chips and Cheese, 2025, "
+    "Nvidia's B200)",
     link=LINKS["NVLink 5"],
     host_link=LINKS["PCIe 5"],
     tf32_flop_per_s=1125e12,
@@ -274,11 +275,12 @@ PRESETS: dict[str, GPUSpec] = {
         _BLACKWELL,
         name="Virtual GB200",
         memory_bytes=186 * GIB,
+        memory_bandwidth_bytes_per_s=8e12,
         fp32_flop_per_s=80e12,
         tensor_flop_per_s=2500e12,
         multi_processor_count=152,
-        source="NVIDIA GB200 NVL72 datasheet: a 72nd of the rack, dense; multiprocessors: as CUDA "
-        "reports them",
+        source="NVIDIA Blackwell datasheet, GB200 NVL72, individual GPU: half of the rates with zeros; "
+        "multiprocessors: as CUDA reports them, and what 80 TFLOP/s of float32 take at 2.06 GHz",
         host_link=LINKS["NVLink-C2C"],
         tf32_flop_per_s=1250e12,
         fp8_flop_per_s=5000e12,
@@ -291,7 +293,8 @@ PRESETS: dict[str, GPUSpec] = {
         tensor_flop_per_s=1307.4e12,
         multi_processor_count=304,
         compute_capability=(9, 4),
-        source="AMD Instinct MI300X data sheet, whose compute units stand for multiprocessors; "
+        source="AMD Instinct MI300X data sheet, peaks at 2.1 GHz, dense: float32 256, TF32 1024, float16 2048 "
+        "and float8 4096 FLOPs a clock of each of 304 compute units, which stand for multiprocessors; "
         "gfx942 is what PyTorch reports as (9, 4)",
         link=LINKS["Infinity Fabric 4"],
         host_link=LINKS["PCIe 5"],

@@ -72,12 +72,13 @@ def least_bytes(
     """What a rank holds at least when its backward pass begins.
 
     Its part of the parameters and of Adam's two states in float32, what each block keeps, divided
-    among the ranks of ``tp``, and the logits in float32; with ``gathered_once`` also the blocks'
-    parameters in bfloat16. tokens: of all ranks of ``tp``.
+    among the ranks of ``tp``, and three float32 tensors of the logits' size: the logarithms of their
+    softmax, the gradient of those, and the one that is computed from it. With ``gathered_once`` also
+    the blocks' parameters in bfloat16. tokens: of all ranks of ``tp``.
     """
     state = 12 * sizes.parameters // dp_shard
     kept = sizes.layers * kept_bytes(sizes, tokens, recompute)
-    logits = 4 * tokens * sizes.vocabulary
+    logits = 3 * 4 * tokens * sizes.vocabulary
     whole = sizes.blocks_parameters - sizes.expert_products * (ep - 1) // ep
     gathered = 2 * whole if gathered_once else 0
     return (state + kept + logits + gathered) // tp

@@ -10,7 +10,6 @@ a script without an ``if __name__ == "__main__"``.
 """
 
 import dataclasses
-import functools
 import itertools
 import os
 import signal
@@ -177,21 +176,24 @@ def _plans(plan: Plan, sequences: int | None) -> Iterator[Plan]:
             yield other
 
 
-def _too_large_on_paper(plan: Plan) -> str:
-    capacity = plan.spec.memory_bytes
-    least = functools.partial(
-        estimate.least_bytes,
+def _least_bytes(plan: Plan) -> int:
+    return estimate.least_bytes(
         plan.sizes,
-        dp_shard=plan.layout.shards,
-        tp=plan.layout.tp,
+        plan.batch * plan.tokens_per_sequence,
+        plan.layout.shards,
+        plan.layout.tp,
+        plan.recompute,
+        gathered_once=not plan.reshard_after_forward,
         ep=plan.layout.ep,
     )
-    if least(0) > capacity:
+
+
+def _too_large_on_paper(plan: Plan) -> str:
+    capacity, layout = plan.spec.memory_bytes, plan.layout
+    state_bytes = estimate.least_bytes(plan.sizes, 0, layout.shards, layout.tp, ep=layout.ep)
+    if state_bytes > capacity:
         return _STATE_TOO_LARGE
-    tokens, once = plan.batch * plan.tokens_per_sequence, not plan.reshard_after_forward
-    if least(tokens, recompute=plan.recompute, gathered_once=once) > capacity:
-        return _ACTIVATIONS_TOO_LARGE
-    return ""
+    return _ACTIVATIONS_TOO_LARGE if _least_bytes(plan) > capacity else ""
 
 
 def _tried(group: list[Candidate], costs: dict[str, Any]) -> list[Candidate]:
@@ -234,14 +236,11 @@ def _works_no_more(plan: Plan, other: Plan) -> bool:
 
 def _predict_from_few(one: Candidate, ranks: dict[int, Rank], costs: dict[str, Any]) -> None:
     plan, seconds, sizes_bytes = one.plan, [], []
-    kept_bytes = estimate.kept_bytes(
-        plan.sizes, plan.batch * plan.tokens_per_sequence, plan.recompute
-    )
-    least_added_bytes = kept_bytes // plan.layout.tp
     for layers, rank in ranks.items():
-        step = rank.recorded(with_layers(plan, layers), **costs)
-        missing = plan.sizes.layers - layers
-        if step.allocated_bytes + missing * least_added_bytes > plan.spec.memory_bytes:
+        few = with_layers(plan, layers)
+        step = rank.recorded(few, **costs)
+        least_added_bytes = _least_bytes(plan) - _least_bytes(few)  # by the layers that are missing
+        if step.allocated_bytes + least_added_bytes > plan.spec.memory_bytes:
             one.reason = _ALLOCATED
             return
         seconds.append(step.seconds)

@@ -39,6 +39,7 @@ GPU = dataclasses.replace(
 NETWORK = "InfiniBand HDR"
 FULL, SELECTIVE, NOTHING = ("full", False), ("selective", True), ("none", True)
 GPUS_PER_HOST = 8
+_NO_LIMIT_BYTES = 2**50  # a layer of the largest models is also recorded whole, for its calls
 
 # Host seconds for each kernel that a layer launches, all that Python does for it included: modules,
 # views, autograd's nodes, recomputation. One of these layers, with tiny tensors on the CPU, took 2.5 to
@@ -143,7 +144,13 @@ def _recorded(run: Run) -> RecordedParts:
     sizes, rows = run.sizes, run.sizes.sequence // (run.tp if run.kept[1] else 1)
     hosts = max(1, run.tp // GPUS_PER_HOST)
     with (
-        vgpu.cluster(hosts, run.tp // hosts, gpu=run.gpu, network=run.network),
+        vgpu.cluster(
+            hosts,
+            run.tp // hosts,
+            gpu=run.gpu,
+            network=run.network,
+            memory_bytes=_NO_LIMIT_BYTES,
+        ),
         vgpu.shapes_only(),
     ):
         world = dist.group.WORLD
@@ -238,7 +245,10 @@ def step_s(run: Run, shares: Shares) -> float:
     """Seconds of one step of the whole training."""
     _check(run)
     parts = recorded(run)
-    layer, embedding, loss = (_seconds(part, run, shares) for part in parts)
+    layer, embedding, loss = (
+        _seconds(part, whole, run, shares)
+        for part, whole in zip(parts, recorded(run._replace(tp=1)), strict=True)
+    )
     costs = vgpu.CostModel(run.gpu, network=vgpu.NETWORKS[run.network], gpus_per_host=GPUS_PER_HOST)
     per_stage, stages = run.sizes.layers // run.pp, run.pp * run.chunks
     sent_s = _transfer_s(run, costs) if run.pp > 1 else 0.0
@@ -262,11 +272,20 @@ def step_s(run: Run, shares: Shares) -> float:
     return schedules.simulate(schedule, times).makespan + summed_s + update_s
 
 
-def _seconds(part: Recorded, run: Run, shares: Shares) -> _Seconds:
-    """Of what the GPU does, and the host beside it."""
+def _seconds(part: Recorded, whole: Recorded, run: Run, shares: Shares) -> _Seconds:
+    """Of what the GPU does, and the host beside it.
 
-    def beside_host(timeline: vgpu.Timeline, call_s: float, more_calls: int = 0) -> float:
-        calls = sum(event.kind != "wait" for event in timeline.events) + more_calls
+    whole: the same part without tensor parallelism, which launches the same kernels. The recording of
+    ``part`` has a few more of them, since a collective ends chains of elementwise operations there, and
+    Megatron-LM's own fused kernels are no longer than these.
+    """
+
+    def beside_host(
+        timeline: vgpu.Timeline, without_tp: vgpu.Timeline, call_s: float, more_calls: int = 0
+    ) -> float:
+        kernels = sum(event.kind == "kernel" for event in without_tp.events)
+        collectives = sum(event.kind == "collective" for event in timeline.events)
+        calls = kernels + collectives + more_calls
         again = vgpu.replay(
             timeline,
             arithmetic_share=shares.arithmetic,
@@ -281,9 +300,10 @@ def _seconds(part: Recorded, run: Run, shares: Shares) -> _Seconds:
 
     python_s = vgpu.CostModel(run.gpu).python_launch_s
     # Each gradient is added to those before by a kernel of its own; here they have fused.
-    backward_s = beside_host(part.backward, CALL_S, part.tensors)
     return _Seconds(
-        beside_host(part.forward, CALL_S), backward_s, beside_host(part.update, python_s)
+        beside_host(part.forward, whole.forward, CALL_S),
+        beside_host(part.backward, whole.backward, CALL_S, part.tensors),
+        beside_host(part.update, whole.update, python_s),
     )
 
 

@@ -227,8 +227,8 @@ class Layer(nn.Module):
         self.down = Rows(wide, sizes.width, recipe)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        seen = self.attention(self.attention_norm(hidden))
-        hidden = hidden + _dropped(seen, self.recipe.dropout)
+        # A name for what attention returns would keep it alive, and fused kernels would write it.
+        hidden = hidden + _dropped(self.attention(self.attention_norm(hidden)), self.recipe.dropout)
         up = self.up(self.feed_forward_norm(hidden))
         if self.gated:
             gate, up = up.chunk(2, -1)

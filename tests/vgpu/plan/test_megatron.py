@@ -42,6 +42,17 @@ def test_small_layers_wait_for_the_host():
     assert fast > SMALL.sizes.layers * calls * megatron.CALL_S
 
 
+def test_tensor_parallelism_costs_the_host_its_six_collectives_a_layer():
+    """Two forward, two when that is recomputed, two backward."""
+    twice = SMALL._replace(tp=2, gpus=2)
+    whole, divided = (
+        megatron._seconds(recorded(run).layer, recorded(SMALL).layer, run, SHARES)
+        for run in (SMALL, twice)
+    )
+    more_s = divided.forward + divided.backward - whole.forward - whole.backward
+    assert more_s == pytest.approx(6 * megatron.CALL_S, rel=0.05)
+
+
 def test_a_sharded_optimizer_and_overlap_save_time():
     run = WIDE._replace(gpus=32, batch=8)
     sharded = seconds(run, shards_optimizer=True)
