@@ -130,12 +130,12 @@ def test_on_a_cluster_it_predicts_the_step_that_a_plan_predicts():
     options = "--model 8B --layers 8 --bf16 --recompute"
     sizes = dataclasses.replace(LLAMA["8B"], layers=8)
     layouts = {
-        "--cluster 1x8 {} --batch 8": Plan(sizes, Layout(dp_shard=8), recompute="full"),
-        "--cluster 2x8 {} --batch 8 --tp 8": Plan(
-            sizes, Layout(dp_shard=2, tp=8), batch=4, recompute="full"
-        ),
+        "--cluster 1x8 {} --batch 8": (Layout(dp_shard=8), 1),
+        "--cluster 2x8 {} --batch 8 --tp 8": (Layout(dp_shard=2, tp=8), 4),
+        "--cluster 2x8 {} --batch 2 --dp-replicate 2 --tp 8": (Layout(dp_replicate=2, tp=8), 1),
     }
-    for line, plan in layouts.items():
+    for line, (layout, batch) in layouts.items():
+        plan = Plan(sizes, layout, batch, recompute="full", wrap_ends=True)
         found = started("vgpu --gpu H100 " + line.format("train.py " + options))
         assert script.printed_step_s(found) == pytest.approx(predict(plan).seconds, rel=0.02), line
 
