@@ -155,6 +155,7 @@ def test_names_that_only_cuda_has_can_be_named_and_refuse_when_used():
             "torch.cuda.StreamContext": lambda: StreamContext(None),
             "torch.cuda.CUDAPluggableAllocator": lambda: CUDAPluggableAllocator("a", "b", "c"),
             "torch.cuda.nccl.version": nccl.version,
+            "torch.cuda._sleep": lambda: torch.vgpu._sleep(10),
             "torch.cuda.graphs.make_graphed_callables": graphs.make_graphed_callables,
         }
         for name, use in uses.items():
