@@ -54,7 +54,7 @@ def parameters(folder, step):
     return torch.load(folder / "plain.pt")["model"]
 
 
-def test_every_layout_learns_as_one_process_does(run, tmp_path):
+def test_every_layout_has_the_losses_of_a_single_process(run, tmp_path):
     alone = losses(run("--steps 20"))
     assert alone[-1, 1] < alone[0, 1] < 4.5
     assert torch.equal(losses(run("--steps 20 --recompute")), alone)
@@ -71,7 +71,7 @@ def test_every_layout_learns_as_one_process_does(run, tmp_path):
         )
 
 
-def test_a_training_goes_on_in_another_layout_from_its_last_whole_checkpoint(run, tmp_path):
+def test_a_training_resumes_in_another_layout_from_its_last_complete_checkpoint(run, tmp_path):
     options = f"--steps 30 --save-every 10 --checkpoints {tmp_path}"
     whole = losses(run(f"{options} --dp-shard 4", 4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000030"]
@@ -89,7 +89,7 @@ def test_a_training_goes_on_in_another_layout_from_its_last_whole_checkpoint(run
         )
 
 
-def test_a_killed_training_ends_bit_for_bit_as_an_undisturbed_one(run, tmp_path):
+def test_a_restarted_training_ends_bit_for_bit_as_an_undisturbed_one(run, tmp_path):
     options = "--steps 30 --save-every 10 --checkpoints"
     run(f"{options} {tmp_path / 'undisturbed'}", 2)
     command = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 -m vgpu"
@@ -120,13 +120,13 @@ def started(command):
     return done.stdout
 
 
-def test_the_lines_for_cuda_run_with_cuda_read_as_vgpu():
+def test_the_script_reports_speed_and_peak_with_cuda_read_as_vgpu():
     torchrun = "torch.distributed.run --standalone --nproc-per-node 2"
     found = started(f"{torchrun} -m vgpu --cuda-is-vgpu --gpu H100 train.py --steps 10")
     assert re.search(r"step 10: .* tokens/s, \d+ MiB at the peak, MFU \d", found), found
 
 
-def test_on_a_cluster_it_predicts_the_step_that_a_plan_predicts():
+def test_a_cluster_runs_the_script_as_fast_as_the_plan_predicts():
     options = "--model 8B --layers 8 --bf16 --recompute"
     sizes = dataclasses.replace(LLAMA["8B"], layers=8)
     layouts = {
@@ -164,7 +164,9 @@ def test_a_whole_state_dict_is_loaded_into_shards(run, tmp_path):
         ),
     ],
 )
-def test_weights_that_are_none_are_refused_in_a_sentence(run, tmp_path, capfd, content, message):
+def test_the_script_refuses_a_file_that_has_none_of_its_weights(
+    run, tmp_path, capfd, content, message
+):
     bad = tmp_path / "bad.pt"
     if isinstance(content, bytes):
         bad.write_bytes(content)
@@ -185,7 +187,7 @@ def test_weights_that_are_none_are_refused_in_a_sentence(run, tmp_path, capfd, c
         ("--layers -1", "layers must be at least 1, got -1"),
     ],
 )
-def test_what_does_not_divide_is_refused_in_a_sentence(monkeypatch, capsys, options, message):
+def test_the_script_refuses_sizes_that_do_not_divide(monkeypatch, capsys, options, message):
     monkeypatch.setattr(sys, "argv", [SCRIPT, *options.split()])
     with pytest.raises(SystemExit) as refused:
         runpy.run_path(SCRIPT, run_name="__main__")
@@ -193,7 +195,7 @@ def test_what_does_not_divide_is_refused_in_a_sentence(monkeypatch, capsys, opti
     assert capsys.readouterr().err == f"train.py: {message}\n"
 
 
-def test_a_checkpoint_of_another_model_is_refused(run, tmp_path, capfd):
+def test_the_script_refuses_a_checkpoint_of_another_model(run, tmp_path, capfd):
     run(f"--steps 2 --checkpoints {tmp_path}")
     with pytest.raises(SystemExit):
         run(f"--steps 4 --width 64 --checkpoints {tmp_path}")
@@ -202,7 +204,7 @@ def test_a_checkpoint_of_another_model_is_refused(run, tmp_path, capfd):
     assert "size mismatch" in message.lower() and "Traceback" not in message
 
 
-def test_a_full_disk_costs_no_checkpoint(run, tmp_path, capfd):
+def test_a_full_disk_keeps_the_last_complete_checkpoint(run, tmp_path, capfd):
     run(f"--steps 2 --checkpoints {tmp_path}")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))

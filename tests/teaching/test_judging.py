@@ -188,7 +188,7 @@ def test_no_answer_ends_the_run_or_another_learner_s_verdict(tmp_path, capsys):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
-def test_the_class_check_s_own_end_ends_the_judges(tmp_path):
+def test_killing_the_class_check_ends_the_judges(tmp_path):
     waits = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
     hand_in(tmp_path / "class", "one", {"4.1": waits + "time.sleep(600)"})
     arguments = [str(tmp_path / "class")]

@@ -41,7 +41,7 @@ def run(tmp_path):
     return run
 
 
-def test_the_second_step_of_a_script_is_predicted_and_ends_it(run):
+def test_the_cluster_option_predicts_the_script_s_second_step_and_ends_there(run):
     done = run("--cluster", "2x8", "--gpu", "H100")
     assert (done.returncode, done.stderr) == (0, "")
     first, cluster, step, *shares, peak = done.stdout.splitlines()
@@ -74,7 +74,7 @@ def test_a_script_that_reads_a_value_is_told_that_there_is_none(run):
 
 
 @pytest.mark.parametrize("text", ["8", "0x8", "8x", "2x500", "axb"])
-def test_what_is_no_cluster_is_refused_in_a_line(run, text):
+def test_the_cluster_option_refuses_what_describes_no_cluster(run, text):
     done = run("--cluster", text)
     assert done.returncode == 2
     assert f"expected hosts and GPUs of each, up to 127, as in 8x8; found '{text}'" in done.stderr

@@ -269,7 +269,9 @@ def test_tests_for_cuda_run_under_pytest(tmp_path):
         (".", "'.' is a folder: name a script in it, or a module or package with -m"),
     ],
 )
-def test_bad_input_is_refused_in_a_sentence(arguments, phrase, tmp_path, capsys, monkeypatch):
+def test_the_command_refuses_bad_input_in_a_sentence(
+    arguments, phrase, tmp_path, capsys, monkeypatch
+):
     from vgpu.__main__ import main
 
     monkeypatch.chdir(tmp_path)

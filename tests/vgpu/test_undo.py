@@ -95,7 +95,7 @@ def test_every_replaced_name_comes_back():
     assert run(COMPARE) == "as it was"
 
 
-def test_the_first_time_leaves_only_the_name_of_the_device_type():
+def test_enabling_and_disabling_leaves_only_the_device_type_s_name():
     changed = set(ast.literal_eval(run(FIRST_TIME)))
     assert "torch.vgpu" in changed
     assert changed <= PERMANENT
