@@ -78,7 +78,6 @@ def test_the_plugin_imports_no_torch_where_it_is_not_asked_for(tmp_path):
     ("arguments", "phrase"),
     [
         (["--vgpus", "2", "--vgpu-model", "Z9"], "no GPU preset 'Z9'; there are K80, "),
-        (["--vgpus", "2", "--vgpu-model", ""], "no GPU preset ''"),
         (["--vgpus", "0"], "count must be 1 to 127"),
         (["--vgpu-model", "H100"], "--vgpu-model needs --vgpus"),
     ],
