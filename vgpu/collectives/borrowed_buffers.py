@@ -9,7 +9,7 @@ own, with the same storage, and who else refers to those is known.
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,12 @@ def _references(values: list[Any]) -> list[int]:
 _ALONE = _references([object()])[0]  # versions of Python count differently
 
 
+class Work(Protocol):
+    """What a collective's caller waits for."""
+
+    def has_ended(self) -> bool: ...
+
+
 class BorrowedBuffers:
     """The tensors of one collective, as gloo gets them."""
 
@@ -42,7 +48,7 @@ class BorrowedBuffers:
         self._callers: dict[int, VirtualTensor] = {}  # by id of gloo's tensor
         self._gloos: list[torch.Tensor] = []
         self._uses_before: dict[int, int] = {}  # by storage
-        self._works: list[dist.Work] = []
+        self._works: list[Work] = []
 
     def lend(self, value: Any) -> Any:
         """What gloo gets in place of a virtual tensor, or of those in a list; only gloo may keep it."""
@@ -89,7 +95,7 @@ class BorrowedBuffers:
         # gloo also makes views, and nobody else has made any meanwhile.
         _wait_while(self._is_viewed, _MAYBE_NEVER_S)
 
-    def return_when_dropped(self, work: dist.Work) -> None:
+    def return_when_dropped(self, work: Work) -> None:
         """Its caller waits for the work, and then drops it."""
         self._works.append(work)
         with blocks.borrowed_lock:
@@ -97,7 +103,7 @@ class BorrowedBuffers:
 
     def is_dropped(self) -> bool:
         """Whether the work has ended and nobody else refers to it; if so, nor does this any more."""
-        if _references(self._works) != [_ALONE] or not self._works[0].is_completed():
+        if _references(self._works) != [_ALONE] or not self._works[0].has_ended():
             return False
         self._works.clear()
         return True

@@ -11,26 +11,24 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PythonCallbackWork
 from torch._C._profiler import _RecordFunctionFast
 from torch.distributed import distributed_c10d
 
-from vgpu.collectives import borrowed_buffers, process_groups, table, wrappers
+from vgpu.collectives import borrowed_buffers, process_groups, table
 from vgpu.collectives.borrowed_buffers import BorrowedBuffers
-from vgpu.collectives.calls import Call, Tensors, tensors_in
+from vgpu.collectives.calls import Call, tensors_in
+from vgpu.collectives.work import Ending, OwnMessage, Waiting, work_of
 from vgpu.memory import gpus
-from vgpu.memory.gpus import VirtualGPU, in_backward
+from vgpu.memory.gpus import VirtualGPU
 from vgpu.tensor.observer import virtual_among
 from vgpu.tensor.operator_info import ShapesMode, handler, shape_handler
 from vgpu.tensor.operators import Args, Kwargs, Operator
 from vgpu.tensor.tensor import VirtualTensor, run_unrecorded
 from vgpu.time import recording
-from vgpu.time.program import Enqueued
 from vgpu.time.recording import Recording, gpu_of
 from vgpu.time.streams import Stream
 from vgpu.torch_patches.undo import Changes
@@ -77,25 +75,30 @@ def _run(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     process_groups.claim_gpu(call.group, gpu)
     tally.add(call)
     with _RecordFunctionFast(f"{process_groups.BACKEND}:{call.name}"):
-        if call.operator == "c10d::allgather_" and len({part.shape for part in call.outputs}) > 1:
-            result = _gather_unequal_parts(call, args)
+        if call.is_functional:
+            result = _carry_functional(call, func, args, kwargs)
+        elif call.operator == "c10d::allgather_" and len({part.shape for part in call.outputs}) > 1:
+            written, ending = _gather_unequal_parts(call, args)
         elif call.operator == "c10d::alltoall_":
-            result = _exchange_lists(call, args)
+            written, ending = _exchange_lists(call, args)
         elif call.peer == call.group.rank():
-            result = _message_to_oneself(call)
+            written, ending = (), _message_to_oneself(call)
         else:
-            result = _carry(call, func, args, kwargs)
+            written, ending = _carry(call, func, args, kwargs)
     if call.is_functional:
         _record_functional(call, list(tensors_in(args)), result, gpu)
         return result
-    if recording.under_way is None:
-        return result
-    *written, boxed = result if isinstance(result, tuple) else (result,)
-    boxed = dist.Work.boxed(_recorded_work(call, dist.Work.unbox(boxed), gpu, recording.under_way))
+    if recording.under_way is not None:
+        ending.waiting = _record(call, gpu)
+    boxed = dist.Work.boxed(work_of(call, ending))
     return (*written, boxed) if written else boxed
 
 
-def _gather_unequal_parts(call: Call, args: Args) -> Any:
+# What an operator of c10d writes to and returns, and when it has ended.
+_Result = tuple[tuple[Any, ...], Ending]
+
+
+def _gather_unequal_parts(call: Call, args: Args) -> _Result:
     """Parts of unequal sizes, by a broadcast of each, as NCCL does it; it ends before it returns."""
     outputs, (own,), group, *_ = args
     (parts,) = outputs
@@ -105,10 +108,10 @@ def _gather_unequal_parts(call: Call, args: Args) -> Any:
     for root, part in enumerate(parts):
         given = ([part], group, root, 0, False)
         _carry(table.read_call(broadcast, given, {}), broadcast, given, {})
-    return outputs, _ended_work()
+    return (outputs,), Ending(call)
 
 
-def _exchange_lists(call: Call, args: Args) -> Any:
+def _exchange_lists(call: Call, args: Args) -> _Result:
     """An all-to-all of lists, whose parts may differ in size; it ends before it returns.
 
     gloo has one for parts of one size, since torch 2.15. NCCL makes no copies, so these are the CPU's.
@@ -120,7 +123,7 @@ def _exchange_lists(call: Call, args: Args) -> Any:
     dist.Work.unbox(torch.ops.c10d.alltoall_base_(received, given, args[2], *splits)).wait()
     for part, values in zip(call.outputs, received.split(sizes), strict=True):
         _row_inside(part).copy_(values)
-    return args[0], _ended_work()
+    return (args[0],), Ending(call)
 
 
 def _row_inside(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,7 +138,7 @@ _own_messages: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[Call]]" = (
 """Sends of a rank to itself without their receive, and receives without their send, by group."""
 
 
-def _message_to_oneself(call: Call) -> Any:
+def _message_to_oneself(call: Call) -> Ending:
     """gloo has no connection to its own rank. NCCL copies once it has both ends, in a group of calls."""
     pending = _own_messages.setdefault(call.group, [])
     other = next((each for each in pending if each.name != call.name), None)
@@ -150,45 +153,35 @@ def _message_to_oneself(call: Call) -> Any:
                 f"{given.dtype} and receives {received.numel()} of {received.dtype}"
             )
         _row_inside(received).copy_(_row_inside(given))
-
-    def wait(timeout: timedelta) -> bool:
-        if call in pending:
-            raise RuntimeError(
-                f"rank {call.peer} of the group waits for a {call.name} to or from itself that has no "
-                "other end: give the send and its receive to one dist.batch_isend_irecv"
-            )
-        return True
-
-    return dist.Work.boxed(PythonCallbackWork(wait))
+    return Ending(call, OwnMessage(call, pending))
 
 
-def _carry(call: Call, func: Operator, args: Args, kwargs: Kwargs) -> Any:
+def _carry_functional(call: Call, func: Operator, args: Args, kwargs: Kwargs) -> Any:
+    buffers = BorrowedBuffers(call.name)
+    result = buffers.result(run_unrecorded(func, buffers.lend(args), kwargs))
+    buffers.return_when_waited_for(result)
+    return result
+
+
+def _carry(call: Call, func: Operator, args: Args, kwargs: Kwargs) -> _Result:
     """What gloo makes of it."""
     buffers = BorrowedBuffers(call.name)
     given = args
     if call.operator in _READ_AS_ROWS:
         given = (*(tensor.as_strided((tensor.numel(),), (1,)) for tensor in args[:2]), *args[2:])
     result = buffers.result(run_unrecorded(func, buffers.lend(given), kwargs))
-    if call.is_functional:
-        buffers.return_when_waited_for(result)
-        return result
     result = list(result) if isinstance(result, list | tuple) else [result]
     if call.operator in _READ_AS_ROWS:
         result[0] = args[0]
     if call.arguments.get("async_op") is False:
         buffers.wait_for_work(result)
-        result.append(_ended_work())
-    elif not _is_for_ddp(call):
-        buffers.return_when_dropped(dist.Work.unbox(result[-1]))
-    return tuple(result) if len(result) > 1 else result[0]
+        return tuple(result), Ending(call)
+    gloos = dist.Work.unbox(result.pop())
+    return tuple(result), Ending(call, gloos, buffers)
 
 
 # NCCL reads the one large tensor as a row of numbers; gloo would cut its first dimension.
 _READ_AS_ROWS = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_"}
-
-
-def _ended_work() -> Any:
-    return dist.Work.boxed(PythonCallbackWork(lambda timeout: True))
 
 
 @handler(*_WAITS, records_itself=True)
@@ -218,6 +211,21 @@ def _run_fsdp(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return func._op_dk(torch._C.DispatchKey.PrivateUse1, *args, **kwargs)
 
 
+def _refuse(func: Operator, *args: Any) -> NoReturn:
+    """An operator of c10d that the table does not have, which would run as if it were a kernel."""
+    raise NotImplementedError(
+        f"{func._schema.name} is not supported on virtual GPUs: call it with tensors on the CPU, or use "
+        f"one of {', '.join(name for name, each in table.COLLECTIVES.items() if each.operators)}"
+    )
+
+
+_NAMES = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+_WITHOUT_A_ROW = {name for name in _NAMES if name.startswith(("c10d::", "_c10d_functional::"))}
+_WITHOUT_A_ROW -= {*table.NAMES, *_WAITS, _WRAP, "c10d::check_for_nan"}
+handler(*_WITHOUT_A_ROW)(_refuse)
+shape_handler(*_WITHOUT_A_ROW)(_refuse)
+
+
 # Tensors that are only shapes
 
 
@@ -237,11 +245,9 @@ def _run_shapes(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode) ->
         results = run_unrecorded(func, args, kwargs, mode)
         _record_functional(call, virtual_among(args), results, gpu)
         return results
-    waiting = _record(call, gpu)
-    work: dist.Work = PythonCallbackWork(waiting.within)
-    if _is_for_ddp(call):
-        work = _BucketWork(call.outputs, waiting)
-    boxed = dist.Work.boxed(work)
+    ending = Ending(call)
+    ending.waiting = _record(call, gpu)
+    boxed = dist.Work.boxed(work_of(call, ending))
     return boxed if len(func._schema.returns) == 1 else (args[0], boxed)
 
 
@@ -267,33 +273,13 @@ def _run_fsdp_of_shapes(func: Operator, args: Args, kwargs: Kwargs, mode: Shapes
 # In a recording
 
 
-class _Waiting:
-    """What waiting for a collective does: the current stream waits, or the host for a barrier."""
-
-    def __init__(self, done: Enqueued | None, gpu: VirtualGPU, by_host: bool) -> None:
-        self._done = done
-        self._gpu = gpu
-        self._by_host = by_host
-        self._recording = recording.under_way
-
-    def __call__(self) -> None:
-        now = recording.under_way
-        if self._done is not None and now is not None and now is self._recording:
-            now.wait_for(self._done, self._gpu, self._by_host)
-
-    def within(self, timeout: timedelta) -> bool:
-        """``Work.wait``; nothing here takes real time."""
-        self()
-        return True
-
-
-def _record(call: Call, gpu: VirtualGPU) -> _Waiting:
+def _record(call: Call, gpu: VirtualGPU) -> Waiting:
     """Take part in the recording that is under way, if any."""
     now = recording.under_way
     done = None
     if now is not None:
         done = now.group_collective(call, gpu, _stream_number(now, gpu, call))
-    return _Waiting(done, gpu, by_host=call.name == "barrier")
+    return Waiting(done, gpu, by_host=call.name == "barrier")
 
 
 def _record_functional(
@@ -311,67 +297,6 @@ def _stream_number(now: Recording, gpu: VirtualGPU, call: Call) -> int:
     if call.peer is not None:
         key = (*key, call.peer, call.name)
     return now.stream_numbers.setdefault(key, Stream(gpu.device).stream_id)
-
-
-def _recorded_work(call: Call, gloos: dist.Work, gpu: VirtualGPU, now: Recording) -> dist.Work:
-    waiting = _record(call, gpu)
-    if _is_for_ddp(call):
-        return _BucketWork(call.outputs, waiting, gloos)
-    work = _GlooWork(gloos, waiting)
-    now.keep(work)  # C++ calls Python only while the Python object lives
-    return work
-
-
-class _GlooWork(PythonCallbackWork):
-    """What gloo works on, and in virtual time what waiting for it does."""
-
-    def __init__(self, gloos: dist.Work, waiting: _Waiting) -> None:
-        def wait(timeout: timedelta) -> bool:
-            finished = gloos.wait(timeout) if timeout.total_seconds() > 0 else gloos.wait()
-            waiting()
-            return finished
-
-        super().__init__(wait)
-        self._gloos = gloos
-
-    def is_completed(self) -> bool:
-        return self._gloos.is_completed()
-
-    def get_future(self) -> Any:
-        return self._gloos.get_future()
-
-
-def _is_for_ddp(call: Call) -> bool:
-    """Whether DistributedDataParallel adds up gradients with it."""
-    return in_backward() and call.group in wrappers.ddp_groups
-
-
-class _BucketWork(dist.Work):
-    """What DDP gets for a bucket: in C++, at the end of the backward pass, it waits for a future."""
-
-    def __init__(self, tensors: Tensors, waiting: _Waiting, gloos: dist.Work | None = None):
-        """gloos: what carries the values, if there are any."""
-        super().__init__()
-        self._tensors = tensors
-        self._waiting: _Waiting | None = waiting
-        self._gloos = gloos
-        # Until then it keeps itself: C++ calls Python only while the Python object lives.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
-
-    def _end(self) -> None:
-        if self._waiting is not None:
-            self._waiting()
-            self._waiting = None
-
-    def wait(self, timeout: timedelta = timedelta()) -> bool:
-        self._end()
-        return self._gloos is None or self._gloos.wait()
-
-    def get_future(self) -> Any:
-        # A future of C++, whose value C++ can read; torch.futures.Future keeps Python's objects.
-        if self._gloos is not None:
-            self._gloos.wait()
-        return torch._C.fork(lambda: self._tensors)
 
 
 def install(changes: Changes) -> None:

@@ -175,7 +175,6 @@ class Recording:
         self.stream_numbers: dict[tuple[Any, ...], int] = {}  # of process groups
         self._accesses = Accesses(self.program, timeline)
         self._fuses = costs.fuses
-        self._kept: list[object] = []
         self._work: dict[tuple[Any, ...], Workload] = {}
 
     # Operations, as vgpu/tensor/tensor.py tells of them
@@ -388,10 +387,6 @@ class Recording:
         if done is not None:
             current, _ = self.call_sites.of("wait", tensor._gpu, note=False)
             self.program.wait_operation(current, done)
-
-    def keep(self, work: object) -> None:
-        """Let something live as long as the recording."""
-        self._kept.append(work)
 
     # Where elementwise operations are fused
 

@@ -365,6 +365,55 @@ def test_a_future_holds_tensors_of_the_gpu_that_took_part():
     assert results == [(f"vgpu:{rank}", [16.0, 16.0]) for rank in range(2)]
 
 
+EVERY_FUTURE = """
+import vgpu
+
+def main(rank, world, bodies):
+    warnings.simplefilter("ignore")  # the coalesced ones are deprecated
+    n, root, members, peer = world, 1, range(world), rank ^ 1
+    call = {"async_op": True}
+    make = lambda *size: torch.ones(size, device="vgpu")
+    missing = []
+    for name, body in bodies.items():
+        works = []
+        done = works.append
+        scope = dict(globals(), **locals())
+        exec(body, scope)
+        found = []
+        for work in works:
+            future = work.get_future() if isinstance(work, dist.Work) else work
+            found += torch.utils._pytree.tree_leaves(future.wait())
+            assert not isinstance(work, dist.Work) or work.is_completed(), name
+        if not all(any(part is one for one in found) for part in scope["out"]):
+            missing.append(name)
+    work = dist.reduce_scatter_single(make(3), make(3 * n), **call)
+    while not work.is_completed():
+        pass  # it says when it has ended, though gloo's does not
+    with vgpu.record() as timeline:
+        x = make(1000)
+        dist.reduce_scatter_single(x[:500], x, async_op=True).get_future().wait()
+        y = x + 1
+        future = dist.reduce_scatter_single(y[:500], y, async_op=True).get_future()
+        future.then(lambda done: done.value()[0] * 2).wait()
+        sent = dist.isend(make(3), peer)
+        assert dist.recv(make(3)) == peer
+        sent.wait()
+    return missing, timeline.races
+"""
+
+
+def test_every_collective_of_virtual_gpus_has_a_future():
+    """gloo has none for some, such as reduce_scatter and messages."""
+    sent = "works += [dist.isend(make(3), peer), dist.irecv(x := make(3), peer)]; out = [x]"
+    own = "works += [dist.isend(make(3), rank), dist.irecv(x := make(3), rank)]; out = [x]"
+    uneven = "out = [make(1), make(2)]; done(dist.all_gather(out, make(1 + rank), **call))"
+    bodies = {name: body for name, body in COLLECTIVES.items() if "B" not in name}
+    bodies |= {"messages": sent, "own messages": own, "uneven all_gather": uneven}
+    for missing, races in launch.run(cell(EVERY_FUTURE)["main"], 2, bodies, gpu="V100"):
+        assert missing == []
+        assert races == []
+
+
 HOOKS = """
 def main(rank, world, names):
     from torch.distributed.algorithms.ddp_comm_hooks import (

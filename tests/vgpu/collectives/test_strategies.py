@@ -83,3 +83,30 @@ def test_a_model_that_runs_out_of_memory_under_ddp_trains_under_fully_shard():
     for (losses, peak_bytes), (expected, needed_bytes) in zip(limited, replicas, strict=True):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert peak_bytes < LIMIT_BYTES < needed_bytes
+
+
+JOIN = """
+import contextlib
+import vgpu
+
+def main(rank, world, kind, recorded):
+    torch.manual_seed(0)
+    model = DDP(torch.nn.Linear(2, 1, bias=False).to(kind))
+    x = torch.full((2, 2), rank + 1.0).to(kind)
+    gradients = []
+    with vgpu.record() if recorded else contextlib.nullcontext(), model.join():
+        for _ in range(3 + rank):
+            model.zero_grad()
+            model(x).sum().backward()
+            gradients.append(model.module.weight.grad.tolist())
+    return gradients
+"""
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_join_of_ddp_gives_on_virtual_gpus_what_it_gives_on_the_cpu(recorded):
+    """A rank without data adds zeros: C++ waits for the futures of all-reduces outside of backward."""
+    on_cpu = launch.run(cell(JOIN)["main"], 2, "cpu", False)
+    on_gpu = launch.run(cell(JOIN)["main"], 2, "vgpu", recorded, gpu="V100", timeout_s=60)
+    assert on_gpu == on_cpu
+    assert [len(gradients) for gradients in on_gpu] == [3, 4]

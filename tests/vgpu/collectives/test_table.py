@@ -26,6 +26,16 @@ def test_every_collective_operator_of_torch_has_a_row():
     assert operators - NAMES.keys() <= WITHOUT_A_ROW
 
 
+@pytest.mark.virtual_gpus(2)
+def test_an_operator_without_a_row_is_refused():
+    message = ["isend"], [0], [0], [torch.ones(2, device="vgpu:0")], "no group"
+    with pytest.raises(NotImplementedError, match=r"batch_p2p_ops is not supported .*all_reduce"):
+        torch.ops._c10d_functional.batch_p2p_ops(*message)
+    with toy(1, 4), vgpu.shapes_only(), pytest.raises(NotImplementedError, match="batch_p2p_ops"):
+        message[3][0] = torch.ones(2, device="vgpu:0")
+        torch.ops._c10d_functional.batch_p2p_ops(*message)
+
+
 def test_an_operator_has_one_row():
     assert sum(len(each.operators) for each in COLLECTIVES.values()) == len(NAMES)
 

@@ -1,0 +1,235 @@
+"""What a collective on virtual GPUs returns to wait for, and its future.
+
+gloo works, or nothing at all does, where there are only shapes. In a recording, whoever waits also
+waits in virtual time.
+"""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PythonCallbackWork
+
+from vgpu.collectives import wrappers
+from vgpu.collectives.borrowed_buffers import BorrowedBuffers
+from vgpu.collectives.calls import Call, Tensors
+from vgpu.memory.gpus import VirtualGPU, in_backward
+from vgpu.time import recording
+from vgpu.time.program import Enqueued
+
+
+class Waiting:
+    """What waiting for a collective does: the current stream waits, or the host for a barrier."""
+
+    def __init__(self, done: Enqueued | None, gpu: VirtualGPU, by_host: bool) -> None:
+        self._done = done
+        self._gpu = gpu
+        self._by_host = by_host
+        self._recording = recording.under_way
+
+    def __call__(self) -> None:
+        now = recording.under_way
+        if self._done is not None and now is not None and now is self._recording:
+            now.wait_for(self._done, self._gpu, self._by_host)
+
+
+class OwnMessage:
+    """One end of a message of a rank to itself: what gloo's work is to other messages."""
+
+    def __init__(self, call: Call, pending: list[Call]) -> None:
+        self._call = call
+        self._pending = pending
+
+    def is_completed(self) -> bool:
+        return self._call not in self._pending
+
+    def wait(self, timeout: timedelta = timedelta()) -> None:
+        if not self.is_completed():
+            call = self._call
+            raise RuntimeError(
+                f"rank {call.peer} of the group waits for a {call.name} to or from itself that has no "
+                "other end: give the send and its receive to one dist.batch_isend_irecv"
+            )
+
+    def _source_rank(self) -> int | None:
+        return self._call.peer
+
+
+class Ending:
+    """When a collective has ended: gloo has carried the values, and virtual time has its end."""
+
+    def __init__(
+        self,
+        call: Call,
+        gloos: dist.Work | OwnMessage | None = None,
+        buffers: BorrowedBuffers | None = None,
+    ) -> None:
+        """gloos: what carries the values; None if they are there, or if there are only shapes."""
+        self._is_send = call.name == "send"
+        self.outputs: Tensors = call.inputs if self._is_send else call.outputs
+        self.gloos = gloos
+        self.buffers = buffers or BorrowedBuffers(call.name)
+        self.waiting: Callable[[], None] = lambda: None
+        """What whoever waits does in virtual time."""
+        self._ended = gloos is None
+        self._lock = threading.Lock()
+        self._in_background: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta) -> bool:
+        """As ``Work.wait``; no timeout is the group's own."""
+        self.wait_for_values(timeout)
+        self.waiting()
+        if self._is_send:
+            self.outputs = []  # NCCL's work for a batch of messages lets go of them here, too
+        return True
+
+    def wait_for_values(self, timeout: timedelta) -> None:
+        with self._lock:  # some of gloo's would copy the results again, whenever one waits again
+            if not self._ended and self.gloos is not None:
+                self.gloos.wait(timeout) if timeout else self.gloos.wait()
+                self._ended = True
+
+    def has_ended(self) -> bool:
+        return self._ended or (self.gloos is not None and self.gloos.is_completed())
+
+    def in_background(self) -> "torch.futures.Future[Any]":
+        """A thread waits for gloo: not all of its collectives say by themselves when they have ended."""
+        if self._in_background is None:
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            self._in_background = future
+            if self._ended:
+                future.set_result(None)
+            else:
+                threading.Thread(target=self._wait_and_tell, args=[future], daemon=True).start()
+        return self._in_background
+
+    def _wait_and_tell(self, future: "torch.futures.Future[Any]") -> None:
+        try:
+            self.wait_for_values(timedelta())
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+
+class _Future(torch.futures.Future[Any]):
+    """What a collective has written to, as NCCL's futures have it, once it has ended."""
+
+    def __init__(self, ending: Ending) -> None:
+        super().__init__()
+        self._waiting = ending.waiting
+        outputs = ending.outputs
+
+        def pass_on(ended: "torch.futures.Future[Any]") -> None:
+            try:
+                ended.value()
+            except Exception as error:
+                self.set_exception(error)
+            else:
+                self.set_result(outputs)
+
+        ending.in_background().add_done_callback(pass_on)
+
+    def wait(self) -> Any:
+        outputs = super().wait()
+        self._waiting()
+        return outputs
+
+    def value(self) -> Any:
+        return super().wait()  # where the work has been waited for, its thread may need a moment
+
+    def then(self, callback: Callable[..., Any]) -> "torch.futures.Future[Any]":
+        def then(done: "torch.futures.Future[Any]") -> Any:
+            self._waiting()
+            return callback(done)
+
+        return super().then(then)
+
+
+class _PythonWork:
+    """What Python asks a work for, but for its wait."""
+
+    _ending: Ending
+
+    def has_ended(self) -> bool:
+        return self._ending.has_ended()
+
+    def is_completed(self) -> bool:
+        return self._ending.has_ended() or self._ending.in_background().done()
+
+    def get_future(self) -> Any:
+        return _Future(self._ending)
+
+    def result(self) -> Tensors:
+        return self._ending.outputs
+
+    def _source_rank(self) -> Any:
+        gloos = self._ending.gloos
+        return gloos._source_rank() if gloos is not None else None
+
+    source_rank = _source_rank
+
+
+class _Work(_PythonWork, PythonCallbackWork):
+    """What an operator of c10d returns.
+
+    C++ may keep it, and wait, when its Python object is gone. If C++ asks it for a future, it gets one
+    of C++'s own, which ends once somebody waits.
+    """
+
+    def __init__(self, ending: Ending) -> None:
+        PythonCallbackWork.__init__(self, ending.wait)
+        self._ending = ending
+
+
+class _JoinWork(_PythonWork, dist.Work):
+    """An all-reduce over a group of DDP's outside of a backward pass.
+
+    In ``model.join()``, C++ asks for the future of those that a rank without data issues, drops the work,
+    and waits for the future; so it must be this class's, which C++ finds while the Python object lives.
+    """
+
+    def __init__(self, ending: Ending) -> None:
+        dist.Work.__init__(self)
+        self._ending = ending
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        return self._ending.wait(timeout)
+
+
+def work_of(call: Call, ending: Ending) -> dist.Work:
+    is_for_ddp = call.name == "all_reduce" and call.group in wrappers.ddp_groups
+    if is_for_ddp and in_backward():
+        is_recorded = isinstance(ending.waiting, Waiting)
+        if not is_recorded and isinstance(ending.gloos, dist.Work):
+            return ending.gloos
+        return _BucketWork(ending)
+    work = _JoinWork(ending) if is_for_ddp else _Work(ending)
+    ending.buffers.return_when_dropped(work)
+    return work
+
+
+class _BucketWork(dist.Work):
+    """What DDP gets for a bucket: in C++, at the end of the backward pass, it waits for a future."""
+
+    def __init__(self, ending: Ending) -> None:
+        super().__init__()
+        self._ending = ending
+        # Until then it keeps itself: C++ calls Python only while the Python object lives.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        waiting, self._ending.waiting = self._ending.waiting, lambda: None
+        waiting()
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        self._ending.wait(timeout)
+        return True
+
+    def get_future(self) -> Any:
+        # A future of C++, whose value C++ can read; torch.futures.Future keeps Python's objects.
+        self._ending.wait_for_values(timedelta())
+        return torch._C.fork(lambda: self._ending.outputs)
