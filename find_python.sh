@@ -8,5 +8,5 @@ done
 # uv brings a Python along if the machine has none.
 command -v uv >/dev/null && uv python install 3.13 >&2 && uv python find --system 3.13 && exit
 command -v python3 && exit
-echo "setup: there is no Python here; install version 3.11 or newer, or uv, which brings one" >&2
+echo "setup: no Python found; install version 3.11 or newer, or uv, which installs one" >&2
 exit 1

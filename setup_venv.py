@@ -32,11 +32,11 @@ CHOOSING = ("constraint", "find-links", "extra-index-url", "no-index")
 
 def main():
     parser = argparse.ArgumentParser(description="Make the course's virtual environment.")
-    parser.add_argument("--cpu", action="store_true", help="take PyTorch's CPU builds (smaller)")
-    parser.add_argument("--cuda", action="store_true", help="take PyTorch's builds with CUDA")
+    parser.add_argument("--cpu", action="store_true", help="use PyTorch's CPU builds (smaller)")
+    parser.add_argument("--cuda", action="store_true", help="use PyTorch's builds with CUDA")
     parser.add_argument("--wheels", metavar="DIR", help="install from that folder, offline")
     parser.add_argument("--torch", metavar="2.14.1", help="an environment with that release")
-    parser.add_argument("--save-wheels", metavar="DIR", help="put all packages into that folder")
+    parser.add_argument("--save-wheels", metavar="DIR", help="save all packages into that folder")
     parser.add_argument("--extra", choices=EXTRAS, help="install this extra's packages, too")
     options = parser.parse_args()
     torch = torch_requirement(options.torch)
@@ -86,17 +86,19 @@ def make(venv, torch, options):
     ready, wanted = venv / "ready.txt", stamp()
     found = ready.read_text("utf-8") if ready.exists() else ""
     if not found and venv.is_dir() and any(venv.iterdir()):
-        sys.exit(f"setup: {venv} isn't of this setup and stays; remove it, and run this again")
+        sys.exit(
+            f"setup: {venv} wasn't made by this setup, so it stays; remove it, and run this again"
+        )
     runs = python_of(venv).exists()
     if found == wanted and runs:
         return
-    say(f"all packages go into {venv.name} in this folder")
+    say(f"installing all packages into {venv.name} in this folder")
     if not runs or found.splitlines()[:2] != wanted.splitlines()[:2]:
         # From within the environment that is to be emptied, the Python below it goes on.
         python = getattr(sys, "_base_executable", sys.executable)
         for step in (["venv", "--clear", "--without-pip", venv], ["ensurepip"]):
             if subprocess.run([python, "-I", "-m", *step], stdout=subprocess.DEVNULL).returncode:
-                sys.exit(f"setup: {python} makes no venv; on Debian, install python3-venv")
+                sys.exit(f"setup: {python} can't make a venv; on Debian, install python3-venv")
             ready.write_text("unfinished", "utf-8")
             python = python_of(venv)
     install(venv, torch, options)
@@ -112,11 +114,11 @@ def install(venv, torch, options):
     settings, hindrances = without_choosing_settings(venv)
     if options.torch and hindrances:
         # A release that is asked for by name is taken wherever it can be had.
-        say(f"that failed; trying again without this machine's settings of pip, {hindrances}")
+        say(f"that failed; trying again without this machine's pip settings, {hindrances}")
         pip(venv, "uninstall", "--quiet", "--yes", "torch", "torchvision")
         if pip(venv, *command, environment=settings) and builds_match(venv):
             return
-        say(f"PyTorch {options.torch} can't be had, with these settings or without")
+        say(f"PyTorch {options.torch} can't be installed, with or without these settings")
     give_up(venv)
 
 
@@ -133,14 +135,14 @@ def source(options):
     On Linux PyPI's builds bring CUDA along; PyTorch's own index has smaller ones, without.
     """
     if options.wheels:
-        say(f"taking the packages from {options.wheels}; nothing is downloaded")
+        say(f"installing packages from {options.wheels}; nothing is downloaded")
         return ["--no-index", "--find-links", Path(options.wheels).absolute()]
     if platform.system() != "Linux":
         return []
     cuda = options.cuda or shutil.which("nvidia-smi")
     small = options.cpu or (not cuda and answers(CPU_INDEX))
     size = "0.5 GB, PyTorch without CUDA (CUDA=1: with)" if small else "2.7 GB, PyTorch with CUDA"
-    say(f"downloading once, for some minutes: {size}")
+    say(f"downloading, which takes a few minutes once: {size}")
     return ["--extra-index-url", CPU_INDEX] if small else []
 
 

@@ -1,4 +1,4 @@
-"""What autograd keeps: the nodes of a graph, and the bytes that it saves for backward."""
+"""Autograd graphs: their nodes, and the bytes that they save for backward."""
 
 import weakref
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ class Node:
     """One step of a backward pass, as recorded by autograd.
 
     ``label`` is the operation's name without "Backward0", or the name of the tensor whose gradient
-    is collected here. ``depth`` is the longest way to it from the result, in steps.
+    is accumulated here. ``depth`` is the length of the longest path from the result.
     """
 
     label: str
@@ -24,17 +24,17 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes, the result's own first, and edges as pairs of indices from later to earlier."""
+    """Nodes, starting with the result's, and edges as pairs of indices, from later to earlier."""
 
     nodes: tuple[Node, ...]
     edges: tuple[tuple[int, int], ...]
 
 
 def graph_of(result: torch.Tensor, names: Mapping[str, torch.Tensor] | None = None) -> Graph:
-    """The graph that ``result.backward()`` would walk, read from ``grad_fn``.
+    """The graph that ``result.backward()`` would traverse, read from ``grad_fn``.
 
-    ``names`` gives leaves their names; a result in between is named beside its operation, as in
-    "h = Mul". The graph is empty where ``result`` has no ``grad_fn``.
+    ``names`` labels leaves; an intermediate result is shown with its operation, as in "h = Mul". The
+    graph is empty if ``result`` has no ``grad_fn``.
     """
     functions, edges = _walk(result.grad_fn)
     named = {id(tensor): name for name, tensor in (names or {}).items()}
@@ -54,16 +54,16 @@ def graph_of(result: torch.Tensor, names: Mapping[str, torch.Tensor] | None = No
 
 
 def shared_part(whole: torch.Tensor, cut: torch.Tensor) -> tuple[set[int], set[int]]:
-    """Which nodes and edges of ``graph_of(whole)`` the graph of ``cut`` has too, as indices.
+    """The indices of nodes and edges of ``graph_of(whole)`` that are also in the graph of ``cut``.
 
-    Both must come from the same expression; ``cut`` may lack branches, nothing else.
+    Both must come from the same expression; ``cut`` may only lack branches.
     """
     functions, edges = _walk(whole.grad_fn)
     twins = {0: cut.grad_fn} if functions and cut.grad_fn is not None else {}
     numbers = iter(range(len(edges)))
     kept_edges = set()
     for index, function in enumerate(functions):
-        # An edge of the whole graph that has no counterpart still uses up its number.
+        # An edge of the whole graph without a counterpart is numbered, too.
         ways = [
             position for position, (f, _) in enumerate(function.next_functions) if f is not None
         ]
@@ -77,14 +77,14 @@ def shared_part(whole: torch.Tensor, cut: torch.Tensor) -> tuple[set[int], set[i
 
 
 def count_nodes(result: torch.Tensor) -> int:
-    """How many graph nodes a tensor keeps alive: 0 for one without history."""
+    """How many graph nodes a tensor keeps alive; 0 if it has no graph."""
     return len(_walk(result.grad_fn)[0])
 
 
 def _walk(start: Any) -> tuple[list[Any], list[tuple[int, int]]]:
     """Every function reachable from ``start``, each once, and the edges between them."""
-    # Kept in lists, because a wrapper that dies gives its identity to the next one. No recursion:
-    # summed losses make chains far longer than Python's stack.
+    # Kept in a list, because the id of a freed wrapper is reused. No recursion: summed losses make
+    # chains far longer than Python's stack.
     functions = [start] if start is not None else []
     known = {start: 0}
     edges = []
@@ -118,21 +118,21 @@ def _label(function: Any, named: Mapping[int, str]) -> str:
 
 
 class _Kept:
-    """One tensor that autograd saved; it dies when autograd lets go of it."""
+    """One tensor saved by autograd; freed when autograd frees it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Detached: with its own history it would keep itself alive.
+        # Detached: otherwise its graph would keep it alive.
         self.tensor = tensor.detach()
         self.version = tensor._version
 
 
 class SavedTensors:
-    """Counts the tensors that autograd saves for backward while the block runs.
+    """Counts the tensors that autograd saves for backward inside the block.
 
-    ``live_bytes()`` says how many bytes of them are still kept, also after the block. A storage
-    that several operations save is counted once; the storages of ``ignore`` (the parameters, which
-    exist anyway) are left out. Uses ``torch.autograd.graph.saved_tensors_hooks``. As without it,
-    ``backward()`` raises RuntimeError where a saved tensor was edited in place.
+    ``live_bytes()`` is how many of their bytes are still alive, also after the block. A storage that's
+    saved by several operations counts once; storages of ``ignore`` (parameters, which exist anyway) don't
+    count. Uses ``torch.autograd.graph.saved_tensors_hooks``. As without it, ``backward()`` raises
+    RuntimeError if a saved tensor was modified in place.
     """
 
     def __init__(self, ignore: Any = ()) -> None:
@@ -167,7 +167,7 @@ class SavedTensors:
 
 
 def _unpack(kept: _Kept) -> torch.Tensor:
-    # Autograd leaves this check out for tensors that hooks have saved.
+    # Autograd skips this check for tensors that were saved through hooks.
     if kept.tensor._version != kept.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "

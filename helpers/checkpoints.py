@@ -20,14 +20,14 @@ from torch.distributed.checkpoint.state_dict import (
 
 
 class CheckpointRefused(Exception):
-    """What is wrong with a file or a folder, in a sentence; every rank raises the same."""
+    """What's wrong with a file or folder, in one sentence; every rank raises the same."""
 
 
 class Checkpoints:
-    """Those of a model and its optimizer, in a folder that all hosts share; None writes nothing.
+    """Checkpoints of a model and its optimizer, in a folder shared by all hosts; None disables them.
 
-    Each rank writes its own part. A checkpoint is whole once ``.metadata`` is written, last; the one
-    before it is kept until then.
+    Each rank writes its own part. A checkpoint is complete once ``.metadata`` is written, last; the
+    previous one is kept until then.
     """
 
     def __init__(
@@ -36,16 +36,16 @@ class Checkpoints:
         self.folder, self.state = folder, (model, optimizer)
         self.writing: Any = Future()
         self.writing.set_result(None)
-        # The thread that writes has a group of its own, beside what the training sends.
+        # The thread that writes has its own group, separate from the training's.
         self.group: Any = dist.new_group(backend="gloo") if folder else None
 
     def last(self) -> Path | None:
-        """The last whole one."""
+        """The last complete checkpoint."""
         found = self.folder.glob("step-*/.metadata") if self.folder else ()
         return max((path.parent for path in found), default=None)
 
     def load(self) -> int:
-        """Go on from the last whole one: its step, or 0 where there is none."""
+        """Load the last complete checkpoint; returns its step, or 0 if there is none."""
         if not self.folder:
             return 0
         found = [self.last()]
@@ -64,7 +64,7 @@ class Checkpoints:
         return int(path.name.removeprefix("step-"))
 
     def save(self, step: int) -> None:
-        """Copy the tensors to the host, and let a thread write them while training goes on."""
+        """Copy the tensors to the host; a thread writes them while training continues."""
         self.wait()
         if self.folder:
             path, (model, optimizer) = self.folder / f"step-{step:08d}", get_state_dict(*self.state)
@@ -75,7 +75,7 @@ class Checkpoints:
             self.writing = dcp.async_save(state, checkpoint_id=path, process_group=self.group)
 
     def wait(self) -> None:
-        """Until the last one is whole; every rank learns of an error on any of them."""
+        """Wait until the last checkpoint is complete; every rank raises an error of any rank."""
         try:
             self.writing.result()
         except CheckpointException as error:
@@ -90,9 +90,9 @@ def _reason(error: CheckpointException) -> str:
 
 
 def load_whole(model: nn.Module, path: Path) -> None:
-    """Fill a model, divided or not, from a file with a whole state dict, as ``torch.save`` writes it.
+    """Load a model, sharded or not, from a file with a full state dict, as written by ``torch.save``.
 
-    Rank 0 sends one whole tensor at a time, and every rank keeps its part of it.
+    Rank 0 broadcasts one full tensor at a time, and every rank keeps its shard.
     """
     try:
         whole = torch.load(path, map_location="cpu", mmap=True)  # numbers are read when asked for

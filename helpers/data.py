@@ -1,4 +1,4 @@
-"""Data that need no download: handwritten digits, a network that reads them, random vectors for shapes."""
+"""Data without downloads: handwritten digits and a network for them, and random vectors."""
 
 import importlib.util
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def _split_digits() -> dict[bool, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _digits_file() -> Path:
-    """Where scikit-learn has its digits; importing it to ask takes longer than to read them."""
+    """The path of scikit-learn's digits, without importing it, which takes longer than reading them."""
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
         raise ModuleNotFoundError("the digits come with scikit-learn, which is not installed")

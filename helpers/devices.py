@@ -1,7 +1,7 @@
-"""Picks the devices of a lesson: real GPUs where there are enough, virtual ones where not.
+"""Pick the devices of a lesson: real GPUs if there are enough, otherwise virtual ones.
 
-Set the environment variable VGPU_DEVICES to "vgpu" to take virtual GPUs on any machine, or to
-"cuda" to insist on real ones.
+Set the environment variable VGPU_DEVICES to "vgpu" to use virtual GPUs on any machine, or to "cuda" to
+require real ones.
 """
 
 import os
@@ -13,20 +13,19 @@ from vgpu.tables import Table
 from vgpu.units import format_bytes
 
 _CHOICES = ("auto", "cuda", "vgpu")
-# Lessons count the bytes of tensors. The workspaces that cuBLAS takes from PyTorch's allocator, 8 or
-# 32 MiB for each GPU and thread, would hide them. Read at the first matrix product; ranks inherit it.
+# Lessons count the bytes of tensors. cuBLAS's workspaces, which it allocates through PyTorch, 8 or 32 MiB
+# per GPU and thread, would hide them. Read at the first matrix product; ranks inherit it.
 _WITHOUT_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 
 
 def lab(count: int) -> list[torch.device]:
     """``count`` GPUs for a lesson, as ``torch.device`` objects with their ordinals.
 
-    ``[cuda:0, cuda:1, ...]`` where that many exist, else ``[vgpu:0, vgpu:1, ...]``; exactly
-    ``count`` virtual GPUs exist afterwards unless a lesson has already enabled more. A lesson
-    asks once for the most it needs and takes slices of the list. On real GPUs cuBLAS is told to do
-    without workspaces, by environment variables, unless those are set. Raises ValueError for a count
-    below 1, for an unknown VGPU_DEVICES, and where VGPU_DEVICES=cuda asks for more GPUs than
-    there are.
+    ``[cuda:0, cuda:1, ...]`` if that many exist, otherwise ``[vgpu:0, vgpu:1, ...]``; there are exactly
+    ``count`` virtual GPUs afterwards, unless the lesson has already enabled more. A lesson calls it once,
+    with the most it needs, and uses slices of the list. On real GPUs, cuBLAS's workspaces are disabled
+    through environment variables, unless those are set. Raises ValueError for a count below 1, an unknown
+    VGPU_DEVICES, or if VGPU_DEVICES=cuda and there aren't enough GPUs.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"devices.lab(count) takes a whole number of GPUs from 1, got {count!r}")
@@ -60,8 +59,8 @@ def describe(count: int = 8) -> Table:
 def _choose(count: int) -> tuple[str, str]:
     """The device type for ``count`` GPUs, and the reason in one sentence.
 
-    Where there are real GPUs it leaves them without workspaces: ranks may take them even if the lesson
-    itself has virtual ones.
+    If there are real GPUs, it also disables their workspaces: ranks may use them even if the lesson itself
+    uses virtual ones.
     """
     asked = os.environ.get("VGPU_DEVICES", "auto")
     if asked not in _CHOICES:
@@ -71,7 +70,7 @@ def _choose(count: int) -> tuple[str, str]:
     real = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if real:
         _do_without_workspaces()
-    # One process keeps to one kind: DataParallel asks which kind there is, once for all.
+    # A process must use one kind only, because DataParallel uses one device type for everything.
     if real >= count and (asked == "cuda" or not vgpu.is_enabled()):
         return "cuda", f"This machine has {real}, and the lesson needs {count}."
     if asked == "cuda":

@@ -1,4 +1,4 @@
-"""Errors that teach: caught, shown short, and required to happen."""
+"""Expected errors and warnings: caught, shown briefly, and required to happen."""
 
 import textwrap
 import warnings
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Caught:
-    """What a block raised or warned; ``error`` is None until the block has ended."""
+    """The error or warning of a block; ``error`` is None until the block has finished."""
 
     error: BaseException | None = None
 
@@ -24,8 +24,8 @@ def expected_error(
 ) -> Iterator[Caught]:
     """Run a block that must raise ``kind``; print its message, at most ``lines`` lines long.
 
-    Every phrase must stand in the message. If the block raises nothing, or the message lacks a
-    phrase, an AssertionError says so; an error of another kind passes through unchanged.
+    Every phrase must be in the message. AssertionError if the block raises nothing, or if the message
+    lacks a phrase; an error of another kind is not caught.
     """
     caught = Caught()
     try:

@@ -1,6 +1,6 @@
-"""``notebooks/train.py`` in a lesson: its lines, read from the file, and runs of it in a shell.
+"""Show parts of ``notebooks/train.py`` in a lesson, and run it in a shell.
 
-show_lines("divide")             # a function, as it stands in the file
+show_lines("divide")             # a function, as it is in the file
 output = run_line("torchrun --nproc-per-node 2 -m vgpu train.py --tp 2 --steps 20")
 printed_losses(output)           # {10: 2.889254, 20: 2.730862}
 """
@@ -15,11 +15,11 @@ from IPython.display import Markdown
 from helpers import checkpoints, gpt, shell
 
 TORCHRUN = "python -m torch.distributed.run --standalone"
-"""What the command ``torchrun`` runs, with a meeting point of its own."""
+"""What the command ``torchrun`` runs, with its own rendezvous."""
 
 
 def _files() -> list[Path]:
-    """The script in the folder of the lessons, which may be the learner's own, and its two helpers."""
+    """The script in the notebooks' folder, which the learner may have changed, and its two helpers."""
     return [Path("train.py"), Path(gpt.__file__), Path(checkpoints.__file__)]
 
 
@@ -55,9 +55,9 @@ def _definitions(body: ast.Module | ast.ClassDef, within: str = "") -> dict[str,
 
 
 def run_line(line: str, timeout_s: float = 600) -> str:
-    """Run a line that names ``train.py``, show it and what it prints, and return the latter.
+    """Run a command line with ``train.py``, show it and its output, and return the output.
 
-    Each process has one thread. RuntimeError with what it wrote to stderr where it fails.
+    Each process has one thread. RuntimeError with its stderr if it fails.
     """
     typed = line.replace("train.py", shlex.quote(str(Path("train.py").resolve())))
     typed = re.sub(r"^torchrun\b", TORCHRUN, typed)

@@ -1,4 +1,4 @@
-"""Types lines into real shells and returns what came out; for lessons about what a shell does."""
+"""Run lines in real shells and return their output; for lessons about environment variables."""
 
 import os
 import shlex
@@ -16,7 +16,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Result:
-    """What one line did: its exit status, and its output and errors as text."""
+    """The result of one line: its exit status, stdout and stderr."""
 
     line: str
     status: int
@@ -27,19 +27,18 @@ class Result:
 def run_lines(
     lines: Sequence[str], files: Mapping[str, str], timeout_s: float = 120
 ) -> list[Result]:
-    """Run each line in a POSIX shell of its own, all at the same time.
+    """Run each line in its own POSIX shell, all at the same time.
 
-    The shells start in a temporary folder that holds ``files`` (name to text). ``python`` is the
-    interpreter that runs this, and CUDA_VISIBLE_DEVICES and FORCE_COLOR are unset until a line sets
-    them. What lines leave running is stopped at the end (not on Windows). Raises FileNotFoundError
-    where there is no shell, and subprocess.TimeoutExpired if the lines take longer than ``timeout_s``
-    together.
+    The shells start in a temporary folder with ``files`` (name → text). ``python`` is the current
+    interpreter, and CUDA_VISIBLE_DEVICES and FORCE_COLOR are unset unless a line sets them. Processes that
+    are still running at the end are killed (not on Windows). Raises FileNotFoundError if there's no shell,
+    and subprocess.TimeoutExpired if the lines take longer than ``timeout_s`` together.
     """
     shell = _find_shell()
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
             Path(folder, name).write_text(text, encoding="utf-8")
-        # A link to the interpreter would lose its virtual environment; a script does not.
+        # A symlink to the interpreter would lose its virtual environment; a script doesn't.
         python = Path(folder, "python")
         python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n', encoding="utf-8")
         python.chmod(0o755)
@@ -100,7 +99,7 @@ def _find_shell() -> str:
         found = shutil.which("sh", path=str(Path(git).parents[1] / "bin"))
     if found is None:
         raise FileNotFoundError(
-            "no POSIX shell (sh) was found on PATH, and the lesson types into one. On Windows, "
+            "no POSIX shell (sh) was found on PATH, and the lesson runs its commands in one. On Windows, "
             "install Git for Windows, or run the course inside WSL."
         )
     return found

@@ -1,9 +1,9 @@
-"""English letters that need no download: the topics of Python's own ``help()``, cut into batches.
+"""English text without downloads, letter by letter: the topics of Python's ``help()``.
 
-    tokens = letters(train=True)                          # (N,) whole numbers, one a letter
-    inputs, targets = next(batches(tokens, 8, length=64))  # (8, 64) each; targets are one further
+    tokens = letters(train=True)                          # (N,) int64, one per letter
+    inputs, targets = next(batches(tokens, 8, length=64))  # (8, 64) each; targets are shifted by one
 
-The text differs a little from one version of Python to the next; the vocabulary does not.
+The text differs slightly between versions of Python; the vocabulary doesn't.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 VOCABULARY = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
-"""A line's end and the 95 printable characters of ASCII: 96 letters, whose place is their number."""
+"""Newline and the 95 printable ASCII characters: 96 letters; the index of a letter is its token."""
 
 _NUMBERS = {letter: number for number, letter in enumerate(VOCABULARY)}
 
@@ -23,7 +23,7 @@ _PLAIN = {"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-", "—": "--
 
 
 def encode(text: str) -> torch.Tensor:
-    """(N,) int64: the number of each letter. Raises ValueError for one that VOCABULARY lacks."""
+    """(N,) int64: the token of each letter. Raises ValueError for letters that aren't in VOCABULARY."""
     for place, letter in enumerate(text):
         if letter not in _NUMBERS:
             raise ValueError(
@@ -35,7 +35,7 @@ def encode(text: str) -> torch.Tensor:
 
 
 def decode(tokens: torch.Tensor) -> str:
-    """The text of (N,) whole numbers. Raises ValueError for other shapes, kinds and numbers."""
+    """The text of (N,) integers. Raises ValueError for other shapes, dtypes, or numbers out of range."""
     if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():
         raise ValueError(
             f"decode takes whole numbers of shape (N,); found {tokens.dtype} of shape "
@@ -67,8 +67,8 @@ def _all_letters() -> torch.Tensor:
 def letters(train: bool = True) -> torch.Tensor:
     """(N,) int64: the letters of all topics, in the order of their names.
 
-    ``train=True`` is the first nine tenths, more than 300,000 letters; ``train=False`` the last
-    tenth, which no training should see. A few sentences stand in both: topics quote each other.
+    ``train=True`` is the first 90 %, more than 300,000 letters; ``train=False`` the last 10 %, for
+    evaluation only. A few sentences are in both, since topics quote each other.
     """
     every = _all_letters()
     cut = len(every) * 9 // 10
@@ -84,13 +84,12 @@ def batches(
     rank: int = 0,
     world_size: int = 1,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Without end: inputs and targets, (batch_size / world_size, length) int64 each, of one rank.
+    """An infinite iterator of inputs and targets, (batch_size / world_size, length) int64, for one rank.
 
-    The sequences begin at random places, drawn anew for each batch; a target is the letter after
-    its input. ``batch_size`` counts the sequences of all ranks together. The same seed draws the
-    same ones for any ``world_size``, and the ranks share them out in order. So the batches of all
-    ranks, one below another, are the batch of one process. Raises ValueError for what does not
-    fit.
+    Sequences start at random positions, redrawn for each batch; a target is the letter after its input.
+    ``batch_size`` counts the sequences of all ranks. The same seed gives the same sequences for any
+    ``world_size``, and the ranks split them in order, so the concatenated batches of all ranks are the
+    batch of a single process. Raises ValueError for sizes that don't fit.
     """
     if tokens.dim() != 1 or len(tokens) <= length or length < 1:
         raise ValueError(
@@ -130,12 +129,12 @@ def sample(
     temperature: float = 0.7,
     seed: int = 0,
 ) -> str:
-    """The prompt, and ``count`` letters that the model continues it with, one after another.
+    """The prompt, continued by ``count`` letters sampled from the model, one after another.
 
-    ``model`` makes (1, S) integers into (1, S, 96) logits, and sees the last ``window`` letters. A
-    low temperature keeps to likely letters. The draws are made on the CPU, so they depend on the
-    seed and the logits only. Every letter is a forward: on a sharded model all ranks must sample.
-    Raises ValueError for an empty prompt, and for a temperature that is not positive.
+    ``model`` maps (1, S) integers to (1, S, 96) logits, and sees the last ``window`` letters. A low
+    temperature prefers likely letters. Sampling is on the CPU, so it depends only on the seed and the
+    logits. Every letter takes a forward pass: with a sharded model, all ranks must sample. Raises
+    ValueError for an empty prompt, or a temperature that isn't positive.
     """
     if not prompt:
         raise ValueError("the prompt is empty; the model needs a letter to continue, such as 'T'.")

@@ -28,6 +28,12 @@ from teaching import lessons, rendered
 from teaching.pages import explorers
 
 PAGES = Path(__file__).parent / "pages"
+GLOSSARY = lessons.ROOT / "docs" / "glossary.md"
+# Where a term gets no link: code, links and pictures, formulas, HTML, headings and tables.
+_NO_TERMS = re.compile(
+    r"```.*?```|`[^`]*`|!?\[[^\]]*\]\([^)]*\)|\$[^$]*\$|<[^>]*>|^(?:#|\|).*?$",
+    re.DOTALL | re.MULTILINE,
+)
 CONFIGURATION: dict[str, Any] = {
     "project": "Multi-GPU PyTorch, hands on",
     "html_title": "Multi-GPU PyTorch, hands on",
@@ -64,7 +70,7 @@ def build(target: Path, cache: Path, repository: str = "") -> None:
     from sphinx.application import Sphinx
 
     if target.exists() and any(target.iterdir()) and not (target / "searchindex.js").exists():
-        raise FileExistsError(f"{target} holds something else: name another folder")
+        raise FileExistsError(f"{target} holds something else: choose another folder")
     shutil.rmtree(target, ignore_errors=True)
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "source"
@@ -112,6 +118,7 @@ def configuration(repository: str) -> dict[str, Any]:
 def write_sources(source: Path, cache: Path) -> None:
     """The pages as Sphinx reads them: executed lessons, the first page, the table of claims."""
     (source / "_static").mkdir(parents=True)
+    unused = glossary_terms()
     for path in lessons.NOTEBOOKS:
         print(f"running {path.stem}", flush=True)
         notebook = rendered.run(path, cache)
@@ -125,6 +132,8 @@ def write_sources(source: Path, cache: Path) -> None:
             within = re.compile(r"\]\(#([^)]+)\)")
             if cell.cell_type == "markdown":
                 cell.source = within.sub(lambda m: f"](#{_slug(m[1])})", cell.source)
+                cell.source = cell.source.replace("](../docs/glossary.md", "](glossary.md")
+                cell.source = link_first_uses(cell.source, unused)
             for output in cell.get("outputs", ()):
                 if "text/html" in output.get("data", {}):
                     output.data["text/html"] = _as_pages(output.data["text/html"])
@@ -160,6 +169,33 @@ def write_sources(source: Path, cache: Path) -> None:
     for name in ("claims.js", "explorers.js", "site.css"):
         shutil.copy(PAGES / name, source / "_static")
     shutil.copy(lessons.ROOT / "docs" / "eight_gpus.gif", source / "_static")
+    entries = GLOSSARY.read_text(encoding="utf-8").replace("](../notebooks/", "](")
+    (source / "glossary.md").write_text(entries, encoding="utf-8")
+    shutil.copy(lessons.ROOT / "notebooks" / "train.py", source)  # lessons link to it
+
+
+def glossary_terms() -> list[str]:
+    """The glossary's headings."""
+    return re.findall(r"^## (.*)$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def link_first_uses(markdown: str, terms: list[str]) -> str:
+    """A lesson's text in which the first use of each term links to the glossary.
+
+    Terms that got their link are removed from ``terms``. A plural counts, and a capital letter in
+    place of a small one, but no part of a longer word.
+    """
+    for term in list(terms):
+        first = f"[{term[0].upper()}{term[0]}]" if term[0].islower() else term[0]
+        use = re.compile(rf"(?<![\w-]){first}{re.escape(term[1:])}s?(?![\w-])")
+        closed = [match.span() for match in _NO_TERMS.finditer(markdown)]
+        for found in use.finditer(markdown):
+            if not any(start <= found.start() < end for start, end in closed):
+                link = f"[{found[0]}](glossary.md#{_slug(term)})"
+                markdown = markdown[: found.start()] + link + markdown[found.end() :]
+                terms.remove(term)
+                break
+    return markdown
 
 
 def _as_pages(text: str) -> str:
@@ -187,7 +223,7 @@ def claims_page(ledger: list[claims.Claim]) -> str:
         [
             "# The claims",
             "",
-            "What is said about several GPUs and PyTorch, and what running it today showed. "
+            "What people say about several GPUs and PyTorch, and what running it today showed. "
             "Each claim was settled by a cell of the lesson named, which asserts it. Predicted "
             "means that only a cost model shows it.",
             "",

@@ -162,7 +162,7 @@ def main(arguments: list[str] | None = None) -> None:
     positive = _number(float, lambda x: 0 < x < math.inf, "a number above 0")
     count = _number(int, lambda n: n >= 1, "a whole number from 1")
     parser.add_argument("--seconds", type=positive, default=Limits.time_s, help="for an exercise")
-    parser.add_argument("--gib", type=positive, default=4.0, help="memory for an exercise")
+    parser.add_argument("--gib", type=positive, default=4.0, help="memory per exercise")
     parser.add_argument("--jobs", type=count, help="lessons judged at once (as many as fit here)")
     options = parser.parse_args(arguments)
     limits = Limits(options.seconds, int(options.gib * 2**30))
@@ -179,7 +179,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{options.csv}: {len(verdicts)} verdicts with their messages")
         left = sum(verdict.status == "not judged" for verdict in verdicts)
         if left:
-            sys.exit(f"class_check: stopped; {left} of {len(verdicts)} exercises are not judged")
+            sys.exit(f"class_check: stopped; {left} of {len(verdicts)} exercises were not judged")
     except (OSError, ValueError) as error:
         sys.exit(f"class_check: {error}")
 

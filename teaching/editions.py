@@ -32,8 +32,7 @@ PARTS = (
 TEACHERS = ("teaching.md", "discussion.md")
 EDITIONS = ("student", "solved")
 KEPT_BACK = (
-    "<details>\n<summary>Solution</summary>\n\nNot in this edition: your teacher has it.\n\n"
-    "</details>"
+    "<details>\n<summary>Solution</summary>\n\nNot in this edition: ask your teacher.\n\n</details>"
 )
 # A link in Markdown, around text or around a picture; not the picture's own.
 _LINK = re.compile(r"(?<!!)\[(?P<text>!\[[^\]]*\]\([^)]*\)|[^\[\]]*)\]\((?P<target>[^)\s]*)\)")
@@ -46,14 +45,14 @@ You need Python 3.11 or newer, and on Linux and macOS make. In this folder:
 - Linux and macOS: `make lab`
 - Windows: `py setup_venv.py`, then `.venv\\Scripts\\python open_lab.py`
 
-The first call downloads the packages. Later ones start at once.
+The first run downloads the packages. After that, JupyterLab starts right away.
 
 {note}
 """
 NOTES = {
     "student": "Write your answers into the cells that say so, save, and hand in the folder "
     "`notebooks`. The solutions and the tests stay with the teacher.",
-    "solved": "Each exercise's cell holds its solution. The tests stay with the teacher.",
+    "solved": "Each exercise's cell contains its solution. The tests stay with the teacher.",
 }
 
 
@@ -141,7 +140,7 @@ def write(kind: str, target: Path, cores_of: Sequence[str] = ()) -> int:
     nobody's answers are overwritten.
     """
     if target.exists():
-        raise FileExistsError(f"{target} exists already: name another one, or remove it first")
+        raise FileExistsError(f"{target} exists already: choose another name, or remove it first")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "multi-gpu-pytorch"
         folder.mkdir()

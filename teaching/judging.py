@@ -160,7 +160,7 @@ class _Process:
                 used, allowed = format_bytes(used_bytes), format_bytes(allowed_bytes)
                 return "too much memory", f"took {used}; {allowed} are allowed"
             if time.monotonic() > deadline_s:
-                return "too slow", f"was not done after {limit_s:g} s"
+                return "too slow", f"did not finish within {limit_s:g} s"
             time.sleep(POLL_S)
 
     def _ending(self) -> str:

@@ -20,14 +20,14 @@ MORNING_MINUTES, AFTERNOON_MINUTES = 210, 180
 BREAK = "Break"
 # What a half day has beside its lessons, in minutes.
 FIRST = {
-    "morning": ("Everyone has JupyterLab open; what the day is for", 15),
-    "afternoon": ("What is left of the morning; everyone's `progress()`", 5),
+    "morning": ("Everyone has JupyterLab open; what to expect of the day", 15),
+    "afternoon": ("Leftovers from the morning; everyone's `progress()`", 5),
 }
 LAST = ("Each says what was new to them; where to read on", 10)
 
 PAGE = """# A workshop of half a day, or of a day
 
-Hand out `{zip}`. It has the cores of {count} lessons, without solutions; `START.md` in it says how to begin. Let everyone run `make lab` at home: the download is the only thing that needs a network. A laptop with two cores and 8 GB is enough.
+Hand out `{zip}`. It has the cores of {count} lessons, without solutions; its `START.md` explains how to begin. Let everyone run `make lab` at home: only the download needs a network. A laptop with two cores and 8 GB is enough.
 
 ## The half day
 
@@ -37,13 +37,13 @@ Hand out `{zip}`. It has the cores of {count} lessons, without solutions; `START
 
 {afternoon}
 
-Each lesson has about {factor:.1f} times what reading, guessing and its exercises take alone. If time runs short, skip an exercise: nothing later needs it.
+Each lesson gets about {factor:.1f} times as long as its reading, guesses and exercises take. If time runs short, skip an exercise: nothing later needs it.
 
 ## How to teach a lesson
 
-Before each surprising cell, a lesson asks for a guess. Let the room make it, with the buttons or by raising hands, and only then run on. A wrong guess is the best thing that can happen: ask its owner what they thought, and let the next cell answer.
+Before each surprising cell, a lesson asks for a guess. Have everyone guess, with the buttons or by a show of hands, and only then run the next cell. A wrong guess is the best thing that can happen: ask whoever made it what they were thinking, and let the next cell answer.
 
-People do exercises alone or in pairs; you walk around. The check tells them what's wrong, so you can ask "what does it expect, and what did you give?"
+People do exercises alone or in pairs while you walk around. The check tells them what's wrong, so you can ask "what does it expect, and what did you give?"
 
 {parts}
 """
@@ -111,7 +111,9 @@ def _table(rows: list[tuple[int, int, str]]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="teaching.workshop", description=__doc__.split("\n")[0])
-    parser.add_argument("target", type=Path, help="a path without an ending, as build/workshop")
+    parser.add_argument(
+        "target", type=Path, help="a path without an extension, such as build/workshop"
+    )
     options = parser.parse_args(arguments)
     archive = options.target.with_suffix(".zip")
     try:

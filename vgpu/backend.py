@@ -1,11 +1,11 @@
-"""``vgpu.enable`` and ``vgpu.disable``: what switches virtual GPUs on and off.
+"""``vgpu.enable`` and ``vgpu.disable``: switch virtual GPUs on and off.
 
-Each module in ``_PATCHES`` says in its ``install`` what it replaces in torch; ``enable`` installs
-all of them, ``disable`` undoes them. Two things cannot be undone, because torch allows each only
-once in a process: the name of the device type (``torch.device("vgpu:0")`` stays valid), and with it
-that ``torch.accelerator`` names ``vgpu``. Tensors that still lie on a virtual GPU go on working.
-``torch.vgpu`` stays too, and then says that no device is available, as ``torch.cuda`` does on a
-machine without a GPU.
+Each module in ``_PATCHES`` has a function ``install`` that replaces names in torch; ``enable`` installs
+all of them, ``disable`` reverts them. Two things can't be undone, because torch allows each only once
+per process: the name of the device type (``torch.device("vgpu:0")`` stays valid), and that
+``torch.accelerator`` reports ``vgpu``. Tensors that are still on a virtual GPU keep working.
+``torch.vgpu`` stays, too, and reports that no device is available, as ``torch.cuda`` does on a machine
+without a GPU.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ _PATCHES = (
 )
 
 _FREE_NAME = "privateuseone"
-"""What torch calls its one slot for a further device type until somebody takes it."""
+"""torch's name for its one out-of-tree device type until it's renamed."""
 
 _changes = Changes()
 _Settings = tuple[int, GPUSpec, int]
@@ -66,7 +66,7 @@ _named = False
 
 
 class Lab(contextlib.AbstractContextManager["Lab"]):
-    """The virtual GPUs that one ``enable`` switched on; a context manager that disables them."""
+    """The virtual GPUs that a call to ``enable`` switched on; a context manager that disables them."""
 
     def __init__(self, before: _Settings | None) -> None:
         self._before = before
@@ -76,7 +76,7 @@ class Lab(contextlib.AbstractContextManager["Lab"]):
         disable()
 
     def __exit__(self, *exc_info: object) -> None:
-        """Back to what was before ``enable``: other virtual GPUs, or none."""
+        """Restore the state from before ``enable``: other virtual GPUs, or none."""
         _use(self._before)
 
     def __repr__(self) -> str:
@@ -92,10 +92,11 @@ def enable(
 ) -> Lab:
     """Make ``count`` virtual GPUs available as devices ``vgpu:0`` to ``vgpu:count-1``.
 
-    gpu: a preset of specs.py, or a GPUSpec. memory_bytes: capacity of each, in place of the
-    preset's. link: between GPUs, of links.py, in place of the preset's. May be called again at
-    any time; tensors stay on the devices that remain. ValueError for a count that is not 1 to 127, a
-    name that no preset has, and memory that is not positive; TypeError for a non-integer.
+    gpu: the name of a preset in hardware.py (``vgpu.PRESETS``), or a GPUSpec. memory_bytes: the capacity
+    of each GPU, instead of the preset's. link: between GPUs, a name in ``vgpu.LINKS`` or a Link, instead
+    of the preset's. Can be called again at any time; tensors stay on the devices that remain.
+    ValueError for a count that isn't 1 to 127, an unknown preset, or memory that isn't positive;
+    TypeError for a non-integer.
     """
     count = _to_int(count, "count", "such as 4")
     if not 1 <= count <= 127:
@@ -121,7 +122,7 @@ def _to_int(number: int, name: str, example: str) -> int:
 
 
 def prepare() -> None:
-    """Do now what ``enable`` would take longest for; nothing is switched on or named by it.
+    """Do the slowest part of ``enable`` ahead of time, without switching anything on.
 
     For a process that others are forked from: each of them then enables in a tenth of the time.
     """
@@ -130,7 +131,7 @@ def prepare() -> None:
 
 
 def disable() -> None:
-    """Switch the virtual GPUs off and put back every name that ``enable`` replaced."""
+    """Switch virtual GPUs off and restore every name that ``enable`` replaced."""
     _use(None)
 
 
@@ -139,7 +140,7 @@ def is_enabled() -> bool:
 
 
 def _use(settings: _Settings | None) -> None:
-    """Change to these settings; None switches virtual GPUs off."""
+    """Apply these settings; None switches virtual GPUs off."""
     global _settings
     if settings is not None and _settings is None:
         _name_device_type()
@@ -174,8 +175,8 @@ def _name_device_type() -> None:
     name = torch._C._get_privateuse1_backend_name()
     if name != _FREE_NAME:
         raise RuntimeError(
-            f"torch has one slot for a further device type, and {name!r} has taken it: virtual GPUs "
-            f"need a process without it"
+            f"torch supports one out-of-tree device type (PrivateUse1), and {name!r} already uses it: "
+            f"enable virtual GPUs in a process that doesn't load {name!r}"
         )
     methods = {
         owner: set(vars(owner))
@@ -193,13 +194,13 @@ def _name_device_type() -> None:
 
 
 def _simulated_again(programs: tuple[Program, ...]) -> Timeline:
-    """The timeline of programs that came from another process, where devices had names."""
+    """The timeline of programs from another process, in which the device type had its name."""
     _name_device_type()
     return simulate(programs)
 
 
 def _as_programs(timeline: Timeline) -> Any:
-    """Devices don't leave their process. Steps can travel, and give the same timeline again."""
+    """Pickle a timeline as its steps, from which it's simulated again: devices can't be pickled."""
     if not timeline.programs:
         return timeline.__reduce_ex__(2)
     return _simulated_again, (timeline.programs,)

@@ -1,18 +1,16 @@
-"""Which releases of PyTorch the library works with, and all that it does differently on some of them.
+"""The supported releases of PyTorch, and everything that the library does differently on some of them.
 
-No other file asks for a version. Where one way works on every release of the range, that way is
-taken, and nothing is said here. What differs, since when, and what goes with which release:
+No other file checks a version. If one implementation works on every supported release, it isn't here. What
+differs, since when, and what can be removed with which release:
 
-- Pipelines set themselves up in ``_PipelineSchedule._initialize_pipeline_distributed_state`` since
-  2.15, and in ``_warmup_p2p`` before. With 2.14 go ``votes_in_warm_up`` and
-  ``warm_up_alone``.
-- A process group of another device type has a default backend since 2.14; before, C++ warns that it
-  finds none. With 2.13 goes ``name_default_backend``.
-- Gradients that FSDP2 keeps to be summed over the ranks later, it makes as wide as parameters in
-  ``FSDPParamGroup._set_unsharded_grad_dtypes`` since 2.15, and before in
-  ``FSDPParam.to_accumulated_grad_if_needed``. With 2.14 goes ``widens_gradients``.
-- The logs of torch and ``torch.distributed`` go to what ``sys.stderr`` is then since 2.14, and
-  before to what it was at import. With 2.13 goes ``redirect_stderr``, for that of ``contextlib``.
+- Pipelines initialize in ``_PipelineSchedule._initialize_pipeline_distributed_state`` since 2.15, and in
+  ``_warmup_p2p`` before. Remove ``votes_in_warm_up`` and ``warm_up_alone`` with 2.14.
+- A process group of an out-of-tree device type has a default backend since 2.14; before, C++ warns that
+  there's none. Remove ``name_default_backend`` with 2.13.
+- FSDP2 upcasts accumulated unsharded gradients in ``FSDPParamGroup._set_unsharded_grad_dtypes`` since
+  2.15, and in ``FSDPParam.to_accumulated_grad_if_needed`` before. Remove ``widens_gradients`` with 2.14.
+- torch and ``torch.distributed`` log to the current ``sys.stderr`` since 2.14, and to that at import before.
+  Replace ``redirect_stderr`` by ``contextlib``'s with 2.13.
 
 docs/new_torch.md says what to do with a new release.
 """
@@ -41,32 +39,32 @@ def check() -> None:
     """ImportError on a torch older than ``OLDEST``."""
     if _release(torch.__version__) < OLDEST:
         raise ImportError(
-            f"found torch {torch.__version__}, and virtual GPUs need {_written(OLDEST)} or newer: "
-            f'install one, as in python -m pip install "torch>={_written(OLDEST)}"'
+            f"found torch {torch.__version__}, but virtual GPUs need {_written(OLDEST)} or newer: "
+            f'python -m pip install "torch>={_written(OLDEST)}"'
         )
 
 
-check()  # here: all else of the library is imported after this file
+check()  # at import: the rest of the library is imported after this file
 
 
-# Names of torch's that are not there
+# Names that are missing in torch
 
 
 def name_of(owner: Any, name: str) -> str:
-    """As one writes it: ``torch.nn.init.normal_``, also for a method of a class."""
+    """The full name, as in ``torch.nn.init.normal_``, also for a method of a class."""
     where = getattr(owner, "__module__", "") if isinstance(owner, type) else ""
     of = getattr(owner, "__qualname__", getattr(owner, "__name__", repr(owner)))
     return ".".join(filter(None, (where, of, name)))
 
 
 def was_tried() -> bool:
-    """Whether this torch is no newer than the newest that was tried."""
+    """Whether this torch isn't newer than the newest that was tested."""
     return _release(torch.__version__) <= NEWEST_TRIED
 
 
 @contextlib.contextmanager
 def noting_missing(missing: list[str]) -> Iterator[None]:
-    """On a torch newer than any tried, note what the block does not find; the block ends there."""
+    """On a torch newer than any tested, note a name that the block doesn't find, and leave the block."""
     try:
         yield
     except AttributeError as error:
@@ -76,10 +74,10 @@ def noting_missing(missing: list[str]) -> Iterator[None]:
 
 
 def report_missing(missing: list[str]) -> None:
-    """Say in one sentence which names of torch's were not found, and forget them.
+    """Report in one sentence which names are missing in torch, and clear the list.
 
-    RuntimeWarning, once, on a torch newer than any tried, where the rest works without them;
-    AttributeError on one that was tried, since none may be missing there.
+    RuntimeWarning, once, on a torch newer than any tested, where the rest works without them;
+    AttributeError on a tested one, in which no name should be missing.
     """
     names = [name for name in dict.fromkeys(missing) if name not in _reported]
     missing.clear()
@@ -104,16 +102,16 @@ _reported: set[str] = set()
 
 
 def votes_in_warm_up(schedule: type) -> bool:
-    """Whether this class of schedules votes in ``_warmup_p2p``, as before 2.15."""
+    """Whether ranks of this schedule vote in ``_warmup_p2p``, as before 2.15."""
     return hasattr(schedule, "_warmup_p2p")
 
 
 def warm_up_alone(schedule: Any, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
-    """``_warmup_p2p`` where the other ranks are absent: what 2.15 does in a fake process group."""
+    """``_warmup_p2p`` without the other ranks: what 2.15 does in a fake process group."""
     from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
 
     for stage in stages:
-        if not isinstance(stage, PipelineStage):  # traced, so its sizes are known
+        if not isinstance(stage, PipelineStage):  # traced, so its shapes are known
             continue
         stage._inference_mode = InferenceMode.STATIC
         if InferenceMode.needs_dynamic(stage._user_meta, has_backward):
@@ -127,7 +125,7 @@ def warm_up_alone(schedule: Any, stages: Sequence[Any], has_backward: bool, p2p_
 
 
 def widens_gradients(parameter: type, group: type) -> Callable[..., Any]:
-    """The function of FSDP2 that makes gradients wider which are not reduced yet.
+    """FSDP2's function that upcasts gradients which haven't been reduced yet.
 
     parameter, group: ``FSDPParam`` and ``FSDPParamGroup``.
     """
@@ -137,7 +135,7 @@ def widens_gradients(parameter: type, group: type) -> Callable[..., Any]:
 
 
 def name_default_backend(group: Any, kind: Any) -> None:
-    """Give a group without a default backend the one of this kind."""
+    """Set the default backend of a group that has none."""
     if group.name() == "undefined":
         group._set_default_backend(kind)
 

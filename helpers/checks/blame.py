@@ -1,4 +1,4 @@
-"""An error that an answer raised, for the learner: what it says, their own line, and a hint."""
+"""Explain an error raised by an answer: its message, the learner's line, and a hint."""
 
 import linecache
 import re
@@ -14,9 +14,9 @@ _ARGUMENTS = "Keep the stub's name and arguments: the check calls it with them."
 _OF_NONE = (
     "Something there is None: a function without a return gives None, and so does list.append."
 )
-# A phrase of the error, and what to do about it; the first that fits.
+# A pattern in the error, and what to do about it; the first match counts.
 _HINTS = (
-    (r"^NameError", "Is it spelled as where it was made? Then run the cells above again."),
+    (r"^NameError", "Compare the spelling with the definition; then run the cells above again."),
     (r"^RecursionError", "A function that calls itself needs a case in which it does not."),
     (r"positional argument|unexpected keyword|multiple values for argument", _ARGUMENTS),
     (r"NoneType", _OF_NONE),
@@ -29,10 +29,10 @@ _HINTS = (
         "Print the shape of each operand in that line.",
     ),
 )
-_TRY_IT = "Call it with such an input in a cell of your own: there you can print along the way."
+_TRY_IT = "Call it with such an input in a cell of your own, where you can print along the way."
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# In a clone the teacher's tools stand beside it: the exam's checks, and the judge of a class.
+# In a clone, the teacher's tools are beside it: the exam's checks, and the check of a class's answers.
 _COURSE = (_PACKAGE, _PACKAGE.parent / "teaching")
 
 
@@ -46,12 +46,12 @@ def is_learners(filename: str) -> bool:
 
 
 def said(error: BaseException) -> str:
-    """The error in its own words, without the tracebacks that libraries write into a message."""
+    """The error's type and message, without tracebacks that libraries put into messages."""
     return in_short(f"{type(error).__name__}: {error}")
 
 
 def in_short(message: str) -> str:
-    """The first lines of an error's message; of a traceback that stands in it, the last."""
+    """The first lines of an error's message; if it contains a traceback, its last line."""
     message = message.strip()
     if "Traceback (most recent call last)" in message:
         errors = re.findall(r"^(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$", message, re.MULTILINE)
@@ -61,7 +61,7 @@ def in_short(message: str) -> str:
 
 
 def own_line(error: BaseException) -> str:
-    """The innermost line of the learner's own code; "" where there is none."""
+    """The innermost line of the learner's own code; "" if there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)]
     own = [frame for frame in frames if is_learners(frame.filename)]
     if not own:
@@ -72,14 +72,14 @@ def own_line(error: BaseException) -> str:
 
 
 def own_line_in(message: str) -> str:
-    """The same, of a traceback that stands in a message."""
+    """The same, for a traceback in a message."""
     frames = re.findall(r'^\s*(?:File ")?(.+?)"?, line (\d+), in .*\n\s*(.*)$', message, re.M)
     own = [frame for frame in frames if is_learners(frame[0])]
     return f"in line {own[-1][1]} of your cell: {own[-1][2]}" if own else ""
 
 
 def call_of(error: BaseException) -> str:
-    """The learner's function that was called, with its arguments as they were when it failed."""
+    """The learner's function that was called, with its arguments at the time of the error."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = frame.f_code.co_name
         if is_learners(frame.f_code.co_filename) and name != "<module>":
@@ -88,19 +88,19 @@ def call_of(error: BaseException) -> str:
 
 
 def hint_for(error: BaseException, of_check: str = "") -> str:
-    """What to try, by the kind of error; ``of_check`` is what the check says whatever goes wrong."""
+    """What to try, by the kind of error; ``of_check`` is the check's own hint for any error."""
     text, own = said(error), own_line(error)
-    if not own and hint_in(text) == _OF_NONE:  # nothing in the answer's code shows what is None
+    if not own and hint_in(text) == _OF_NONE:  # the learner's code doesn't show what is None
         return f"{_OF_NONE} {of_check}".rstrip()
     if of_check:
         return of_check
     if not own and not isinstance(error, TypeError):
-        return f"It was raised in a library that got what your answer returned. {_TRY_IT}"
+        return f"A library raised it when it used what your answer returned. {_TRY_IT}"
     return hint_in(text) or _TRY_IT
 
 
 def hint_in(message: str) -> str:
-    """What to try, by what an error says; "" where nothing is known about such an error."""
+    """What to try, by an error's message; "" for an unknown error."""
     return next((hint for phrase, hint in _HINTS if re.search(phrase, message)), "")
 
 

@@ -1,9 +1,9 @@
-"""How an exercise is judged: the learner's answer goes in, an Outcome comes out.
+"""How an exercise is checked: from the learner's answer to an Outcome.
 
-A lesson's checks stand in ``lessons/lesson_NN.py``. Each is a function of the answer that raises
-Wrong when the answer is not right. When it is, the function returns what the answer achieved, as
-names and values: ``{"your peak": "12.0 MiB", "budget": "16.0 MiB"}``; or None where there is nothing
-to show. The functions are found through the exercise's id: "4.2" is the second of lesson 04.
+A lesson's checks are in ``lessons/lesson_NN.py``. Each is a function of the answer that raises Wrong if
+the answer isn't right. Otherwise it returns what the answer achieved, as names and values:
+``{"your peak": "12.0 MiB", "budget": "16.0 MiB"}``; or None if there's nothing to show. The functions are
+found by the exercise's id: "4.2" is the second exercise of lesson 04.
 """
 
 import html
@@ -31,11 +31,11 @@ _exercises: dict[str, "Exercise"] = {}
 
 
 class Wrong(Exception):
-    """An answer is wrong: what it gave, what was expected, for which input, and a hint.
+    """An answer is wrong: its result, the expected one, for which input, and a hint.
 
-    yours, expected: a value, or a sentence about one. Where ``expected`` is a value, or with
-    ``values``, text is a value too and is quoted: '3' and 3 read differently. Two values are
-    compared, and where they differ most is said.
+    yours, expected: a value, or a sentence about one. If ``expected`` isn't text, or with ``values``, text
+    is a value, too, and is quoted: '3' and 3 read differently. Two values are compared, and the verdict
+    says where they differ most.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Wrong(Exception):
 
 
 class _Raised(Exception):
-    """The answer raised an error, which is this one's cause: for which input, and a hint."""
+    """The answer raised an error, the ``__cause__``: for which input, and a hint."""
 
     def __init__(self, given: str, hint: str) -> None:
         super().__init__(hint)
@@ -71,7 +71,7 @@ class Exercise:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The verdict on one answer; texts are empty where they do not apply."""
+    """The verdict on one answer; texts that don't apply are empty."""
 
     exercise: str
     title: str
@@ -127,7 +127,7 @@ class Outcome:
 def exercise(
     exercise_id: str, title: str, *, callable_answer: bool = True
 ) -> Callable[[Checker], Checker]:
-    """Register a check. With ``callable_answer`` anything but a function or class is wrong."""
+    """Register a check. With ``callable_answer``, anything but a function or class is wrong."""
 
     def register(checker: Checker) -> Checker:
         _exercises[exercise_id] = Exercise(exercise_id, title, checker, callable_answer)
@@ -140,7 +140,7 @@ def exercises() -> list[Exercise]:
     """Every exercise of the course, in order."""
     for path in sorted((Path(__file__).parent / "lessons").glob("lesson_*.py")):
         importlib.import_module(f"helpers.checks.lessons.{path.stem}")
-    # The exam's tasks are registered like exercises, and are none of the course.
+    # The exam's tasks are registered like exercises, but aren't part of the course.
     every = _exercises.values()
     of_course = [item for item in every if not item.checker.__module__.startswith("teaching.")]
     return sorted(of_course, key=lambda item: [int(n) for n in item.id.split(".")])
@@ -152,11 +152,11 @@ def progress() -> Table:
 
 
 def check(exercise_id: str, answer: Any) -> None:
-    """Judge an answer, show the verdict, and remember it if it is right.
+    """Check an answer, show the verdict, and record it if it's right.
 
-    ``answer`` is what the exercise asks for: mostly a function, sometimes a value. ``...`` and a
-    function that still raises a bare NotImplementedError count as not attempted. Raises ValueError
-    for an id that no exercise has.
+    ``answer`` is what the exercise asks for: usually a function, sometimes a value. ``...``, and a function
+    that still raises a bare NotImplementedError, count as not attempted. Raises ValueError for an unknown
+    id.
     """
     outcome = evaluate(exercise_id, answer)
     display(outcome)
@@ -167,7 +167,7 @@ def check(exercise_id: str, answer: Any) -> None:
 
 
 def evaluate(exercise_id: str, answer: Any) -> Outcome:
-    """The verdict on an answer, without showing or remembering it."""
+    """The verdict on an answer, without showing or recording it."""
     item = _find(exercise_id)
     try:
         if _untouched(answer):
@@ -177,7 +177,7 @@ def evaluate(exercise_id: str, answer: Any) -> Outcome:
                 yours=answer,
                 expected="a function or class",
                 given="what check was given",
-                hint="Hand over the function itself, without calling it.",
+                hint="Pass the function itself, without calling it.",
             )
         achieved = item.checker(answer) or {}
     except Wrong as wrong:
@@ -204,9 +204,9 @@ def evaluate(exercise_id: str, answer: Any) -> Outcome:
 
 @contextmanager
 def for_input(given: Any, hint: str = "") -> Iterator[None]:
-    """Whatever goes wrong inside, the verdict says that it was for this input.
+    """If anything goes wrong inside the block, the verdict says that it was for this input.
 
-    hint: for errors, and for a Wrong that has none of its own.
+    hint: for errors, and for a Wrong without a hint.
     """
     try:
         yield
@@ -214,7 +214,7 @@ def for_input(given: Any, hint: str = "") -> Iterator[None]:
         wrong.given = wrong.given or _as_text(given)
         wrong.hint = wrong.hint or hint
         raise
-    except _Raised:  # inside another input's block, which has said its own
+    except _Raised:  # inside a nested block, which has set its own input
         raise
     except Exception as error:
         if _is_stub(error):
@@ -223,7 +223,7 @@ def for_input(given: Any, hint: str = "") -> Iterator[None]:
 
 
 def expect_equal(yours: Any, expected: Any, *, given: Any = None, hint: str = "") -> None:
-    """Raise Wrong unless ``yours`` equals ``expected`` in type (roughly) and value."""
+    """Raise Wrong unless ``yours`` equals ``expected``; booleans don't equal numbers."""
     if isinstance(expected, torch.Tensor) or isinstance(yours, torch.Tensor):
         expect_close(yours, expected, given=given, hint=hint, rtol=0, atol=0)
     elif isinstance(yours, bool) != isinstance(expected, bool) or yours != expected:
@@ -239,7 +239,7 @@ def expect_close(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """Raise Wrong unless both are close as ``torch.testing.assert_close`` has it."""
+    """Raise Wrong unless both are close, according to ``torch.testing.assert_close``."""
     try:
         torch.testing.assert_close(yours, expected, rtol=rtol, atol=atol)
     except (AssertionError, TypeError, ValueError) as unequal:
@@ -262,7 +262,7 @@ def expect_whole_number(yours: Any, least: int, most: int, *, given: Any = None,
 
 
 def expect_number(yours: Any, expected: str, hint: str = "") -> None:
-    """Raise Wrong unless ``yours`` is an int or a float; expected: what it is a number of."""
+    """Raise Wrong unless ``yours`` is an int or a float. expected: for the verdict."""
     if isinstance(yours, bool) or not isinstance(yours, int | float):
         raise Wrong(yours=repr(yours), expected=expected, hint=hint)
 
@@ -272,7 +272,7 @@ def expect_gradients(
     expected: Iterable[torch.Tensor],
     hint: str = "A gradient is wrong.",
 ) -> float:
-    """Raise Wrong unless the parameters have the same gradients; the largest difference between two."""
+    """Raise Wrong unless the parameters have the same gradients; returns the largest difference."""
     largest = 0.0
     for mine, theirs in zip(yours, expected, strict=True):
         assert theirs.grad is not None
@@ -280,7 +280,7 @@ def expect_gradients(
             raise Wrong(
                 yours="a parameter without a gradient",
                 expected="a gradient for every parameter",
-                hint="Something cuts the graph: move with .to() alone, and detach nothing.",
+                hint="Something cuts the graph: move tensors with .to() only, and don't detach them.",
             )
         gradient, right = mine.grad.cpu(), theirs.grad.cpu()
         expect_close(gradient, right, hint=hint)
@@ -291,7 +291,7 @@ def expect_gradients(
 def hint_by_value(
     yours: float, wrong: Mapping[str, float], otherwise: str, within: float = 0.01
 ) -> str:
-    """The hint whose wrong value ``yours`` is, to the share ``within``; else ``otherwise``."""
+    """The hint whose wrong value is ``yours``, within the tolerance ``within``; else ``otherwise``."""
     hints = (hint for hint, value in wrong.items() if math.isclose(yours, value, rel_tol=within))
     return next(hints, otherwise)
 
@@ -312,7 +312,7 @@ def _untouched(answer: Any) -> bool:
         return any(_untouched(part) for part in answer)
     if isinstance(answer, dict):
         return any(_untouched(part) for part in answer.values())
-    # A stub is known by its code, since calling it may take ranks.
+    # A stub is recognized by its code, since calling it may need ranks.
     return answer is ... or _body(answer) == _body(_stub)
 
 
@@ -332,7 +332,7 @@ def _failed(item: Exercise, error: BaseException, given: str, hint: str) -> Outc
 
 
 def _is_stub(error: BaseException) -> bool:
-    """A function as it stands in the lesson, before anything was written."""
+    """Whether the error comes from an unchanged stub."""
     return type(error) is NotImplementedError and not error.args
 
 

@@ -1,6 +1,6 @@
-"""Values in words: one text for each, and where two of them differ most.
+"""Describe values, and where two of them differ most.
 
-Two values that are not equal never get the same text.
+Two values that aren't equal never have the same description.
 """
 
 import math
@@ -13,7 +13,7 @@ _SMALL = 12  # elements of a tensor that are shown one by one
 
 
 def describe(value: Any, limit: int = 300) -> str:
-    """A value in one short text: text in quotes, large tensors and modules by their kind."""
+    """A short description of a value: strings in quotes, large tensors by shape, modules by class."""
     text = _text(value)
     return text if len(text) <= limit else text[: limit - 6] + " [...]"
 
@@ -36,7 +36,7 @@ def _text(value: Any) -> str:
 
 
 def told_apart(yours: Any, expected: Any) -> tuple[str, str]:
-    """Both in words, so that no two values that differ read the same."""
+    """Descriptions of both values, which differ if the values do."""
     if _are_numbers(yours, expected) and not isinstance(yours, int):
         return _two_numbers(yours, expected)
     if _alike(yours, expected) and yours.numel() > _SMALL:
@@ -53,7 +53,7 @@ def told_apart(yours: Any, expected: Any) -> tuple[str, str]:
 
 
 def difference(yours: Any, expected: Any) -> str:
-    """How far apart two values are, and where most; "" where their texts say it all."""
+    """How much two values differ, and where most; "" if their descriptions already show it."""
     if isinstance(yours, torch.Tensor) and isinstance(expected, torch.Tensor):
         return _tensors_differ(yours, expected)
     if _are_numbers(yours, expected):
@@ -118,7 +118,7 @@ def _same(yours: Any, expected: Any) -> bool:
 
 
 def _alike(yours: Any, expected: Any) -> bool:
-    """Two tensors of one shape, dtype and device."""
+    """Whether they're two tensors of the same shape, dtype and device."""
     if not (isinstance(yours, torch.Tensor) and isinstance(expected, torch.Tensor)):
         return False
     names = ("shape", "dtype", "device")
@@ -126,7 +126,7 @@ def _alike(yours: Any, expected: Any) -> bool:
 
 
 def _distance(yours: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Element by element, on the CPU; a nan against a number is infinitely far."""
+    """The elementwise distance, on the CPU; infinite between NaN and a number."""
     wide = torch.complex128 if yours.is_complex() else torch.float64
     mine, theirs = (part.detach().cpu().to(wide) for part in (yours, expected))
     off = (mine - theirs).abs()
@@ -145,7 +145,7 @@ def _are_numbers(*values: Any) -> bool:
 
 
 def _two_numbers(yours: Any, expected: Any) -> tuple[str, str]:
-    """Two numbers with as few digits as tell them apart, four at least."""
+    """Two numbers with as many digits as needed to distinguish them, at least four."""
     for digits in (4, 6, 9, 17):
         texts = _digits(yours, digits), _digits(expected, digits)
         if texts[0] != texts[1]:

@@ -1,10 +1,10 @@
 """Predictions: ``guess("4a")`` asks for yours, and ``.compare(outcome)`` shows both.
 
-In JupyterLab a guess is made with a button or in a field, or skipped. Then its explanation opens,
-which the lesson keeps folded in ``<details class="why-4a">``. Nothing waits for a guess: all cells
-of a lesson can be run at once, and where there is no front end the outcome is shown alone.
+In JupyterLab, a guess is made with a button or in a text field, or skipped. Then its explanation opens,
+which is folded in ``<details class="why-4a">``. Nothing waits for a guess: all cells of a lesson can be
+run at once, and without a front end only the outcome is shown.
 
-One small file a guess, beside the solved exercises, so that lesson 00 can count them.
+There's one small file per guess, beside those of solved exercises, so that lesson 00 can count them.
 """
 
 import html
@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
 
 
 class Guess:
-    """One prediction of the learner's; ``guess`` makes it."""
+    """One prediction of the learner; created by ``guess``."""
 
     def __init__(self, guess_id: str, one_of: Sequence[Any], numbers: int) -> None:
         self.id = guess_id
@@ -37,25 +37,24 @@ class Guess:
         self._shown: ipywidgets.Output | None = None
 
     def answer(self, value: Any) -> None:
-        """Take a guess: one of the choices, or numbers, also as text (``"8,0"`` is ``(8, 0)``).
+        """Set the guess: one of the choices, or numbers, also as text (``"8,0"`` is ``(8, 0)``).
 
-        Raises ValueError for another choice, and for another number of numbers.
+        Raises ValueError for an unknown choice, or a wrong number of numbers.
         """
         self.value = self._choice(value) if self.one_of else self._numbers(value)
         self._show()
 
     def skip(self) -> None:
-        """Go on without a guess."""
+        """Continue without a guess."""
         self.skipped = True
         self._show()
 
     def compare(self, outcome: Any, *, within: float = 0.0, unit: str = "") -> None:
-        """Show the guess beside what came out, and remember whether they agree.
+        """Show the guess beside the outcome, and record whether they agree.
 
-        within: how far a number may be off, as a share of the outcome; 0.25 is a quarter.
-        unit: written behind both, as in "ms". Before the guess is made or skipped, a line says so,
-        and gives way to both once it is. Raises ValueError for an outcome of more or fewer
-        numbers than the guess asks for.
+        within: the relative tolerance for a number; 0.25 is a quarter of the outcome. unit: appended to
+        both, as in "ms". Until the guess is made or skipped, a line says so instead. Raises ValueError if
+        the outcome has more or fewer numbers than the guess.
         """
         if not self.one_of and len(_flat(outcome)) != self.numbers:
             raise ValueError(
@@ -116,7 +115,7 @@ class Guess:
             self._shown.outputs = ({"output_type": "display_data", "data": data, "metadata": {}},)
             return
         self._comparison.meet(self.value)
-        # A cell's prose is not the kernel's to change, so the page opens the explanation.
+        # The kernel can't change a Markdown cell, so JavaScript opens the explanation.
         opening = (
             f'document.querySelectorAll("details.why-{self.id}")'
             ".forEach(explanation => { explanation.open = true; });"
@@ -157,18 +156,18 @@ class Comparison:
         self.value: Any = None
 
     def meet(self, value: Any) -> None:
-        """Take the guess, or None, and keep both for lesson 00."""
+        """Set the guess, or None, and record both for lesson 00."""
         self.value = value
         if value is None:
             return
         record = {"guess": self.yours, "outcome": self._came_out, "right": self.agrees}
-        # A folder that cannot be written is told by ``check`` too.
+        # ``check`` also reports a folder that can't be written.
         try:
             folder().mkdir(parents=True, exist_ok=True)
             path = folder() / f"{self.id}{GUESS_SUFFIX}"
             path.write_text(json.dumps(record) + "\n", encoding="utf-8")
         except OSError as error:
-            print(f"The guess could not be noted in {folder()} ({error.strerror}).")
+            print(f"The guess could not be saved in {folder()} ({error.strerror}).")
 
     @property
     def agrees(self) -> bool:
@@ -182,7 +181,7 @@ class Comparison:
     def verdict(self) -> str:
         if self.value is None:
             return "not guessed"
-        return "as you said" if self.agrees else "not as you said"
+        return "as you predicted" if self.agrees else "not as you predicted"
 
     @property
     def _came_out(self) -> str:
@@ -209,11 +208,10 @@ class Comparison:
 def guess(
     guess_id: str, value: Any = None, *, one_of: Sequence[Any] = (), numbers: int = 1
 ) -> Guess:
-    """Ask for a prediction; where the front end has no widgets, give it as ``value``.
+    """Ask for a prediction; if the front end has no widgets, pass it as ``value``.
 
-    guess_id: the lesson and a letter, as "4a". one_of: the answers to choose from; without them
-    it asks for ``numbers`` numbers. Raises ValueError for an id of another form, and as
-    ``Guess.answer`` does.
+    guess_id: the lesson and a letter, as in "4a". one_of: the answers to choose from; without them, it
+    asks for ``numbers`` numbers. Raises ValueError for an invalid id, and as ``Guess.answer`` does.
     """
     if not _ID.fullmatch(guess_id):
         raise ValueError(f"a guess's id is a lesson and a letter, as in '4a'; found {guess_id!r}")
@@ -226,7 +224,7 @@ def guess(
 
 
 def counts() -> dict[str, tuple[int, int]]:
-    """By lesson, as "04": how many guesses were made, and how many of them were right."""
+    """For each lesson, such as "04": how many guesses were made, and how many were right."""
     by_lesson: dict[str, tuple[int, int]] = {}
     for path in folder().glob(f"*{GUESS_SUFFIX}"):
         lesson = f"{int(path.name.removesuffix(GUESS_SUFFIX)[:-1]):02d}"
@@ -237,7 +235,7 @@ def counts() -> dict[str, tuple[int, int]]:
 
 
 def agree(value: Any, outcome: Any, within: float = 0.0) -> bool:
-    """Whether a guess agrees with an outcome: words in any case, numbers to the share ``within``."""
+    """Whether a guess agrees with an outcome, ignoring case; ``within`` is a relative tolerance."""
     mine, came_out = _flat(value), _flat(outcome)
     return len(mine) == len(came_out) and all(
         math.isclose(a, b, rel_tol=1e-9, abs_tol=within * abs(b))
@@ -248,7 +246,7 @@ def agree(value: Any, outcome: Any, within: float = 0.0) -> bool:
 
 
 def _in_jupyter() -> bool:
-    """Whether somebody can answer: Jupyter's server names the notebook; nbclient and nbmake don't."""
+    """Whether somebody can answer: Jupyter's server sets this variable; nbclient and nbmake don't."""
     return "JPY_SESSION_NAME" in os.environ
 
 

@@ -1,4 +1,4 @@
-"""Answers that run on real ranks: started under a short time limit, and their errors a verdict."""
+"""Run answers on real ranks, with a short time limit; errors become verdicts."""
 
 import warnings
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from vgpu.profiling import (
 )
 
 TIMEOUT_S = 3.0
-"""From the moment all ranks have met; a right answer takes milliseconds."""
+"""Once all ranks have joined the process group; a right answer takes milliseconds."""
 
 GPU = "V100"
-"""What ranks have where there are too few real GPUs."""
+"""The virtual GPU of each rank if there aren't enough real ones."""
 
-_TRY_IT = "Call it through launch.run in a cell of your own: there you can print along the way."
+_TRY_IT = "Call it through launch.run in a cell of your own, where you can print along the way."
 
 
 def on_ranks(
@@ -33,14 +33,14 @@ def on_ranks(
     gpu: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> list[Any]:
-    """``launch.run``; what goes wrong on the ranks becomes a verdict that says where."""
+    """``launch.run``; errors on ranks become a verdict that says where they happened."""
     try:
         return launch.run(function, nprocs, *args, timeout_s=timeout_s, output="by rank", gpu=gpu)
     except TypeError as unsent:
         raise Wrong(
             yours=str(unsent.__cause__ or unsent),
             expected="a function that can be sent to other processes",
-            hint="Make such a thing inside the function, on each rank.",
+            hint="Create it inside the function, on each rank.",
         ) from unsent
     except launch.RanksHung as hang:
         raise Wrong(
@@ -73,8 +73,7 @@ def on_ranks(
 def answer_on_gpu(
     rank: int, world_size: int, answer: Callable[[torch.Tensor], Any], tensors: list[torch.Tensor]
 ) -> tuple[Any, CollectiveCalls]:
-    """On a rank with a GPU: the answer for the rank's tensor, which is there, and the collectives that
-    it called."""
+    """On a rank with a GPU: the answer for the rank's tensor, on its GPU, and the collectives called."""
     tensor = tensors[rank].to(own_gpu())
     result, calls = count_collectives_on_gpu(rank, world_size, lambda *_: answer(tensor))
     if isinstance(result, torch.Tensor):
@@ -90,8 +89,8 @@ def answer_on_gpu(
 def run_backward(loss: torch.Tensor, instead: str) -> None:
     """``loss.backward()``, on a rank. Raises ValueError if it goes through a plain collective.
 
-    torch only warns: a collective of c10d has no derivative, and autograd passes gradients through
-    it as if it had not been there. instead: what to do, for the message.
+    torch only warns: a c10d collective has no derivative, and autograd passes gradients through as if it
+    weren't there. instead: what to do, for the message.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,8 +1,7 @@
-"""What is remembered of a learner: the exercises solved.
+"""The learner's progress: the exercises solved.
 
-One small file an exercise, so that two notebooks open at once cannot overwrite each other's progress.
-All of it stays on this computer, in the user's own data folder, or in the one that the environment
-variable COURSE_PROGRESS_DIR names.
+There's one small file per exercise, so that two open notebooks can't overwrite each other's progress. All
+of it stays on this computer, in the user's data folder, or in COURSE_PROGRESS_DIR.
 """
 
 import os
@@ -18,21 +17,21 @@ _SOLVED_SUFFIX, GUESS_SUFFIX = ".solved", ".guess"
 
 
 def folder() -> Path:
-    """Where progress is kept; it need not exist yet."""
+    """The folder with the progress, which may not exist yet."""
     chosen = os.environ.get("COURSE_PROGRESS_DIR")
     return Path(chosen) if chosen else platformdirs.user_data_path("multi-gpu-pytorch-hands-on")
 
 
 def record_solved(exercise_id: str) -> str:
-    """Remember an exercise as solved; returns a sentence if that could not be done, else ""."""
+    """Record an exercise as solved; returns a sentence if that failed, otherwise ""."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
         stamp = datetime.now(UTC).isoformat(timespec="seconds")
         (folder() / f"{exercise_id}{_SOLVED_SUFFIX}").write_text(stamp + "\n", encoding="utf-8")
     except OSError as error:
         return (
-            f"Your answer is right, but it could not be noted in {folder()} ({error.strerror}). "
-            "Set COURSE_PROGRESS_DIR to a folder that you may write to."
+            f"Your answer is right, but it could not be saved in {folder()} ({error.strerror}). "
+            "Set COURSE_PROGRESS_DIR to a folder that you can write to."
         )
     return ""
 
@@ -43,7 +42,7 @@ def solved() -> set[str]:
 
 
 def reset() -> None:
-    """Forget all progress, guesses included; says how many exercises were forgotten."""
+    """Delete all progress, including guesses; prints how many exercises were solved."""
     count = len(solved())
     for suffix in (_SOLVED_SUFFIX, GUESS_SUFFIX):
         for path in folder().glob(f"*{suffix}"):

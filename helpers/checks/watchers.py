@@ -1,4 +1,4 @@
-"""What checks watch: models, graphs that are kept, what DDP sends, a run, reads of the host, copies."""
+"""Instrumented models, runs and dispatch modes that record what an answer does, for checks."""
 
 import gc
 import weakref
@@ -21,11 +21,11 @@ FEATURES, CLASSES = 6, 4
 
 
 class _Token:
-    """Lives as long as the autograd node that holds it."""
+    """Alive as long as its autograd node."""
 
 
 class _Witness(torch.autograd.Function):
-    """The identity; its node holds a token, so that a graph that is kept can be seen."""
+    """The identity; its node has a token, which shows whether the graph is still alive."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, tokens: weakref.WeakSet) -> torch.Tensor:
@@ -39,7 +39,7 @@ class _Witness(torch.autograd.Function):
 
 
 class Watched(nn.Module):
-    """A small classifier that notes, at every forward, its mode and whether a graph is recorded."""
+    """A small classifier that records, at every forward, its mode and whether there's a graph."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Watched(nn.Module):
 
 
 class WatchedScores(nn.Module):
-    """A small network that notes at each call: training mode, and whether a graph is recorded."""
+    """A small network that records at each call: training mode, and whether there's a graph."""
 
     def __init__(self, size: int, classes: int) -> None:
         super().__init__()
@@ -76,14 +76,14 @@ class WatchedScores(nn.Module):
 
 
 class _Saved:
-    """Lives as long as anything that one forward has saved for backward."""
+    """Alive as long as anything that one forward has saved for backward."""
 
 
 class WatchedLinear(nn.Linear):
-    """A linear layer that notes at each forward how many samples came, and what earlier ones hold.
+    """A linear layer that records at each forward its number of samples, and how many graphs are alive.
 
-    ``graphs_held`` has the number of earlier forwards through which backward has not gone yet, or has
-    gone with ``retain_graph=True``. A loss that is kept after its backward holds nothing.
+    ``graphs_held`` counts earlier forwards without a backward yet, or with ``retain_graph=True``. A loss
+    that's kept after its backward keeps no saved tensors alive.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""The ledger of claims: read, searched, counted, and each led back to the cell that proves it."""
+"""The ledger of claims: read, search and count claims, and find the cells that prove them."""
 
 import html
 import json
@@ -15,8 +15,8 @@ from vgpu.tables import Table
 ANY = "any"
 PENDING = "pending"
 VERDICTS = ("true", "dated", "false", "predicted", "open")
-"""``predicted``: only the cost model shows it. A second cell of the lesson, tagged ``moves-<id>``,
-shows how the outcome moves when the model's free figures do."""
+"""``predicted``: shown by the cost model only. A second cell of the lesson, tagged ``moves-<id>``, shows how
+the outcome changes with the model's free parameters."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Proof:
 
 @dataclass(frozen=True)
 class Claim:
-    """One sentence of the ledger, and what running it showed.
+    """One claim of the ledger, and its verdict.
 
-    ``holds`` is what is right instead, or the answer, or where a true claim ends; ``believed``
-    why people say it. ``proof`` is None while the claim is pending.
+    ``holds`` is what holds instead, the answer, or the limits of a true claim; ``believed`` is why people
+    say it. ``proof`` is None while the claim is pending.
     """
 
     id: str
@@ -53,15 +53,15 @@ class Claim:
 
     @property
     def status(self) -> str:
-        """One of ``VERDICTS``; "pending" where no cell has settled it yet."""
+        """One of ``VERDICTS``; "pending" if no cell has settled it yet."""
         return PENDING if self.pending else self.verdict
 
 
 def read(folder: Path | str = ".") -> list[Claim]:
-    """All claims of ``folder``/claims.yml, each with its proof from the notebooks beside it.
+    """All claims in ``folder``/claims.yml, each with its proof from the notebooks in that folder.
 
-    Of several proving cells the first in the claim's own lesson counts. Raises FileNotFoundError
-    for a folder without a ledger.
+    If there are several proofs, the first in the claim's lesson counts. Raises FileNotFoundError for a
+    folder without a ledger.
     """
     path = Path(folder) / "claims.yml"
     if not path.exists():
@@ -83,10 +83,10 @@ def lesson_of(notebook: Path) -> str:
 def search(
     claims: Iterable[Claim], words: str = "", verdict: str = ANY, lesson: str = ANY
 ) -> list[Claim]:
-    """The claims that have all of ``words`` in their text, this verdict, and this lesson.
+    """The claims with all of ``words``, this verdict, and this lesson.
 
-    ``words`` are found in any order, in upper and lower case, also inside longer words: in a
-    claim's id, its sentence, what holds and why it is believed. ``ANY`` leaves a filter open.
+    ``words`` can be in any order, case, and inside longer words, in a claim's id, its sentence, what holds,
+    and why it's believed. ``ANY`` disables a filter.
     """
     wanted = words.lower().split()
     return [
@@ -99,7 +99,7 @@ def search(
 
 
 def counts(claims: Iterable[Claim]) -> Table:
-    """How many claims of each lesson have which verdict; the last row counts them all."""
+    """The number of claims by lesson and verdict; the last row is the total."""
     claims = list(claims)
     statuses = [s for s in (*VERDICTS, PENDING) if search(claims, verdict=s)]
     rows: list[list[object]] = []
@@ -120,7 +120,7 @@ def listing(claims: Sequence[Claim]) -> Table:
 
 
 def answers(claims: Sequence[Claim]) -> Table:
-    """What is said, what holds instead, and why people believe the other, with links as above."""
+    """What is said, what holds instead, and why people believe it, with links as in ``listing``."""
     rows = [(c.id, c.claim, c.holds, c.believed) for c in claims]
     header = ("claim", "what is said", "what holds", "why people believe it")
     widths = dict.fromkeys(header[1:], "31%")
@@ -129,7 +129,7 @@ def answers(claims: Sequence[Claim]) -> Table:
 
 @dataclass(frozen=True)
 class Folded:
-    """A long table that a notebook shows as one line, until it is clicked."""
+    """A long table that a notebook shows as one line until it's clicked."""
 
     table: Table
     summary: str

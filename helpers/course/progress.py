@@ -1,4 +1,4 @@
-"""The course as a whole: its routes, its lessons, read from the notebooks, and how far you are."""
+"""The course as a whole: its routes, its lessons, read from the notebooks, and your progress."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from helpers.checks import exercises, guesses, records
 from helpers.course.sections import core_and_whole
 from vgpu.tables import Table
 
-# Name and whom it is for, and its lessons; none are all of them.
+# Name and audience, and lessons; an empty tuple means all of them.
 ROUTES = (
     ("quick: from one GPU to many by the shortest way", ("00", "01", "04", "06", "07", "12")),
     ("old code: and the appendix of that name", ("02", "03", "05")),
@@ -23,8 +23,8 @@ ROUTES = (
 def overview(folder: Path | str = ".") -> Table:
     """The lessons in ``folder``: minutes, what they build on, exercises, guesses.
 
-    The caption says where to go on. Appendices come last. Read from each notebook, so it cannot
-    go stale. Raises FileNotFoundError for a folder without lessons.
+    The caption says where to continue. Appendices come last. Raises FileNotFoundError for a folder without
+    lessons.
     """
     paths = _lessons(folder)
     paths += sorted(Path(folder).glob("appendix_*.ipynb"))
@@ -50,9 +50,9 @@ def overview(folder: Path | str = ".") -> Table:
 
 
 def routes(folder: Path | str = ".") -> Table:
-    """Ways through the lessons in ``folder``: which ones, and how long they take together.
+    """Routes through the lessons in ``folder``: their lessons, and how long they take.
 
-    A lesson that is not there is left out. Raises FileNotFoundError as ``overview`` does.
+    Missing lessons are left out. Raises FileNotFoundError as ``overview`` does.
     """
     minutes_of = {path.name[:2]: core_and_whole(path) for path in _lessons(folder)}
     rows = []
@@ -65,7 +65,7 @@ def routes(folder: Path | str = ".") -> Table:
 
 
 def go_on() -> str:
-    """A sentence that says where to go on: the first exercise after the last one solved."""
+    """A sentence that says where to continue: the first exercise after the last one solved."""
     done = records.solved()
     order = exercises()
     reached = max((place for place, item in enumerate(order) if item.id in done), default=-1)

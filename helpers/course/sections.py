@@ -1,7 +1,7 @@
-"""A lesson's core and the rest: which cells are *more*, and the minutes of both.
+"""A lesson's core and its optional sections, and the minutes that they take.
 
-A section whose heading's cell has the tag ``more`` is no part of the core; JupyterLab shows it
-collapsed. It ends at the next heading of its level or above. ``cells`` are those of a notebook file.
+A section whose heading cell has the tag ``more`` is optional; JupyterLab shows it collapsed. It ends at the
+next heading of the same or a higher level. ``cells`` are those of a notebook file.
 """
 
 import json
@@ -16,7 +16,7 @@ COLLAPSED = "jp-MarkdownHeadingCollapsed"
 
 
 def core(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cells outside of sections that are tagged ``more``."""
+    """The cells outside of sections tagged ``more``."""
     kept = []
     level_of_more = 0  # of the heading that is tagged; 0 outside
     for cell in cells:
@@ -29,9 +29,9 @@ def core(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def minutes(cells: Sequence[dict[str, Any]]) -> float:
-    """What most people take: reading prose and code, guessing, and the exercises' own minutes.
+    """Estimated minutes: for reading prose and code, for guesses, and as stated by exercises.
 
-    Hints and solutions are left out.
+    Hints and solutions don't count.
     """
     words = lines = guesses = stated = 0
     for cell in cells:
@@ -47,7 +47,7 @@ def minutes(cells: Sequence[dict[str, Any]]) -> float:
 
 
 def core_and_whole(path: Path) -> tuple[int, int]:
-    """Minutes of a lesson's core and of all of it, to five minutes, as they are shown."""
+    """Minutes of a lesson's core and of the whole lesson, rounded to five minutes."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     near_core, near_whole = (5 * round(minutes(some) / 5) for some in (core(cells), cells))
     return near_core, near_whole

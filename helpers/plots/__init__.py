@@ -1,4 +1,4 @@
-"""Figures of the lessons; they only read records."""
+"""The lessons' figures; they only read records."""
 
 from helpers.plots.autograd import gradients, graph_before_and_after, kept_per_step
 from helpers.plots.collectives import (

@@ -1,4 +1,4 @@
-"""Autograd drawn: right and wrong gradients, what summed losses keep, and a graph before a cut."""
+"""Figures of autograd: right and wrong gradients, what summed losses keep alive, and a graph with a cut."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ _STEP = 1.5  # from one node to the next in a row; a row is 1 high
 def gradients(
     x: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor, slope: torch.Tensor
 ) -> None:
-    """Two gradients of one function over ``x`` (N,), and its slope measured without autograd."""
+    """Two gradients of one function at ``x`` (N,), and its slope by finite differences."""
     fig, axes = figure(width=7.5, height=3.4)
     axes.plot(x, right, color=COLOURS["blue"], label="written out of place")
     axes.plot(x, wrong, color=COLOURS["vermilion"], linestyle="--", label="edited through .data")
@@ -38,7 +38,7 @@ def gradients(
 
 
 def kept_per_step(runs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-    """Bytes and graph nodes still alive after each step, a row for each way of adding up.
+    """Bytes and graph nodes still alive after each step, a row for each way to sum losses.
 
     ``runs`` maps a name to one ``(bytes, nodes)`` pair a step.
     """
@@ -73,9 +73,9 @@ def kept_per_step(runs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
 def graph_before_and_after(
     graph: Graph, kept_nodes: set[int], kept_edges: set[int], after: str
 ) -> None:
-    """A graph twice: whole, and with everything that a cut removed in pale dashes.
+    """A graph twice: as a whole, and with everything that a cut removed as pale dashed lines.
 
-    A named result in between, as "h = Mul", is where the cut was made: it is marked.
+    A named intermediate result, as in "h = Mul", is where the cut was made, and is highlighted.
     """
     everything = set(range(len(graph.nodes))), set(range(len(graph.edges)))
     places = _places(graph)
@@ -94,7 +94,7 @@ def graph_before_and_after(
         middle = (column + 0.5) * width - sum((min(places)[0], max(places)[0])) / 2
         axes.text((column + 0.5) * width, 0.6, heading, ha="center", fontsize=11)
         _draw(axes, graph, [(x + middle, y) for x, y in places], *kept)
-    headline(fig, "Arrows show the way of backward()", "read from grad_fn")
+    headline(fig, "Arrows show the direction of backward()", "read from grad_fn")
     lost = [node.label for index, node in enumerate(graph.nodes) if index not in kept_nodes]
     show(
         fig,

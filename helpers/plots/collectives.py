@@ -1,7 +1,7 @@
-"""Collectives and DDP: who holds what before and after, a ring step by step, who is dealt what, bytes sent.
+"""Figures of collectives and DDP: data before and after, a ring step by step, samplers, and bytes sent.
 
-The lesson starts rank r with small numbers times 10**r. So a number tells which ranks went into
-it: 110 holds something of ranks 1 and 2. The colours of a cell are read off its number.
+In the lesson, rank r starts with small numbers times 10**r, so a number shows which ranks contributed to
+it: 110 is a sum over ranks 1 and 2. The colours of a cell are determined by its number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ Held = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def origins(number: int) -> list[int]:
-    """The ranks whose numbers went into a sum: the places of its digits that are not 0.
+    """The ranks that contributed to a sum: the positions of its nonzero digits.
 
     Raises ValueError for a negative number, and for one with more digits than there are colours.
     """
@@ -35,7 +35,7 @@ def origins(number: int) -> list[int]:
 
 
 def before_and_after(held: dict[str, Held]) -> None:
-    """One row of cells a rank, before and after each collective.
+    """One row of cells per rank, before and after each collective.
 
     ``held`` maps a collective's name to the ``(before, after)`` of each rank, whole numbers as
     described above; ``after`` is None on a rank that receives nothing.
@@ -82,7 +82,7 @@ def before_and_after(held: dict[str, Held]) -> None:
 
 
 def busiest_rank(counted: dict[str, dict[int, float]]) -> None:
-    """Bytes sent by the busiest rank, as multiples of the tensor's bytes, over the ranks.
+    """Bytes sent by the busiest rank, as multiples of the tensor's bytes, by number of ranks.
 
     ``counted`` maps the name of an algorithm to {number of ranks: multiple}.
     """
@@ -178,7 +178,7 @@ def _arrows(axes: Axes, sent: Sequence[int], ranks: int) -> None:
 
 
 def hands(parts: Sequence[Sequence[int]]) -> None:
-    """Which samples each rank was dealt, by a sampler; samples dealt before are marked.
+    """The samples that a sampler gave to each rank; repeated samples are highlighted.
 
     ``parts`` holds one list of sample numbers for each rank. A sample counts as dealt again where
     the same one stands further left, or higher in the same column.
@@ -206,7 +206,7 @@ def hands(parts: Sequence[Sequence[int]]) -> None:
 
 
 def bytes_sent(runs: dict[str, Sequence[int]]) -> None:
-    """Bytes that a rank has handed to all-reduce after each micro-batch, one line a run."""
+    """Bytes that a rank has passed to all-reduce after each micro-batch, one line per run."""
     fig, axes = figure(height=2.8)
     markers = "osD^"
     for index, (name, counts) in enumerate(runs.items()):
@@ -235,7 +235,7 @@ def bytes_sent(runs: dict[str, Sequence[int]]) -> None:
 def interrupted(
     whole: Sequence[tuple[int, float]], resumed: Sequence[tuple[int, float]], stopped_after: int
 ) -> None:
-    """Accuracy after each epoch, of an undisturbed run and of one that was stopped and resumed.
+    """Accuracy after each epoch, of an uninterrupted run and of one that was stopped and resumed.
 
     Each run is a list of (number of ranks, accuracy between 0 and 1), one an epoch.
     """
@@ -259,7 +259,7 @@ def interrupted(
 
 
 def latency_and_bandwidth(measured: Mapping[int, float], expected: Mapping[int, float]) -> None:
-    """Seconds of an all-reduce over its bytes: points as measured, a line of the two numbers."""
+    """Seconds of an all-reduce by its bytes: measured points, and the fitted latency and bandwidth."""
     fig, axes = figure(width=7.5, height=3.4)
     sizes = list(measured)
     axes.plot(

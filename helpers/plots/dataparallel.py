@@ -1,4 +1,4 @@
-"""DataParallel: who gets how much of a batch, one call as a drawing, each GPU's bytes, times beside DDP."""
+"""Figures of DataParallel: shares of a batch, the parts of a call, bytes per GPU, and times beside DDP."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ from vgpu.units import format_bytes
 
 
 def shares(runs: dict[int, list[tuple[torch.device, int]]]) -> None:
-    """One panel a run: the samples that each GPU received.
+    """One panel per run: the samples that each GPU received.
 
     ``runs`` maps a number of GPUs to ``(device, samples)`` pairs, as noted by a hook. GPUs that
     received nothing are marked with 0.
@@ -47,7 +47,7 @@ def shares(runs: dict[int, list[tuple[torch.device, int]]]) -> None:
 
 
 def share_bars(sizes: Sequence[int]) -> None:
-    """One bar a GPU: its share of a batch, with the idle ones marked."""
+    """One bar per GPU: its share of a batch; idle GPUs are marked."""
     fig, axes = figure(width=7.5, height=2.6)
     bars = axes.bar(range(len(sizes)), sizes, color=COLOURS["blue"], width=0.7)
     axes.bar_label(bars, [str(size) if size else "idle" for size in sizes], padding=2)
@@ -61,7 +61,7 @@ def share_bars(sizes: Sequence[int]) -> None:
 
 
 def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> None:
-    """For each number of GPUs, one stacked bar a batch: what each replica received, GPU 0 lowest.
+    """For each number of GPUs, one stacked bar per batch: what each replica received, GPU 0 at the bottom.
 
     ``records[gpu_count][batch]`` lists ``(device, samples)`` of the replicas that ran.
     """
@@ -89,9 +89,7 @@ def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> N
         texts.append(f"{count} GPU{'s' if count > 1 else ''}: {', '.join(cuts)}.")
         axes.grid(axis="x", visible=False)
     panels[0][0].set_ylabel("samples")
-    headline(
-        fig, "The batch stays whole outside and is cut inside", "counted in forward, GPU 0 lowest"
-    )
+    headline(fig, "The batch is whole outside and split inside", "counted in forward, GPU 0 lowest")
     show(fig, f"Stacked bars of samples, one a batch, cut by GPU. {' '.join(texts)}")
 
 
@@ -111,10 +109,10 @@ def four_parts(
     *,
     backward: bool = False,
 ) -> None:
-    """One call of DataParallel as boxes with sizes: a row a GPU, time to the right.
+    """One call of DataParallel as boxes with sizes: a row per GPU, time to the right.
 
-    chunks and outputs: one tensor a GPU, in their order; weights: how many numbers each replica
-    has; output: what was gathered on the first GPU. backward: draw its gradients, too.
+    chunks and outputs: one tensor per GPU, in order; weights: the number of parameters of each replica;
+    output: what was gathered on the first GPU. backward: draw the gradients, too.
     """
     gpus = [chunk.device for chunk in chunks]
     columns = _COLUMNS if backward else _COLUMNS[:-1]
@@ -140,7 +138,7 @@ def four_parts(
         axes.text(column, -0.65, name, ha="center", va="center", color="#444444", fontsize=9)
     axes.axis("off")
     back = ": and back again" if backward else ""
-    headline(fig, f"Cut, copied, computed, joined{back}", "sizes of a real call")
+    headline(fig, f"Split, copied, computed, joined{back}", "sizes of a real call")
     cut = ", ".join(f"{_by(chunk)} on {gpu}" for chunk, gpu in zip(chunks, gpus, strict=True))
     show(
         fig,
@@ -198,7 +196,7 @@ def _arrow(
 
 
 def iteration(steps: Sequence[Snapshot]) -> None:
-    """A panel for each GPU: one stacked bar after each step, MiB by cause; a mark at each peak."""
+    """A panel per GPU: one stacked bar after each step, MiB by cause; peaks are marked."""
     gpus = list(steps[-1].by_cause)
     fig, panels = figure(len(gpus), 1, width=8, height=2.2 * len(gpus), sharex=True, sharey=True)
     for gpu, axes in zip(gpus, panels, strict=True):

@@ -1,4 +1,4 @@
-"""Where things are: tensors in the memories of a machine, and cards behind ordinals."""
+"""Figures of devices: tensors in the memories of a machine, and physical GPUs behind ordinals."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -47,9 +47,9 @@ def memories(
 
 
 def relabelled(seen: Mapping[str, Sequence[int]], cards: int) -> None:
-    """For each value of CUDA_VISIBLE_DEVICES: the cards, and the ordinal that each gets.
+    """For each value of CUDA_VISIBLE_DEVICES: the physical GPUs, and the ordinal of each.
 
-    seen: value → the card behind ``cuda:0``, ``cuda:1`` and so on.
+    seen: value → the physical GPUs of ``cuda:0``, ``cuda:1`` and so on.
     """
     fig, panels = figure(1, len(seen), width=2.5 * len(seen), height=2.5, squeeze=False)
     for axes, (value, chosen) in zip(panels.flat, seen.items(), strict=True):

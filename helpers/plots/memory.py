@@ -41,7 +41,7 @@ _OF_MODULE = [COLOURS[name] for name in ("sky", "blue", "green", "yellow", "oran
 
 
 def step_by_cause(record: StepRecord) -> None:
-    """An area over the operations of one step: MiB by cause, the phases, and the peak named."""
+    """A stacked area over the operations of one step: MiB by cause, with phases and peak."""
     fig, axes = figure(width=8, height=3.6)
     _step_areas(axes, record)
     peak = record.peak
@@ -62,7 +62,7 @@ def step_by_cause(record: StepRecord) -> None:
 
 
 def step_by_module(record: StepRecord) -> None:
-    """An area over the operations of one step: activations, MiB by the module that made them."""
+    """A stacked area over the operations of one step: activations, MiB by module."""
     fig, axes = figure(width=8, height=3)
     names = sorted({name for m in record.moments for name in m.activations_by_module})
     sizes = {
@@ -77,7 +77,7 @@ def step_by_module(record: StepRecord) -> None:
         ylim=(0, record.most(ACTIVATIONS) / MIB * 1.2),
         xlabel="operations of one training step, in order",
     )
-    title(axes, "Last made, first freed", "activations by module, bytes counted")
+    title(axes, "Last created, first freed", "activations by module, bytes counted")
     lives = [
         f"{name or 'the loss'} {max(sizes[name or 'outside (the loss)']):.1f}" for name in names
     ]
@@ -99,16 +99,16 @@ def peaks_by_cause(records: Mapping[str, StepRecord]) -> None:
     axes.set_yticks(range(len(peaks)), list(records)[::-1])
     axes.set(xlim=(0, max(ends) * 1.28), xlabel="MiB at the peak of one step")
     legend_beside(axes)
-    headline(fig, "What the peak consists of", "bytes counted")
+    headline(fig, "What makes up the peak", "bytes counted")
     summary = [
         f"{name} {peak.total_bytes / MIB:.1f} MiB in {peak.phase}"
         for name, peak in zip(list(records)[::-1], peaks, strict=True)
     ]
-    show(fig, f"Bars of what each step's peak consists of: {'; '.join(summary[::-1])}.")
+    show(fig, f"Bars of what makes up each step's peak: {'; '.join(summary[::-1])}.")
 
 
 def against_k(peaks: Mapping[int, int], times_s: Mapping[int, float], gpu: str) -> None:
-    """Two panels against the number k of small batches: peak bytes, and time beside the shortest."""
+    """Two panels by the number k of small batches: peak bytes, and time relative to the shortest."""
     fig, (left, right) = figure(1, 2, width=8, height=3)
     left.plot(list(peaks), [size / MIB for size in peaks.values()], "o-", color=COLOURS["blue"])
     left.set(ylabel="peak of one step, MiB", ylim=(0, None))
@@ -117,7 +117,7 @@ def against_k(peaks: Mapping[int, int], times_s: Mapping[int, float], gpu: str) 
     ratios = [time_s / shortest_s for time_s in times_s.values()]
     right.plot(list(times_s), ratios, "o-", color=COLOURS["orange"])
     right.set(ylabel="time, the shortest is 1", ylim=(0, None))
-    title(right, "In the end, more time", f"virtual time, {gpu}")
+    title(right, "Eventually, more time", f"virtual time, {gpu}")
     for axes in (left, right):
         log2_ticks(axes, list(peaks))
         axes.set_xlabel("k, small batches for one step")
@@ -204,7 +204,7 @@ def steps_by_cause(records: Mapping[str, StepRecord], columns: int = 1) -> None:
 
 
 def fitting(peaks: Mapping[str, int], capacity_bytes: int) -> None:
-    """A bar for each way to run a step, and the line that it must stay under."""
+    """A bar for each way to run a step, and the limit that it must stay below."""
     fig, axes = figure(width=8, height=2.6)
     names, sizes = list(peaks)[::-1], [size / MIB for size in peaks.values()][::-1]
     limit = capacity_bytes / MIB
@@ -257,7 +257,7 @@ def _phases(axes: Any, record: StepRecord) -> None:
 
 
 def _apart(ticks: Sequence[int]) -> list[str]:
-    """The numbers of a logarithmic axis, but for those that would touch the one before."""
+    """The tick labels of a logarithmic axis, without those that would touch the previous one."""
     texts, last = [], 0
     for tick in ticks:
         texts.append(str(tick) if tick >= 1.15 * last else "")
@@ -338,7 +338,7 @@ def who_holds(cut: Mapping[str, Sequence[str]], gpus: int) -> None:
 
 
 def memory_over_step(sizes: Mapping[str, Sequence[int]]) -> None:
-    """A curve for each way: the bytes of one GPU after each allocation and release of a step."""
+    """A curve for each way: the bytes of one GPU after each allocation and free of a step."""
     fig, axes = figure(width=8.5, height=3.6)
     colours = [COLOURS[name] for name in ("black", "vermilion", "blue", "green", "purple")]
     for (name, curve), colour in zip(sizes.items(), colours, strict=False):

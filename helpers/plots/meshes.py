@@ -1,4 +1,4 @@
-"""Who holds and does what on a mesh: groups of GPUs, parts of matrices, a ring's work, how full experts are."""
+"""Figures of meshes: groups of GPUs, shards of matrices, work in a ring, and the load of experts."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -45,7 +45,7 @@ def mesh(groups: Mapping[str, Groups], gpus_per_host: int, how: str = "counted")
         )
         if axes is not panels[0, 0]:
             axes.set_yticklabels([])
-    headline(fig, "GPUs of one colour talk to each other", how)
+    headline(fig, "GPUs of one color communicate", how)
     summary = "; ".join(
         f"{name}, {len(dimension_groups)} groups of {len(dimension_groups[0])}, the first one ranks "
         f"{', '.join(map(str, dimension_groups[0]))}"
@@ -73,10 +73,10 @@ def _draw_groups(axes: Axes, groups: Groups, gpus_per_host: int) -> None:
 
 
 def ring_work(work: Mapping[str, Sequence[Sequence[float]]], unit: str) -> None:
-    """What each rank computes in each step of a ring, one panel for each way to cut a sequence.
+    """What each rank computes in each step of a ring, one panel for each way to split a sequence.
 
-    work: of each way, ``[rank][step]`` in ``unit``. Below each step stands the most that a rank has
-    to do in it: the others wait for that rank.
+    work: for each way, ``[rank][step]`` in ``unit``. Below each step is the maximum over the ranks: the
+    others wait for that rank.
     """
     fig, panels = figure(1, len(work), width=1.2 + 3.2 * len(work), height=3.1, squeeze=False)
     most = max(max(row) for rows in work.values() for row in rows)
@@ -103,7 +103,7 @@ def ring_work(work: Mapping[str, Sequence[Sequence[float]]], unit: str) -> None:
 
 
 def expert_load(tokens: Sequence[int], experts_per_rank: int, capacity: int | None = None) -> None:
-    """Tokens that each expert is sent, coloured by the rank that holds it, and its capacity."""
+    """Tokens sent to each expert, coloured by the expert's rank, and its capacity."""
     fig, axes = figure(width=7.0, height=2.9)
     ranks = len(tokens) // experts_per_rank
     colours = [RANK_COLOURS[number // experts_per_rank] for number in range(len(tokens))]
@@ -154,7 +154,7 @@ class Held(NamedTuple):
 
 
 def held(tensors: Sequence[tuple[str, str, int, int, str]], gpus: int, message: str) -> None:
-    """One row a GPU, one column a matrix: the outline is the whole matrix, the colour what it has.
+    """One row per GPU, one column per matrix: outlined is the whole matrix, coloured the GPU's part.
 
     tensors: as ``Held``. ValueError for a part that is none of the four.
     """
@@ -182,7 +182,7 @@ def held(tensors: Sequence[tuple[str, str, int, int, str]], gpus: int, message: 
     axes.set(xlim=(-0.05, width), ylim=(gpus * (height + 0.35) - height / 2, -height / 2 - 0.45))
     axes.set_aspect("equal")
     axes.axis("off")
-    title(axes, message, "coloured: what a GPU holds; hatched: one part of a sum")
+    title(axes, message, "colored: what a GPU holds; hatched: one part of a sum")
     summary = ", ".join(
         f"{tensor.name} ({tensor.rows} by {tensor.columns}) {_SAID[tensor.part]}"
         for tensor in drawn

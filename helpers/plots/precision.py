@@ -1,4 +1,4 @@
-"""Precision: the numbers that a format has, errors of sums, and losses of several trainings."""
+"""Figures of precision: the numbers of a format, errors of sums, and losses of several runs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ _ORDER = [COLOURS[n] for n in ("black", "grey", "blue", "orange", "green", "verm
 
 
 def formats(counts: Mapping[str, Mapping[int, int]]) -> None:
-    """Range across, precision up: how many numbers each format has in each doubling.
+    """Range on the x axis, precision on the y axis: how many numbers each format has per power of two.
 
     counts: format → {exponent e: how many of its numbers lie from 2^e up to 2^(e + 1)}.
     """
@@ -38,7 +38,7 @@ def formats(counts: Mapping[str, Mapping[int, int]]) -> None:
 
 
 def number_lines(numbers: Mapping[str, torch.Tensor], most: float) -> None:
-    """Every number of each format from 0 to ``most``, as a mark on a line of its own."""
+    """Every number of each format from 0 to ``most``, as a tick on a number line per format."""
     fig, axes = figure(width=8, height=0.7 + 0.42 * len(numbers))
     names = list(numbers)[::-1]
     for row, name in enumerate(names):
@@ -55,7 +55,7 @@ def number_lines(numbers: Mapping[str, torch.Tensor], most: float) -> None:
 def errors_by_ranks(
     errors: Mapping[str, Mapping[int, float]], measured: Mapping[str, tuple[int, float]]
 ) -> None:
-    """The relative error of a sum over the number of ranks, a line for each way to add.
+    """The relative error of a sum by the number of ranks, a line for each way to add.
 
     errors: way → {ranks: error}. measured: name → (ranks, error) of real all-reduces, as points.
     """
@@ -70,7 +70,7 @@ def errors_by_ranks(
     log2_ticks(axes, sorted(next(iter(errors.values()))))
     axes.set(yscale="log", xlabel="ranks", ylabel="relative error of the sum")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    title(axes, "In a ring the error grows with the ranks", "real gradients, beside float64")
+    title(axes, "In a ring the error grows with the ranks", "real gradients, compared with float64")
     summary = "; ".join(
         f"{name}: {found[min(found)]:.1e} on {min(found)} ranks, {found[max(found)]:.1e} on {max(found)}"
         for name, found in errors.items()
@@ -79,7 +79,7 @@ def errors_by_ranks(
 
 
 def losses(curves: Mapping[str, Sequence[float]], message: str, how: str) -> None:
-    """The loss over the steps of several trainings; later ones are drawn thinner, on top."""
+    """The loss over the steps of several runs; later ones are drawn thinner, on top."""
     fig, axes = figure(width=7.5, height=3.2)
     looks: Any = zip(("grey", "blue", "vermilion", "green"), (5, 2.5, 1.8, 1.2), strict=True)
     for (name, curve), (colour, width) in zip(curves.items(), looks, strict=False):
@@ -92,7 +92,7 @@ def losses(curves: Mapping[str, Sequence[float]], message: str, how: str) -> Non
 
 
 def scaled_numbers(scaled: torch.Tensor, dtype: torch.dtype, message: str) -> None:
-    """Where scaled numbers lie in the range of ``dtype``, on a logarithmic axis; zeros are left out."""
+    """A histogram of scaled numbers in the range of ``dtype``, on a logarithmic axis, without zeros."""
     limits = torch.finfo(dtype)
     subnormal = math.log2(limits.smallest_normal)
     fraction_bits = -round(math.log2(limits.eps))

@@ -1,4 +1,4 @@
-"""A pipeline schedule in time: one row a device, one numbered box an action."""
+"""A pipeline schedule over time: one row per device, one numbered box per action."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -116,7 +116,7 @@ def _ink(colour: tuple[float, float, float]) -> str:
 
 
 def _numbers(axes: Axes, simulated: SimulatedSchedule, factor: float, end: float) -> None:
-    """The micro-batch in each box that has room, all as one artist: as texts they take seconds."""
+    """The micro-batch in each box with enough room, as one artist: text objects would take seconds."""
     fig = axes.get_figure(root=True)
     assert fig is not None
     inches = fig.get_figwidth() * 0.75 / end

@@ -1,4 +1,4 @@
-"""Serving: what a forward takes by its tokens, latency against throughput, and tokens as they come."""
+"""Figures of serving: time of a forward by its tokens, latency against throughput, and token times."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from vgpu.units import format_seconds
 def forwards(
     times_s: Mapping[int, float], arithmetic_s: Mapping[int, float], memory_s: float
 ) -> None:
-    """Milliseconds of one forward over its number of tokens, above the two lines of a roofline.
+    """Milliseconds of one forward by its number of tokens, above the two lines of a roofline.
 
     times_s, arithmetic_s: tokens → seconds; memory_s: to read all weights once.
     """
@@ -106,7 +106,7 @@ def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]]) ->
 
 
 def token_times(streams: Mapping[str, Sequence[float]], arrival_s: float) -> None:
-    """A mark for each token of one user, in a row for each way to serve; others' prompt as a line.
+    """A tick for each token of one user, in a row for each way to serve; others' prompt as a line.
 
     streams: name → when each token comes, in seconds; arrival_s: when the others' long prompt comes.
     """

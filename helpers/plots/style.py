@@ -1,4 +1,4 @@
-"""The look that all figures share: one palette, units on the axes, readable on light and dark."""
+"""The style of all figures: one palette, units on the axes, readable on light and dark."""
 
 import base64
 import html
@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
-# Okabe and Ito, "Color Universal Design", 2008: distinguishable with colour-blind eyes.
+# Okabe and Ito, "Color Universal Design", 2008: distinguishable with color vision deficiency.
 COLOURS = {
     "blue": "#0072B2",
     "orange": "#E69F00",
@@ -32,7 +32,7 @@ RANK_COLOURS = tuple(
     for name in ("sky", "orange", "green", "vermilion", "purple", "yellow", "grey", "blue")
 )
 
-# An opaque light ground: the same figure is readable in a light and in a dark notebook.
+# An opaque light background: the figure is readable in light and dark notebooks.
 _STYLE: Any = {
     "figure.facecolor": "#FFFFFF",
     "axes.facecolor": "#FFFFFF",
@@ -56,8 +56,8 @@ def figure(
 ) -> tuple[Figure, Any]:
     """``plt.subplots`` in the course's style; width and height in inches.
 
-    Returns the figure and its axes: one Axes, or an array of them, as ``plt.subplots`` does. The
-    caller hands the figure to ``show``; it is laid out without overlaps by itself.
+    Returns the figure and its axes: one Axes, or an array of them, as ``plt.subplots`` does. Pass the
+    figure to ``show``.
     """
     with plt.rc_context(_STYLE):
         fig, axes = plt.subplots(
@@ -67,7 +67,7 @@ def figure(
 
 
 def title(axes: Axes, message: str, how: str) -> None:
-    """A title that states the message, and in grey how the numbers were got.
+    """A title that states the message, and in gray how the numbers were obtained.
 
     ``how`` is "measured", "counted" or "virtual time", with what it was measured on.
     """
@@ -89,10 +89,9 @@ def stacked_bars(
     across: bool = False,
     width: float = 0.6,
 ) -> list[float]:
-    """At each of ``places`` one bar, in which the parts of ``sizes`` follow each other.
+    """A stacked bar at each of ``places``, with the parts in ``sizes``.
 
-    sizes: part → its size at each place. across: from left to right instead of upward. Returns
-    where each bar ends.
+    sizes: part → its size at each place. across: horizontal bars. Returns the end of each bar.
     """
     ends = [0.0] * len(places)
     draw: Any = axes.barh if across else axes.bar
@@ -130,8 +129,8 @@ def arrow(
 def show(fig: Figure, alt: str) -> None:
     """Show a finished figure with its alternative text, and close it.
 
-    alt: what a reader who cannot see the figure should know: its kind, what is on it, and the
-    numbers that make its point; one to three sentences. Raises ValueError for less than a sentence.
+    alt: what a reader who can't see the figure should know: its kind, what it shows, and the numbers that
+    matter, in one to three sentences. Raises ValueError for less than a sentence.
     """
     if len(alt.split()) < 5:
         raise ValueError(f"alternative text says what a figure shows in a sentence, got {alt!r}")
@@ -140,10 +139,10 @@ def show(fig: Figure, alt: str) -> None:
 
 
 class _Picture:
-    """A figure as notebooks, sites and screen readers take it.
+    """A figure for notebooks, websites and screen readers.
 
-    Neither JupyterLab nor nbconvert writes alternative text for a bare PNG, so the HTML comes first;
-    exports to paper take the PNG, and a terminal prints the text.
+    Neither JupyterLab nor nbconvert writes alternative text for a bare PNG, so HTML comes first; PDF exports
+    use the PNG, and a terminal prints the text.
     """
 
     def __init__(self, fig: Figure, alt: str) -> None:

@@ -1,4 +1,4 @@
-"""A timeline of virtual time: one lane a stream, one bar a stretch of work of one kind."""
+"""Figures of virtual time: a row per stream, a bar per stretch of work of one kind."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -64,7 +64,7 @@ def timelines(
     host: bool = False,
     devices: Sequence[torch.device] | None = None,
 ) -> None:
-    """Several recordings under each other, on one scale of time; the names are their titles."""
+    """Several recordings below each other, on one time scale; the names are their titles."""
     end_s = max(record.makespan_s for record in records.values())
     every = {
         name: visible(lanes_of(record, host, devices), end_s) for name, record in records.items()
@@ -112,8 +112,8 @@ def _draw(
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     how = f"virtual time, {record.gpu}"
     if left_out:
-        streams = "a stream that works" if left_out == 1 else f"{left_out} streams that work"
-        how += f"; without {streams} for moments only"
+        streams = "a stream that is" if left_out == 1 else f"{left_out} streams that are"
+        how += f"; without {streams} busy only briefly"
     title(axes, message, how)
 
 
@@ -171,7 +171,7 @@ def visible(
 
 
 def _name_of(record: Timeline, device: torch.device) -> str:
-    """A GPU's name; of joined ranks of a cluster, the rank's, since GPUs are numbered by host."""
+    """A GPU's name; for joined ranks of a cluster, the rank, since GPUs are numbered per host."""
     ranks = record.ranks
     if len(ranks) == 1 or ranks == list(range(len(ranks))):
         return str(device)
@@ -179,7 +179,7 @@ def _name_of(record: Timeline, device: torch.device) -> str:
 
 
 def _work_of(events: Sequence[TraceEvent]) -> str:
-    """What a stream does, in a word or two; its number where it does several things."""
+    """What a stream does, in a word or two; its number if it does several things."""
     kinds = {event.kind for event in events}
     if kinds == {"collective"}:
         names = {event.name for event in events}
@@ -191,7 +191,7 @@ def _work_of(events: Sequence[TraceEvent]) -> str:
 
 
 def kind_of(event: TraceEvent) -> str:
-    """What a bar's colour says: forward (of a module), backward, other kernels, copy and so on."""
+    """The kind of an event, shown as color: forward (of a module), backward, other kernels, copy etc."""
     if event.kind != "kernel":
         return event.kind
     if event.backward:

@@ -1,4 +1,4 @@
-"""Times and speeds: by split size, of a split layer, over the number of GPUs and the checkpoint interval."""
+"""Figures of times and speeds: by split size, of a split layer, by number of GPUs and checkpoint interval."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -130,13 +130,13 @@ def split_times(timelines: Mapping[str, Timeline], message: str) -> None:
 
 
 def parts_of(timeline: Timeline) -> tuple[float, float]:
-    """Seconds of a timeline, and those in which its collectives are on their way."""
+    """Seconds of a timeline, and those during which collectives are running."""
     sent_s = sum(e.duration_s for e in timeline.events if e.kind == "collective")
     return timeline.makespan_s, sent_s
 
 
 def gained(times_s: Mapping[int, Mapping[int, float]], message: str, how: str) -> None:
-    """A line for each number of GPUs: how many times as fast as one, over the width of the layer.
+    """A line for each number of GPUs: the speedup over one GPU, by the width of the layer.
 
     times_s: width → {number of GPUs: seconds}, with 1 among the numbers.
     """
@@ -162,7 +162,7 @@ def gained(times_s: Mapping[int, Mapping[int, float]], message: str, how: str) -
 
 
 def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, int]) -> None:
-    """Million tokens/s over the number of GPUs, a line for each network; dotted, in proportion.
+    """Million tokens/s by the number of GPUs, a line for each network; dotted is linear scaling.
 
     tokens: for each number of GPUs, those that one of them has in a step.
     """
@@ -190,7 +190,7 @@ def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, i
 def goodput(
     shares: Mapping[int, Mapping[float, tuple[float, float]]], best_s: Mapping[int, float]
 ) -> None:
-    """The share of time that lasts, over the interval between checkpoints, for numbers of GPUs.
+    """Goodput by the interval between checkpoints, for several numbers of GPUs.
 
     shares: GPUs → {interval in seconds: (by formula, simulated)}. best_s: GPUs → the square root.
     """
@@ -203,7 +203,7 @@ def goodput(
     axes.set(xscale="log", xlabel="minutes of training between two checkpoints", ylim=(0, 1))
     axes.set_xticks(minutes, [f"{m:g}" for m in minutes])
     axes.minorticks_off()
-    axes.set_ylabel("share of time that lasts")
+    axes.set_ylabel("share of useful time")
     axes.legend(loc="lower center", fontsize=9)
     title(
         axes,
@@ -215,4 +215,4 @@ def goodput(
         f"{max(f for f, _ in points.values()):.0%}, and {points[max(points)][0]:.0%} at the longest"
         for gpus, points in shares.items()
     )
-    show(fig, f"Curves of the share of time that lasts over the checkpoint interval: {summary}.")
+    show(fig, f"Curves of the share of useful time over the checkpoint interval: {summary}.")

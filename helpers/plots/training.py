@@ -1,4 +1,4 @@
-"""A training: its network, its curves, the images it gets wrong, a resume, and times of a step."""
+"""Figures of training: the network, learning curves, misclassified images, a resume, and step times."""
 
 import math
 import statistics
@@ -70,7 +70,7 @@ def _run(model: nn.Module, inputs: torch.Tensor) -> list[tuple[str, torch.Size, 
 def learning_curves(history: Sequence[Mapping[str, float]], device: object) -> None:
     """Loss and accuracy over the epochs of one run, side by side.
 
-    history: one record an epoch, with "train_loss", "test_loss" (nats) and "test_accuracy" (0 to 1).
+    history: one record per epoch, with "train_loss", "test_loss" (nats) and "test_accuracy" (0 to 1).
     """
     epochs = range(1, len(history) + 1)
     fig, (left, right) = figure(1, 2)
@@ -110,7 +110,7 @@ def digit_grid(images: torch.Tensor, titles: Sequence[str], columns: int = 8) ->
         cell.imshow(image, cmap="gray_r")
         cell.set_title(text, fontsize=9, loc="center")
     titles = list(titles)[: len(images)]
-    show(fig, f"{len(images)} small grey images in a grid, titled: {'; '.join(titles) or 'none'}.")
+    show(fig, f"{len(images)} small gray images in a grid, titled: {'; '.join(titles) or 'none'}.")
 
 
 def resumed_curves(
@@ -119,7 +119,7 @@ def resumed_curves(
     stopped_after: int,
     device: object,
 ) -> None:
-    """An uninterrupted run's loss a step, and those of runs resumed after ``stopped_after`` steps.
+    """The loss per step of an uninterrupted run, and of runs resumed after ``stopped_after`` steps.
 
     resumed: label → all losses of that run, from the first step on (nats). The lower panel shows
     how far each is from the uninterrupted run.
@@ -151,7 +151,7 @@ def resumed_curves(
 
 
 def learned(losses: torch.Tensor, vocabulary: int) -> None:
-    """The loss over the steps, beside that of a guess among all letters."""
+    """The loss over the steps, beside that of guessing uniformly among all letters."""
     fig, axes = figure(width=7, height=2.8)
     guess = math.log(vocabulary)
     axes.plot(range(1, len(losses) + 1), losses.tolist(), color=COLOURS["blue"])
@@ -168,7 +168,7 @@ def learned(losses: torch.Tensor, vocabulary: int) -> None:
 
 
 def by_batch(learned: Mapping[tuple[str, int], Sequence[float]]) -> None:
-    """The loss after as many epochs, for each way to choose the rate and each batch.
+    """The loss after the same number of epochs, for each way to set the learning rate and each batch size.
 
     learned: (way, batch) → the losses of several seeds.
     """
@@ -194,7 +194,7 @@ def by_batch(learned: Mapping[tuple[str, int], Sequence[float]]) -> None:
 
 
 def repeated_times(times_s: Mapping[str, Sequence[float]]) -> None:
-    """One row a name: every repeat as a dot, the median and the quartiles as a bar.
+    """One row per name: every repeat as a dot, the median and the quartiles as a bar.
 
     ``times_s`` maps a name to seconds, two or more repeats of one step.
     """

@@ -25,10 +25,10 @@ _NAMES = {name: getattr(torch, name) for name in ("exp", "tanh", "sigmoid", "rel
 
 @dataclass(frozen=True)
 class Comparison:
-    """One expression computed twice: as written, and with ``h`` cut off from its history.
+    """One expression computed twice: as written, and with the graph cut at ``h``.
 
-    ``kept_nodes`` and ``kept_edges`` are indices into ``graph``, the graph as written. A gradient
-    is None where the backward pass did not arrive.
+    ``kept_nodes`` and ``kept_edges`` are indices into ``graph``, the graph as written. A gradient is None if
+    the backward pass didn't reach the tensor.
     """
 
     inner: str
@@ -97,7 +97,7 @@ def graph_explorer() -> widgets.VBox:
 def _evaluate(
     inner: str, outer: str, cut: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """y, h, and the leaves by name, with ``h`` cut off from its history unless ``cut`` is None."""
+    """y, h, and the leaves by name; the graph is cut at ``h`` unless ``cut`` is None."""
     numbers = {"x": (0.5, 1.0, 1.5), "w": (1.0, -1.0, 0.5), "v": (2.0, 1.0, -1.0)}
     leaves = {name: torch.tensor(data, requires_grad=True) for name, data in numbers.items()}
     with torch.set_grad_enabled(cut != "no_grad()"):

@@ -1,4 +1,4 @@
-"""Depth and segments to bytes and recomputation: each a real training step."""
+"""Explorer of activation checkpointing: depth and segments to bytes and recomputation, measured."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _BATCH, _WIDTH = 2048, 16
 
 @dataclass(frozen=True)
 class Run:
-    """One step of ``depth`` layers in ``segments``: its record, and forward calls of each layer."""
+    """One step of ``depth`` layers in ``segments``: its record, and how often each layer's forward ran."""
 
     depth: int
     segments: int
@@ -36,8 +36,8 @@ class Run:
 def run_step(depth: int, segments: int, gpu: torch.device) -> Run:
     """A training step of ``depth`` equal layers, Linear and Tanh, on ``gpu``.
 
-    ``checkpoint_sequential`` runs it in ``segments``; 1 is without checkpoints. Raises ValueError
-    for segments outside 1 to depth.
+    ``checkpoint_sequential`` runs it in ``segments``; 1 is without activation checkpointing. Raises
+    ValueError for segments outside 1 to depth.
     """
     if not 1 <= segments <= depth:
         raise ValueError(f"{depth} layers make 1 to {depth} segments, got {segments}")
@@ -55,7 +55,7 @@ def run_step(depth: int, segments: int, gpu: torch.device) -> Run:
 
 
 def run_table(plain: Run, run: Run) -> Table:
-    """Peak and forward calls, without and with checkpoints."""
+    """Peak and forward calls, without and with activation checkpointing."""
     saved = 1 - run.record.peak.total_bytes / plain.record.peak.total_bytes
     rows = [
         ("no checkpoints", format_bytes(plain.record.peak.total_bytes), "", sum(plain.calls)),
@@ -70,7 +70,7 @@ def run_table(plain: Run, run: Run) -> Table:
 
 
 def show_run(depth: int, segments: int, gpu: torch.device) -> None:
-    """Run a step without and with checkpoints; draw the bytes of both and list them."""
+    """Run a step without and with activation checkpointing; show the bytes of both."""
     plain, run = run_step(depth, 1, gpu), run_step(depth, segments, gpu)
     name = f"{segments} segment{'s' if segments > 1 else ''}"
     plots.steps_by_cause({"no checkpoints": plain.record, name: run.record})

@@ -1,4 +1,4 @@
-"""DataParallel: who gets how much of a batch, the parts of one call, and each GPU's bytes by step."""
+"""Explorers of DataParallel: shares of a batch, the parts of one call, and bytes per GPU by step."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -17,9 +17,9 @@ from vgpu.units import format_bytes
 
 
 def share_sizes(batch_size: int, gpus: Sequence[torch.device]) -> list[int]:
-    """Samples that each of ``gpus`` gets of a batch, as the real scatter cuts it; 0 for idle ones.
+    """Samples of a batch that each of ``gpus`` gets from the real scatter; 0 for idle ones.
 
-    Raises ValueError for an empty batch, which scatter cannot cut.
+    Raises ValueError for an empty batch, which scatter can't split.
     """
     if batch_size < 1:
         raise ValueError(f"a batch has at least one sample, got {batch_size}")
@@ -29,9 +29,9 @@ def share_sizes(batch_size: int, gpus: Sequence[torch.device]) -> list[int]:
 
 
 def describe_shares(sizes: Sequence[int]) -> str:
-    """The shares in a sentence: how many GPUs work, and what the idle ones miss."""
+    """The shares in a sentence: how many GPUs compute, and why others are idle."""
     working = sum(size > 0 for size in sizes)
-    text = f"{sum(sizes)} samples: {working} of {len(sizes)} GPUs get something"
+    text = f"{sum(sizes)} samples: {working} of {len(sizes)} GPUs get work"
     if working < len(sizes):
         text += f", {len(sizes) - working} idle"
     if max(sizes) != min(sizes):
@@ -41,7 +41,7 @@ def describe_shares(sizes: Sequence[int]) -> str:
 
 
 def show_shares(batch_size: int, gpu_count: int, gpus: Sequence[torch.device]) -> None:
-    """Draw the shares of a batch on the first ``gpu_count`` of ``gpus``, and say them."""
+    """Draw and describe the shares of a batch on the first ``gpu_count`` of ``gpus``."""
     sizes = share_sizes(batch_size, gpus[:gpu_count])
     plots.share_bars(sizes)
     print(describe_shares(sizes))
@@ -85,7 +85,7 @@ def show_parts(
 
 
 def step_table(steps: Sequence[Snapshot], number: int) -> Table:
-    """What each GPU holds after step ``number`` (from 1), and what the step changed."""
+    """The bytes on each GPU after step ``number`` (from 1), and what the step changed."""
     if not 1 <= number <= len(steps):
         raise ValueError(f"there are steps 1 to {len(steps)}, got {number}")
     now = steps[number - 1]
@@ -103,7 +103,7 @@ def step_table(steps: Sequence[Snapshot], number: int) -> Table:
 
 
 def show_step(steps: Sequence[Snapshot], number: int) -> None:
-    """Draw step ``number`` (from 1) and list what is where."""
+    """Draw step ``number`` (from 1), and list the bytes on each GPU."""
     table = step_table(steps, number)
     most = max(step.total_bytes(gpu) for step in steps for gpu in step.by_cause)
     plots.one_step(steps[number - 1], most)

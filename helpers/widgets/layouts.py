@@ -1,7 +1,7 @@
-"""Llama 70B on 64 H100s: a layout to bytes by cause, a timeline and tokens/s, by PyTorch's own code.
+"""Explorer of layouts: Llama 70B on 64 H100s; bytes by cause, a timeline and tokens/s.
 
-The layout's step is recorded with few layers (``vgpu.plan.extrapolate``), which takes some seconds,
-and kept: another network only replays the same recording.
+A step of the layout, with PyTorch's own code, is recorded with few layers (``vgpu.plan.extrapolate``), which
+takes some seconds, and cached: for another network, the recording is replayed.
 """
 
 from functools import cache
@@ -27,7 +27,7 @@ NETWORKS = ("InfiniBand NDR", "InfiniBand HDR", "InfiniBand EDR", "Ethernet 100"
 
 
 def plan_of(tp: int, dp_replicate: int, batch: int, recompute: str) -> Plan:
-    """dp_shard is what is left of the GPUs; ValueError where they do not come out even."""
+    """dp_shard follows from the number of GPUs; ValueError if the sizes don't divide it."""
     if GPUS % (tp * dp_replicate):
         raise ValueError(f"tp {tp} × dp_replicate {dp_replicate} do not divide {GPUS} GPUs")
     layout = Layout(dp_replicate, GPUS // (tp * dp_replicate), tp)
@@ -36,7 +36,7 @@ def plan_of(tp: int, dp_replicate: int, batch: int, recompute: str) -> Plan:
 
 @cache
 def answer(plan: Plan) -> ExtrapolatedStep:
-    """The plan's step, recorded once."""
+    """The plan's step; cached."""
     return extrapolate(plan)
 
 
@@ -61,7 +61,7 @@ def answer_table(found: ExtrapolatedStep, network: str) -> Table:
 def show_layout(
     tp: int, dp_replicate: int, batch: int, recompute: str, network: str = NETWORKS[0]
 ) -> None:
-    """Draw bytes by cause and the step of four layers; say why where there is no such layout."""
+    """Draw bytes by cause and the step of four layers, or say why the layout is impossible."""
     try:
         found = answer(plan_of(tp, dp_replicate, batch, recompute))
     except ValueError as problem:
@@ -106,7 +106,9 @@ def layout_explorer() -> ipywidgets.Widget:
     status = ipywidgets.Label()
 
     def show(**chosen: Any) -> None:
-        status.value = "Recording this layout by PyTorch's own code: a new one takes some seconds."
+        status.value = (
+            "Recording this layout with PyTorch's own code: a new one takes a few seconds."
+        )
         try:
             show_layout(**chosen)
         finally:

@@ -1,7 +1,6 @@
-"""An output that shows what a function draws and prints, for what its controls say now.
+"""An output that shows what a function draws and prints for the current values of its controls.
 
-For a page that has no kernel, ``answers`` computes what it would show, for a few values of each
-control.
+For a page without a kernel, ``answers`` precomputes its outputs for a few values of each control.
 """
 
 import json
@@ -17,7 +16,7 @@ from ipykernel.jsonutil import encode_images, json_clean
 from IPython.display import display
 from IPython.utils.capture import capture_output
 
-# What a page without a kernel offers: of one control, unless its explorer says which; of all.
+# How many values a page without a kernel offers per control, by default, and combinations in total.
 FEW_VALUES, MOST_ANSWERS = 5, 120
 ANSWERS = "application/vnd.course.answers+json"
 """The media type of what ``show_answers`` displays."""
@@ -26,23 +25,23 @@ Function = Callable[..., None]
 Controls = Mapping[str, ipywidgets.Widget]
 Few = Mapping[str, Sequence[Any]]
 
-# By the id of its output, every explorer whose answers nobody has asked for yet.
+# By the id of its output, every explorer whose answers haven't been computed yet.
 _explorers: dict[str, tuple[Function, Controls, Few]] = {}
 
 
 def live(function: Function, controls: Controls, few: Few | None = None) -> ipywidgets.Output:
     """An output that follows ``controls``: ``function`` is called with their values, by name.
 
-    What it displays comes before what it prints; an error is shown with its traceback. ``few``
-    names, for some controls, the values that a page without a kernel offers. In place of
-    ``ipywidgets.interactive_output``, whose output travels to the notebook and back to the kernel:
-    nbclient can then miss the end of a cell and never stop waiting (jupyter/nbclient#312).
+    What it displays comes before what it prints; an error is shown with its traceback. ``few`` has, for
+    some controls, the values that a page without a kernel offers. It replaces
+    ``ipywidgets.interactive_output``, whose output is sent to the notebook and back to the kernel: nbclient
+    can then miss the end of a cell and wait forever (jupyter/nbclient#312).
     """
     shown = ipywidgets.Output()
 
     def answer(_: Any = None) -> None:
         values = {name: control.value for name, control in controls.items()}
-        # All at once: the page does not jump between an empty and a full output.
+        # All at once, so that the page doesn't flicker.
         shown.outputs = tuple(_outputs(function, values))
 
     for control in controls.values():
@@ -55,14 +54,14 @@ def live(function: Function, controls: Controls, few: Few | None = None) -> ipyw
 def explorer(
     function: Function, controls: Controls, few: Few | None = None, per_row: int = 3
 ) -> ipywidgets.VBox:
-    """The controls in rows, and below them what ``live`` shows of ``function``."""
+    """The controls in rows, and below them the output of ``live``."""
     shown, every = live(function, controls, few), list(controls.values())
     rows = [every[start : start + per_row] for start in range(0, len(every), per_row)]
     return ipywidgets.VBox([*map(ipywidgets.HBox, rows), shown])
 
 
 def steps(description: str, options: Sequence[Any], value: Any) -> ipywidgets.Widget:
-    """A slider over ``options``; it moves on when it is let go, since answers take their time."""
+    """A slider over ``options``, which updates when it's released, since answers take time."""
     return ipywidgets.SelectionSlider(
         options=options,
         value=value,
@@ -73,7 +72,7 @@ def steps(description: str, options: Sequence[Any], value: Any) -> ipywidgets.Wi
 
 
 def show_answers() -> None:
-    """Display the ``answers`` of the explorers made since the last call, by their outputs' ids."""
+    """Display the ``answers`` of explorers created since the last call, by the ids of their outputs."""
     every = {name: answers(*explorer) for name, explorer in _explorers.items()}
     _explorers.clear()
     if every:
@@ -83,10 +82,9 @@ def show_answers() -> None:
 def answers(function: Function, controls: Controls, few: Few) -> dict[str, Any]:
     """What ``function`` shows for every combination of ``offered`` values, ready for JSON.
 
-    ``controls`` has each control's label, its values as words and which of them it says now.
-    ``answers`` has the combinations in the order of itertools.product, each as indices into
-    ``parts``: outputs as a notebook's cell holds them, each once. Raises RuntimeError where the
-    function fails, and as ``offered`` does.
+    ``controls`` has each control's label, its values as text, and the index of the current one. ``answers``
+    has the combinations in the order of itertools.product, each as indices into ``parts``, which are unique
+    outputs in a notebook's format. Raises RuntimeError if the function fails, and as ``offered`` does.
     """
     values = offered(controls, few)
     begun = time.perf_counter()
@@ -117,11 +115,11 @@ def answers(function: Function, controls: Controls, few: Few) -> dict[str, Any]:
 
 
 def offered(controls: Controls, few: Few) -> dict[str, list[tuple[str, Any]]]:
-    """Each control's values for a page without a kernel, as words and value.
+    """Each control's values for a page without a kernel, as text and value.
 
-    Those of ``few``; of another control at most FEW_VALUES, among them its first, its last and
-    what it says now. Raises ValueError for a value that a control lacks, where what it says now is
-    left out, and where there are more than MOST_ANSWERS combinations.
+    Those in ``few``; for other controls at most FEW_VALUES, including the first, the last and the current
+    one. Raises ValueError for a value that a control doesn't have, if the current value is missing, or for
+    more than MOST_ANSWERS combinations.
     """
     values_of = {}
     for name, control in controls.items():

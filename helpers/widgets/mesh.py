@@ -1,7 +1,7 @@
-"""64 GPUs as a mesh: the sizes and the order of its dimensions to groups, bytes on links, and time.
+"""Explorer of meshes of 64 GPUs: sizes and order of dimensions to groups, bytes on links, and time.
 
-The model is Llama 70B with sequences of 8192 tokens, trained on H100s with eight to a host; the
-arithmetic is that of ``vgpu.plan.estimate``.
+The model is Llama 70B with sequences of 8192 tokens, trained on H100s, eight per host; estimated by
+``vgpu.plan.estimate``.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ NETWORKS = ("InfiniBand NDR", "InfiniBand HDR", "EFA p5", "Ethernet 100")
 def mesh_sizes(
     tensor: int, context: int, pipeline: int, order: Sequence[str] = DIMENSIONS
 ) -> dict[str, int]:
-    """The sizes of all dimensions, neighbours first; the GPUs left over are ``data``.
+    """The sizes of all dimensions, innermost first; ``data`` follows from the number of GPUs.
 
-    ValueError where they do not come out even.
+    ValueError if the sizes don't divide it.
     """
     others = tensor * context * pipeline
     if GPUS % others:
@@ -47,9 +47,9 @@ def answer(
     gpus_per_host: int = GPUS_PER_HOST,
     **shares: float,
 ) -> MeshStep:
-    """A step of Llama 70B on the mesh; shares are those of ``CostModel``.
+    """A step of Llama 70B on the mesh; efficiencies are those of ``CostModel``.
 
-    ValueError for sizes that do not divide.
+    ValueError for sizes that don't divide.
     """
     cost = vgpu.CostModel(
         vgpu.PRESETS[GPU],
@@ -100,7 +100,7 @@ def show_mesh(
     sequences: int = 64,
     network: str = "InfiniBand NDR",
 ) -> None:
-    """Draw the groups and say what they send; say why where there is no such mesh."""
+    """Draw the groups and list what they send, or say why the mesh is impossible."""
     try:
         sizes = mesh_sizes(tensor, context, pipeline, order)
         step = answer(sizes, sequences, network)

@@ -1,7 +1,7 @@
-"""Stages, micro-batches and a schedule to a timeline, its bubble and each device's memory.
+"""Explorer of pipelines: stages, micro-batches and a schedule to a timeline, bubble, and memory per device.
 
-Times are units, or virtual time on a GPU of one's choice: then the network is a transformer, one
-layer of it is recorded as a shape on one GPU, and the schedule is simulated with that.
+Times are in units, or virtual time on a chosen GPU: then the network is a transformer, one layer is recorded
+on one GPU, as shapes, and the schedule is simulated with its cost.
 """
 
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ _UNITS = "units of time"
 class LayerCost:
     """One layer of the transformer, for one micro-batch, on one GPU: virtual time and bytes.
 
-    forward_s and backward_s contain the host's launches: each GPU has a process of its own.
-    activation_bytes: what forward leaves for backward. output_bytes: what goes to the next stage.
+    forward_s and backward_s include launches: each GPU has its own process. activation_bytes: saved by
+    forward for backward. output_bytes: sent to the next stage.
     """
 
     forward_s: float
@@ -49,7 +49,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a choice of stages, micro-batches, schedule and GPU comes to, for each device."""
+    """The result for stages, micro-batches, schedule and GPU, per device."""
 
     simulated: SimulatedSchedule
     in_flight: list[int]
@@ -63,12 +63,12 @@ class Answer:
 
     @property
     def alone(self) -> float:
-        """The time of one device that does all the work itself, as one after the other."""
+        """The time of one device that does all the work."""
         row = self.simulated.boxes[0]
         return self.simulated.schedule.devices * sum(box.end - box.start for box in row)
 
     def peak_bytes(self) -> list[int]:
-        """Parameters with their gradients and optimizer state, and the activations in flight."""
+        """Parameters, gradients, optimizer state, and the activations in flight."""
         assert self.cost is not None
         held = self.layers * self.cost.parameters * BYTES_PER_PARAMETER
         chunk = self.layers * self.cost.activation_bytes // self.simulated.schedule.chunks
@@ -76,10 +76,10 @@ class Answer:
 
 
 def answer(kind: str, devices: int, micro_batches: int, gpu: str | None = None) -> Answer:
-    """Simulate the schedule ``kind`` of ``schedules.KINDS``; in units of time, or on GPUs by name.
+    """Simulate the schedule ``kind`` of ``schedules.KINDS``, in units of time, or on a GPU by name.
 
-    In units, forward takes 1 on each device and backward 2. Raises ValueError for a schedule that
-    does not exist for these counts.
+    In units, forward takes 1 on each device and backward 2. Raises ValueError if the schedule doesn't
+    support these counts.
     """
     schedule = KINDS[kind](devices, micro_batches)
     if gpu is None:
@@ -87,7 +87,7 @@ def answer(kind: str, devices: int, micro_batches: int, gpu: str | None = None) 
     if BATCH % micro_batches or LAYERS % schedule.stages:
         raise ValueError(
             f"{BATCH} sequences in {micro_batches} micro-batches, {LAYERS} layers in "
-            f"{schedule.stages} stages: that does not come out even"
+            f"{schedule.stages} stages: that does not divide evenly"
         )
     cost = layer_cost(gpu, BATCH // micro_batches)
     layers = LAYERS // devices
@@ -159,7 +159,7 @@ def answer_table(result: Answer) -> Table:
 
 
 def show_answer(kind: str, devices: int, micro_batches: int, gpu: str | None = None) -> None:
-    """Draw the schedule and tell what it costs; say why where there is none."""
+    """Draw the schedule and list its cost, or say why it's impossible."""
     try:
         result = answer(kind, devices, micro_batches, gpu)
     except ValueError as problem:

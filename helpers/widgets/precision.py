@@ -1,4 +1,4 @@
-"""A tensor in float8: which numbers survive the cast, by format, scale and what is made larger."""
+"""Explorer of float8: which numbers survive the cast, by format, scale and outliers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ TOKENS, WIDTH = 256, 512
 
 @dataclass(frozen=True)
 class Answer:
-    """Of the numbers that were not made larger: scaled, their error, and the share that becomes 0."""
+    """For the numbers that aren't outliers: scaled, their error, and the fraction that becomes 0."""
 
     scaled: torch.Tensor
     error: float
@@ -28,10 +28,10 @@ class Answer:
 
 
 def answer(format_name: str, per: str, larger: str, times: float) -> Answer:
-    """What a cast does to normally distributed numbers (256 tokens, 512 channels), some made larger.
+    """The effect of a cast on normally distributed numbers (256 tokens, 512 channels) with outliers.
 
-    per: what has a scale of its own, one of SCALES. larger: what is multiplied by ``times``, one of
-    LARGER. Raises ValueError for other words.
+    per: the granularity of scales, one of SCALES. larger: the outliers, one of LARGER, which are multiplied by
+    ``times``. Raises ValueError for other names.
     """
     for word, words in ((format_name, FORMATS), (per, SCALES), (larger, LARGER)):
         if word not in words:
@@ -59,7 +59,7 @@ def answer(format_name: str, per: str, larger: str, times: float) -> Answer:
 
 
 def show_answer(format_name: str, per: str, larger: str, times: float) -> None:
-    """Draw where the other numbers lie in the format's range, and tell what each scale loses."""
+    """Draw the other numbers in the format's range, and list what each granularity loses."""
     found = {each: answer(format_name, each, larger, times) for each in SCALES}
     message = f"{format_name}, a scale per {per}; {larger} {times:,} times as large"
     plots.scaled_numbers(found[per].scaled, FORMATS[format_name], message)
@@ -69,7 +69,7 @@ def show_answer(format_name: str, per: str, larger: str, times: float) -> None:
 
 
 def precision_explorer() -> ipywidgets.Widget:
-    """Format, scale, what is made larger and by how much, around ``show_answer``."""
+    """Format, scale, outliers and their factor, around ``show_answer``."""
     controls = {
         "format_name": ipywidgets.Dropdown(options=list(FORMATS), description="format"),
         "per": ipywidgets.Dropdown(options=list(SCALES), description="a scale per"),

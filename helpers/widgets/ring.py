@@ -1,4 +1,4 @@
-"""The ring all-reduce of lesson 06, step by step, for any number of ranks, in one process."""
+"""Explorer of lesson 06's ring all-reduce, step by step, for any number of ranks, in one process."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ MOST_RANKS = len(RANK_COLOURS)
 
 @dataclass(frozen=True)
 class RingState:
-    """What every rank holds after a step of the ring.
+    """The data of every rank after a step of the ring.
 
-    ``held[rank][chunk]`` is a number whose digits tell the ranks it holds; ``sent[rank]`` the
+    ``held[rank][chunk]`` is a number whose digits show which ranks contributed to it; ``sent[rank]`` is the
     chunk that the rank sent in this step, to rank + 1. Nothing has been sent in state 0.
     """
 
@@ -49,7 +49,7 @@ def ring_states(ranks: int) -> list[RingState]:
 
 
 def describe_step(ranks: int, step: int) -> str:
-    """In words: where the ring is after ``step`` steps, and what each rank has sent so far."""
+    """A description of the ring after ``step`` steps, and of what each rank has sent so far."""
     last = 2 * (ranks - 1)
     if step == 0:
         return f"At the start every rank holds {ranks} chunks of its own."

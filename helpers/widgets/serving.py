@@ -1,4 +1,4 @@
-"""The explorer of serving: a model on some GPUs, whether it fits, and how fast it answers."""
+"""Explorer of serving: a model on some GPUs, whether it fits, and how fast it answers."""
 
 import ipywidgets
 from IPython.display import display
@@ -21,7 +21,7 @@ def server_of(model: str, gpus: int, numbers: str) -> Server:
 
 
 def batches_of(server: Server, context: int) -> list[tuple[int, float, float]]:
-    """Batch, seconds for the next token of each sequence, tokens/s of all: batches that fit."""
+    """For batch sizes that fit: batch size, seconds per token, and total tokens/s."""
     most = server.most_sequences(context)
     batches = [2**k for k in range(12) if server.pp <= 2**k < most] + [most] * (most > 0)
     waits_s = [server.decode_s(batch, context) for batch in batches]
@@ -29,7 +29,7 @@ def batches_of(server: Server, context: int) -> list[tuple[int, float, float]]:
 
 
 def server_table(server: Server, context: int) -> Table:
-    """Bytes, how many sequences the cache holds, and the times of a prompt and of a token."""
+    """Bytes, how many sequences fit into the cache, and the times of a prompt and a token."""
     rows = [
         ("weights, a GPU", format_bytes(server.weight_bytes)),
         ("cache, a GPU and token", format_bytes(server.cache_bytes_per_token)),
@@ -48,7 +48,7 @@ def server_table(server: Server, context: int) -> Table:
 
 
 def show_server(model: str, gpus: int, numbers: str, context: int) -> None:
-    """A curve of tokens/s over the time for a token, and a table; what does not fit says so."""
+    """A curve of tokens/s by time per token, and a table, or a sentence if the model doesn't fit."""
     server = server_of(model, gpus, numbers)
     if points := batches_of(server, context):
         plots.latency_and_throughput(

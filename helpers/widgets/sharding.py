@@ -1,4 +1,4 @@
-"""A model, a number of GPUs and what is cut: bytes on each GPU by cause, and bytes that it sends.
+"""Explorer of sharding: model, GPUs and what's sharded to bytes per GPU by cause, and bytes sent.
 
 Mixed precision with Adam: 2 bytes of parameters, 2 of gradients and 12 of optimizer state for each
 parameter (Rajbhandari et al., 2020, "ZeRO", 3.1). Activations are left out.
@@ -33,7 +33,7 @@ WAYS = tuple(_CUT)
 
 @dataclass(frozen=True)
 class Answer:
-    """Bytes on each GPU by cause, and those that one GPU sends in a step, inside and across."""
+    """Bytes per GPU by cause, and bytes that one GPU sends in a step, inside and between hosts."""
 
     parameters: int
     held: dict[str, int]
@@ -42,16 +42,16 @@ class Answer:
 
     @property
     def at_rest_bytes(self) -> int:
-        """Between the steps: without what is gathered while a block computes."""
+        """Bytes between steps: without blocks that are gathered while they compute."""
         return sum(size for cause, size in self.held.items() if cause != "gathered")
 
 
 def answer(sizes: TransformerSizes, gpus: int, way: str) -> Answer:
-    """What ``gpus`` GPUs, in hosts of 8, hold and send of a transformer that is cut in this way.
+    """Bytes held and sent by ``gpus`` GPUs, in hosts of 8, for a transformer sharded in this way.
 
-    Whole blocks are gathered, the next one while one computes. Sent is what a ring passes: groups
-    of up to 8 stay inside a host; a larger ring passes all its bytes across. Raises ValueError for
-    a way that there is not, and for a number of GPUs that fills no hosts.
+    Whole blocks are gathered, the next one while one computes. Bytes sent are a ring's: groups of up to 8
+    stay inside a host; a larger ring counts as traffic between hosts. Raises ValueError for an unknown way,
+    or a number of GPUs that doesn't fill hosts.
     """
     if way not in _CUT:
         raise ValueError(f"no way {way!r} to cut; there are {', '.join(WAYS)}")
@@ -76,7 +76,7 @@ def answer(sizes: TransformerSizes, gpus: int, way: str) -> Answer:
 
 
 def answer_table(result: Answer, gpus: int, gpu: str) -> Table:
-    """The same in words: whether it fits, and what is sent."""
+    """The answer as a table: whether it fits, and what's sent."""
     room = vgpu.PRESETS[gpu].memory_bytes
     held = sum(result.held.values())
     verdict = "fits, without activations" if held <= room else "does not fit"
@@ -92,7 +92,7 @@ def answer_table(result: Answer, gpus: int, gpu: str) -> Table:
 
 
 def show_answer(model: str, gpus: int, way: str, gpu: str) -> None:
-    """Draw all ways of cutting ``model``, one of ``LLAMA``, and tell what this one costs."""
+    """Draw all ways to shard ``model``, one of ``LLAMA``, and list the cost of this one."""
     result = {name: answer(LLAMA[model], gpus, name) for name in WAYS}
     plots.held_by_cause(
         {name: each.held for name, each in result.items()},
@@ -104,7 +104,7 @@ def show_answer(model: str, gpus: int, way: str, gpu: str) -> None:
 
 
 def sharding_explorer() -> ipywidgets.Widget:
-    """Model, GPUs, what is cut and the kind of GPU around ``show_answer``."""
+    """Model, number of GPUs, what's sharded, and kind of GPU around ``show_answer``."""
     controls = {
         "model": ipywidgets.Dropdown(options=list(LLAMA), value="70B", description="Llama"),
         "gpu": ipywidgets.Dropdown(

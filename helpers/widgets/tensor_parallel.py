@@ -1,4 +1,4 @@
-"""Degree, link and width to the time of a split layer: each a real computation in virtual time."""
+"""Explorer of tensor parallelism: degree, link and width to the virtual time of a split layer."""
 
 from collections.abc import Callable
 from functools import cache
@@ -27,9 +27,9 @@ Layer = Callable[..., Timeline]
 
 
 def layer_on(layer: Layer, width: int, degree: int, place: str) -> Timeline:
-    """The timeline of a layer on ``degree`` GPUs that are joined by ``place``, of PLACES.
+    """The timeline of a layer on ``degree`` GPUs connected by ``place``, one of PLACES.
 
-    ValueError for a width that has not a head of 128 for each GPU.
+    ValueError for a width with less than one head of 128 per GPU.
     """
     if width // 128 < degree:
         raise ValueError(
@@ -41,7 +41,7 @@ def layer_on(layer: Layer, width: int, degree: int, place: str) -> Timeline:
 
 
 def split_table(timelines: dict[str, Timeline]) -> Table:
-    """The time of each, what the collectives take of it, and how much faster than the first."""
+    """The time of each, the part spent in collectives, and the speedup over the first."""
     first = next(iter(timelines.values())).makespan_s
     rows = []
     for name, timeline in timelines.items():
@@ -52,7 +52,7 @@ def split_table(timelines: dict[str, Timeline]) -> Table:
 
 
 def layer_explorer(layer: Layer) -> ipywidgets.Widget:
-    """Three controls around ``layer``: the width, the number of GPUs, and what joins them."""
+    """Three controls around ``layer``: the width, the number of GPUs, and their link."""
     remembered = cache(lambda *setting: layer_on(layer, *setting))
 
     def show(width: int, degree: int, place: str) -> None:

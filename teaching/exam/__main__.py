@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("target", type=Path, help="a new file, such as build/99_exam.ipynb")
     target = parser.parse_args(arguments).target
     if target.exists():
-        sys.exit(f"exam: {target} exists already: name another one, or remove it first")
+        sys.exit(f"exam: {target} exists already: choose another name, or remove it first")
     target.parent.mkdir(parents=True, exist_ok=True)
     made = sheet(lessons.raw(lessons.EXAM))
     target.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

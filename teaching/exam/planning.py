@@ -40,7 +40,7 @@ def _same_number(batches: list[list[list[int]]]) -> None:
         raise Wrong(
             yours=f"{counts} batches on the ranks",
             expected="as many on each rank",
-            hint="A rank that has no batch left would not come to the next all-reduce.",
+            hint="A rank without a batch would not call the next all-reduce.",
         )
 
 
@@ -51,15 +51,15 @@ def _judge_step(parts: list[list[int]], expected: list[int], given: str) -> None
             yours=f"the ranks together see {sorted(seen)}",
             expected=f"the next ones of the order, {sorted(expected)}",
             given=given,
-            hint="After a step, what all ranks have seen must be a beginning of the order.",
+            hint="After each step, the samples seen by all ranks must be the first ones of the order.",
         )
     sizes = [len(part) for part in parts]
     if max(sizes) - min(sizes) > 1:
         raise Wrong(
             yours=f"batches of {sizes}",
-            expected="sizes that differ by one at most",
+            expected="sizes that differ by at most one",
             given=given,
-            hint="Share the last few out to all ranks.",
+            hint="Spread the last few over all ranks.",
         )
 
 
@@ -80,7 +80,9 @@ def makespan(answer: Callable[..., float | None]) -> dict[str, Any]:
             times = schedules.Times(forward_s, input_gradient=half, weight_gradient=half)
             expected = schedules.simulate(schedule, times).makespan
         given = f"forward {forward_s} s, backward {backward_s} s, orders {orders}"
-        with for_input(given, "Begin each action as soon as its GPU and what it needs are there."):
+        with for_input(
+            given, "Start each action as soon as its GPU is free and its inputs are there."
+        ):
             yours = answer([list(row) for row in orders], forward_s, backward_s)
             if isinstance(make, str) and yours is not None:
                 hint = f"{make} None, if no GPU can go on."
@@ -93,7 +95,7 @@ def makespan(answer: Callable[..., float | None]) -> dict[str, Any]:
                 hint = "A backward needs that of the next stage; a forward that of the one before."
                 if yours > expected:
                     hint = (
-                        "GPUs work side by side, each action as soon as it can. The end is when the "
+                        "GPUs work in parallel, and each action starts as soon as it can. The end is when the "
                         "last GPU is done."
                     )
                 raise Wrong(yours=f"{yours} s", expected=f"{expected} s", hint=hint)
@@ -106,7 +108,7 @@ _STUCK = {
         [("F", 0), ("B", 0), ("F", 1), ("B", 1)],
         [("F", 1), ("B", 1), ("F", 0), ("B", 0)],
     ],
-    "Here the backward stands before its own forward.": [[("B", 0), ("F", 0)]],
+    "Here the backward comes before its own forward.": [[("B", 0), ("F", 0)]],
 }
 
 
@@ -130,7 +132,7 @@ def largest_batch(answer: Callable[[Callable[[int], int], int], int]) -> dict[st
                 raise Wrong(
                     yours=f"peak({batch_size:,})",
                     expected=f"at most {MOST_SAMPLES:,} samples, as the task says",
-                    hint="Two points of a line need not be far apart.",
+                    hint="The two points of a line need not be far apart.",
                 )
             return step(batch_size)
 
@@ -143,7 +145,7 @@ def largest_batch(answer: Callable[[Callable[[int], int], int], int]) -> dict[st
                 raise Wrong(
                     yours=f"{len(asked)} steps measured, with {asked} samples",
                     expected="3 at most",
-                    hint="A line is known from two of its points.",
+                    hint="Two points determine a line.",
                 )
             if yours > MOST_SAMPLES:
                 raise Wrong(

@@ -23,7 +23,7 @@ def largest_of_all(answer: Callable[[torch.Tensor, int], torch.Tensor]) -> dict[
         for rank, ((yours, place), calls) in enumerate(results):
             hint = "All ranks return the k largest of all scores, in descending order."
             if isinstance(yours, torch.Tensor) and (yours == 0).any():
-                hint = "Scores may all be below zero: what stands in for a missing one must lose."
+                hint = "Scores may all be below zero: the placeholder for a missing one must lose."
             where = f"{given}; on rank {rank}"
             expect_equal(yours, expected, given=where, hint=hint)
             _on_its_gpu(place, where)
@@ -66,7 +66,7 @@ def _on_its_gpu(place: str, given: str) -> None:
             yours=f"a tensor on {place}",
             expected="one on the rank's GPU",
             given=given,
-            hint="The numbers are right. Return them where the rank's tensor came from.",
+            hint="The numbers are right. Return them on the device of the rank's tensor.",
         )
 
 
@@ -79,7 +79,7 @@ def _within(calls: CollectiveCalls, most: int, largest: int, given: str, hint: s
         yours=spent or "no collective",
         expected=f"at most {most}, to which a rank gives {largest} or fewer numbers",
         given=given,
-        hint=f"The result is right, not within the budget. {hint}",
+        hint=f"The result is right, but over the budget. {hint}",
     )
 
 
@@ -113,7 +113,7 @@ def clip_sharded(answer: Callable[..., Any]) -> dict[str, Any]:
                         rtol=1e-4,
                         atol=1e-5,
                     )
-            _within(calls, 1, 1, where, "One number has to be added up over the ranks.")
+            _within(calls, 1, 1, where, "Sum one number over the ranks.")
     return {"norms": "those of the whole gradient, on 2 and 3 ranks", "sent": "one number"}
 
 
@@ -161,7 +161,7 @@ def _hint_for_norm(
     if near((shards[rank] + common).sqrt()):
         return "This is the norm of what one rank has. The others hold the rest of the gradient."
     if near((shards + common).sqrt().sum()) or near(shards.sqrt().sum() + common.sqrt()):
-        return "Norms do not add up; their squares do."
+        return "Norms don't add up; their squares do."
     return "The square of the norm is the sum of the squares of all numbers."
 
 
@@ -196,9 +196,9 @@ def _hint_for_words(yours: torch.Tensor, expected: torch.Tensor, words: int) -> 
     if torch.equal(yours.double(), expected.double()):
         return "The numbers are right. Return them as integers."
     if torch.equal(yours % words, expected % words):
-        return "Right within its part. A rank's words begin at rank times the words of a part."
+        return "Right within its part. A rank's words begin at rank times the size of a part."
     if ((yours - expected).abs() <= expected / 100).all():
-        return "Near by: 16-bit floats have 8 or 11 bits for whole numbers, too few for a word's."
+        return "Close: 16-bit floats have 8 or 11 bits for whole numbers, too few for a word's."
     return "First the largest of each rank and where it is, then the largest of these."
 
 

@@ -64,7 +64,7 @@ def rounded(answer: Callable[[torch.Tensor, float], torch.Tensor]) -> dict[str, 
             if not torch.equal(x.detach(), before):
                 raise Wrong(
                     yours="the input itself is rounded",
-                    expected="an input that is as it was",
+                    expected="an unchanged input",
                     hint="Writing to .data changes what everyone else reads.",
                 )
             if not yours.requires_grad:
@@ -116,7 +116,7 @@ def average_of_weights(answer: Callable[[nn.Module, nn.Module, float], Any]) -> 
             mixed = decay * expected[name] + (1 - decay) * tensor
             expected[name] = mixed if tensor.is_floating_point() else tensor
         given = f"decay {decay}, after step {step}; the model on {gpu}, the average on the CPU"
-        with for_input(given, "Work without a graph, in place, where the average is."):
+        with for_input(given, "Work without a graph, in place, on the average's device."):
             answer(average, model, decay)
             for name, tensor in average.state_dict().items():
                 expect_close(tensor, expected[name], given=f"{name}; {given}", hint=_mixed(name))
@@ -134,7 +134,7 @@ def average_of_weights(answer: Callable[[nn.Module, nn.Module, float], Any]) -> 
 
 def _mixed(name: str) -> str:
     if "num_batches" in name:
-        return "A count is no average: take the model's."
+        return "Don't average a count: take the model's."
     if "running" in name:
         return "Buffers decide what the averaged model computes, too."
     return "decay is the share of the old average."

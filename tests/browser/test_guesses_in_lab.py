@@ -44,7 +44,7 @@ def test_a_guess_by_field_opens_its_explanation_and_run_all_does_not_wait(lesson
     message.wait_for(timeout=30_000)
     field.fill("3")
     field.press("Enter")
-    lesson.show(met).get_by_text("as you said").wait_for(timeout=30_000)
+    lesson.show(met).get_by_text("as you predicted").wait_for(timeout=30_000)
     assert lesson.show(explanation).locator("details").evaluate("each => each.open")
 
 

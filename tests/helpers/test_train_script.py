@@ -108,11 +108,17 @@ def test_the_script_reports_speed_and_peak_with_cuda_read_as_vgpu():
 
 
 def test_a_cluster_runs_the_script_as_fast_as_the_plan_predicts():
-    """On one host; lesson 15 compares the two on several, with tensor parallelism."""
-    plan = Plan(dataclasses.replace(LLAMA["8B"], layers=8), Layout(dp_shard=8), recompute="full")
-    options = "--model 8B --layers 8 --batch 8 --bf16 --recompute"
-    found = started(f"vgpu --gpu H100 --cluster 1x8 train.py {options}")
-    assert script.printed_step_s(found) == pytest.approx(predict(plan).seconds, rel=0.02)
+    """Lesson 15 compares the two with shards of FSDP over hosts and tensor parallelism inside."""
+    options = "--model 8B --layers 8 --bf16 --recompute"
+    sizes = dataclasses.replace(LLAMA["8B"], layers=8)
+    layouts = {
+        "--cluster 1x8 {} --batch 8": Layout(dp_shard=8),
+        "--cluster 2x8 {} --batch 2 --dp-replicate 2 --tp 8": Layout(dp_replicate=2, tp=8),
+    }
+    for line, layout in layouts.items():
+        plan = Plan(sizes, layout, recompute="full", wrap_ends=True)
+        found = started("vgpu --gpu H100 " + line.format("train.py " + options))
+        assert script.printed_step_s(found) == pytest.approx(predict(plan).seconds, rel=0.02), line
 
 
 def test_a_whole_state_dict_is_loaded_into_shards(run, tmp_path):

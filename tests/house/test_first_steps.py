@@ -100,7 +100,7 @@ def torch_in(venv):
 def test_wheels_of_a_folder_install_without_a_network_and_once(clone, wheels, tmp_path):
     (tmp_path / "argparse.py").write_text("raise ImportError('the wrong argparse')")
     said, good = make(clone, f"WHEELS={wheels}", PYTHONPATH=str(tmp_path), PIP_USER="1")
-    assert good and f"taking the packages from {wheels}; nothing is downloaded" in said, said
+    assert good and f"installing packages from {wheels}; nothing is downloaded" in said, said
     assert torch_in(clone / ".venv") == ["torch-2.15.0.dist-info"]
     assert make(clone) == ("", True)
     project = clone / "pyproject.toml"
@@ -124,9 +124,7 @@ def test_a_release_that_is_named_is_taken_past_a_constraint_of_pip_s(clone, whee
     settings = {"PIP_CONSTRAINT": str(tmp_path / "caps.txt"), "PIP_INDEX_URL": wheels.as_uri()}
     said, good = make(clone, "TORCH=2.15.0", "CUDA=1", **settings)
     assert (
-        good
-        and "trying again without this machine's settings of pip" in said
-        and "caps.txt" in said
+        good and "trying again without this machine's pip settings" in said and "caps.txt" in said
     ), said
     assert torch_in(clone / ".venv-torch2.15.0") == ["torch-2.15.0.dist-info"]
 
@@ -135,7 +133,7 @@ def test_an_environment_that_the_set_up_did_not_make_is_left_alone(clone):
     (clone / ".venv").mkdir()
     (clone / ".venv" / "pyvenv.cfg").write_text("mine")
     said, good = make(clone)
-    assert not good and "isn't of this setup and stays" in said
+    assert not good and "wasn't made by this setup, so it stays" in said
     assert (clone / ".venv" / "pyvenv.cfg").read_text() == "mine"
 
 
@@ -143,7 +141,7 @@ def test_a_machine_without_python_gets_one_sentence(tmp_path):
     (tmp_path / "sh").symlink_to(shutil.which("sh"))
     done = subprocess.run(["sh", ROOT / "find_python.sh"], env={"PATH": str(tmp_path)},
                           capture_output=True, text=True)  # fmt: skip
-    assert done.returncode and "setup: there is no Python here; install version 3.11" in done.stderr
+    assert done.returncode and "setup: no Python found; install version 3.11" in done.stderr
 
 
 @pytest.mark.parametrize("target", ["student", "solved", "exam", "slides", "book"])

@@ -100,8 +100,8 @@ def test_a_release_that_cannot_be_had_is_said_with_what_may_have_stood_in_its_wa
     with pytest.raises(SystemExit, match="installing failed"):
         setup_venv.install(tmp_path, "torch==2.15.9", options(torch="2.15.9", cuda=True))
     said = capsys.readouterr().out
-    assert "without this machine's settings of pip, constraint=x" in said
-    assert "PyTorch 2.15.9 can't be had, with these settings or without" in said
+    assert "without this machine's pip settings, constraint=x" in said
+    assert "PyTorch 2.15.9 can't be installed, with or without these settings" in said
 
 
 def test_a_failed_download_gets_one_sentence(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """The site's own pages, and the check of its links."""
 
+import re
+
 import pytest
 
 from helpers.course import claims
@@ -49,3 +51,23 @@ def test_the_claims_page_has_a_row_for_each_claim_with_its_section():
         assert row.replace("\\|", "").count("|") == 6, "a bar in a claim splits the row"
         if claim.proof:
             assert f"]({claim.proof.notebook}#" in row
+
+
+def test_a_term_s_first_use_links_to_the_glossary():
+    terms = ["rank", "all-reduce", "ring"]
+    text = "# A rank\n`rank` and ring-shaped, [a rank](x.md). Ranks of a rank.\n```\nring\n```"
+    linked = book.link_first_uses(text, terms)
+    assert linked == text.replace("Ranks of", "[Ranks](glossary.md#rank) of")
+    assert terms == ["all-reduce", "ring"]
+
+
+def test_every_term_of_the_glossary_is_used_in_the_course_and_has_a_lesson():
+    text = book.GLOSSARY.read_text(encoding="utf-8")
+    entries = re.findall(r"^## (.*)\n.* \(\[lesson (\d\d)\]\(.*/\2_.*\)\)$", text, re.MULTILINE)
+    unused = book.glossary_terms()
+    assert [term for term, _ in entries] == unused == sorted(unused, key=str.lower)
+    for path in lessons.NOTEBOOKS:
+        for cell in lessons.cells(path):
+            if not cell.is_code:
+                book.link_first_uses(cell.source, unused)
+    assert not unused, "no lesson has these terms"

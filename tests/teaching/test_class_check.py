@@ -85,7 +85,7 @@ def test_ctrl_c_leaves_a_whole_table_of_what_was_judged(tmp_path):
     assert rows["ann", "4.1"] == rows["bob", "4.1"] == "right"
     assert {rows["bob", "4.2"], rows["cy", "4.1"], rows["cy", "4.2"]} == {"not judged"}
     assert run.returncode == 1 and "? not judged" in shown
-    assert f"stopped; {2 * len(ids) - 1} of {3 * len(ids)} exercises are not judged" in errors
+    assert f"stopped; {2 * len(ids) - 1} of {3 * len(ids)} exercises were not judged" in errors
 
 
 @pytest.mark.parametrize(

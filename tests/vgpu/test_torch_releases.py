@@ -19,8 +19,8 @@ def test_an_older_torch_is_refused_in_one_sentence():
     code = 'import torch; torch.__version__ = "2.12.1+cpu"; import vgpu'
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == (
-        "ImportError: found torch 2.12.1+cpu, and virtual GPUs need 2.13 or newer: "
-        'install one, as in python -m pip install "torch>=2.13"'
+        "ImportError: found torch 2.12.1+cpu, but virtual GPUs need 2.13 or newer: "
+        'python -m pip install "torch>=2.13"'
     )
     # Before anything of the library that might not load there.
     assert "backend.py" not in done.stderr

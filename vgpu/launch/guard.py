@@ -1,10 +1,10 @@
-"""A process that nothing it starts can outlive, wherever that has gone.
+"""A guard process that kills all descendants of a process when that ends.
 
-A child may begin a session of its own and fork twice: no process group and no list of children has
-it then, and as an orphan it belongs to init. Linux lets a process adopt such orphans
-(PR_SET_CHILD_SUBREAPER, man 2 prctl), so ``enter`` puts a guard above the caller that does so, and
-that ends whatever is left below it. Other systems have nothing of the kind: there ``end`` reaches
-the process and its group, or on Windows its descendants, and what has left those stays.
+A daemon starts its own session and forks twice: then it's in no process group or list of children of ours,
+and as an orphan it's reparented to init. Linux lets a process adopt such orphans (PR_SET_CHILD_SUBREAPER,
+man 2 prctl), so ``enter`` creates a guard above the caller that does so, and that kills whatever is left
+below it. On other systems, ``end`` reaches the process and its group, or on Windows its descendants; a
+process that has left those survives.
 """
 
 import ctypes
@@ -21,10 +21,10 @@ if sys.platform == "linux":
     import resource
 
 ADOPTS = sys.platform == "linux"
-"""Whether a guard ends everything below it, whatever that did to leave."""
+"""Whether a guard kills all descendants, including daemons."""
 
 GRACE_S = 0.5
-"""For processes to notice that the one above them has ended, and to clean up."""
+"""For processes to notice that their parent has ended, and to clean up."""
 
 _SUBREAPER, _SIGNAL_ON_PARENTS_DEATH = 36, 1  # linux/prctl.h
 _NOTICED = (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM) if sys.platform == "linux" else ()
@@ -33,12 +33,11 @@ _END_S = 5.0
 
 
 def enter(orphaned_s: float = _END_S) -> None:
-    """Continue as the child of a guard, in a session of its own; the guard keeps this process's id.
+    """Continue as the child of a guard, in a new session; the guard keeps this process's id.
 
-    The guard ends as the child does, after everything that the child has started. It ends them all
-    at SIGTERM; when its own parent dies, it does so as well, but lets them end in their own way
-    first, for ``orphaned_s`` seconds at most. Does nothing on systems other than Linux. The
-    process must not have threads.
+    The guard exits with the child's status, after everything that the child has started. On SIGTERM, it kills
+    all of them; if its own parent dies, it does so, too, but lets them exit on their own for at most
+    ``orphaned_s`` seconds. Does nothing on systems other than Linux. The process must not have threads.
     """
     if sys.platform != "linux":
         return
@@ -54,16 +53,16 @@ def enter(orphaned_s: float = _END_S) -> None:
     try:
         _end_as(_guard(child, orphaned_s))
     finally:
-        os._exit(1)  # whatever happens, only the child goes on
+        os._exit(1)  # whatever happens, only the child continues
 
 
 def end(pid: int) -> None:
-    """End the process with that id, which has called ``enter``, and all that it has started."""
+    """Kill the process with that id, which has called ``enter``, and all of its descendants."""
     with suppress(ProcessLookupError, PermissionError):
         if sys.platform == "linux":
             os.kill(pid, signal.SIGTERM)
         elif hasattr(os, "killpg"):
-            # Very early the group does not exist yet, later it may be empty.
+            # The group may not exist yet, or may already be empty.
             os.killpg(pid, signal.SIGKILL)
         else:
             with suppress(psutil.Error):
@@ -78,9 +77,9 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def _guard(child: int, orphaned_s: float) -> int:
-    """Wait until the child ends or is to be ended; its status once nothing of it is left."""
+    """Wait until the child exits or must be killed; its status, once no descendant is left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A pipe's end tells its reader of the child's end; no copy of ours may delay that.
+    # A reader notices the child's exit by its closed pipes, of which the guard must not keep copies.
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             os.close(int(descriptor))
@@ -102,7 +101,7 @@ def _guard(child: int, orphaned_s: float) -> int:
 
 
 def _reap(statuses: dict[int, int]) -> bool:
-    """Note the statuses of children that have ended; whether there are others."""
+    """Store the statuses of children that have exited; whether there are others."""
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             statuses[ended[0]] = ended[1]
@@ -112,7 +111,7 @@ def _reap(statuses: dict[int, int]) -> bool:
 
 
 def _end_as(status: int) -> NoReturn:
-    """End this process in the way of another one, given its status as ``os.waitpid`` has it."""
+    """Exit in the same way as another process, given its status from ``os.waitpid``."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

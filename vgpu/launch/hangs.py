@@ -7,7 +7,7 @@ from vgpu.collectives.table import SAME_ELEMENTS
 from vgpu.launch.call_sites import CallSite, CollectiveRecord, RankState
 
 STOPPED = "is stopped"
-"""The stage of a rank whose process a signal has stopped: it neither goes on nor answers."""
+"""The stage of a rank whose process was stopped by a signal: it neither continues nor answers."""
 
 
 def explain(states: Sequence[RankState | None], name_file: Callable[[str], str]) -> str:
@@ -21,12 +21,12 @@ def explain(states: Sequence[RankState | None], name_file: Callable[[str], str])
 
 
 def is_deadlock(states: Sequence[RankState | None], within_s: float = float("inf")) -> bool:
-    """Whether no rank can ever go on: each waits for one that has returned or waits in turn.
+    """Whether no rank can ever continue: each waits for one that has returned or is waiting, too.
 
-    Collectives count, since the flight recorder knows who has come, ``send`` and ``recv`` where
-    they block, and ``new_group``. The answer is certain if no rank has made progress while the
-    states were taken. A rank whose collective times out within ``within_s`` seconds is no part of a
-    deadlock: it will raise an error of its own.
+    Considers collectives, for which the flight recorder knows who has arrived, blocking ``send`` and
+    ``recv``, and ``new_group``. The answer is certain if no rank made progress while the states were
+    collected. A rank whose collective times out within ``within_s`` seconds isn't part of a deadlock: it
+    will raise its own error.
     """
     if any(s and _times_out_in_s(s) < within_s for s in states):
         return False
@@ -42,7 +42,7 @@ def is_deadlock(states: Sequence[RankState | None], within_s: float = float("inf
 
 
 def _cannot_go_on(states: Sequence[RankState | None], rank: int, others: set[int]) -> bool:
-    """Whether a rank waits for what one of those others has not begun."""
+    """Whether a rank waits for something that one of the others hasn't started."""
     state = states[rank]
     assert state is not None
     if state.message is not None:
@@ -58,7 +58,7 @@ def _cannot_go_on(states: Sequence[RankState | None], rank: int, others: set[int
 
 
 def _missing_peer(states: Sequence[RankState | None], rank: int) -> set[int]:
-    """The other end of the message that a rank waits in, where it has begun fewer of those."""
+    """The other end of the message that a rank waits for, if it has started fewer of them."""
     state = states[rank]
     assert state is not None and state.message is not None
     message = state.message
@@ -76,7 +76,7 @@ def _missing_peer(states: Sequence[RankState | None], rank: int) -> set[int]:
 
 
 def _missing_in_new_group(states: Sequence[RankState | None], state: RankState) -> set[int]:
-    """Ranks of a group that is being made which have called new_group less often."""
+    """Ranks of a group that's being created which have called new_group less often."""
     return {
         rank
         for rank in state.new_group
@@ -87,7 +87,7 @@ def _missing_in_new_group(states: Sequence[RankState | None], state: RankState) 
 
 
 def progress(states: Sequence[RankState | None]) -> tuple[object, ...]:
-    """Equal for two looks at the ranks between which none of them has gone on."""
+    """A fingerprint of the ranks' states, which is equal if none of them has made progress."""
     return tuple(s and (s.stage, s.waits, s.call_site, tuple(s.collectives)) for s in states)
 
 
@@ -108,7 +108,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def _times_out_in_s(state: RankState) -> float:
-    """Seconds, counted from its beginning, after which a rank's wait times out."""
+    """Seconds from its start after which a rank's wait times out."""
     if not (state.message or state.unfinished):
         return float("inf")
     if state.call_site and re.search(r"\.wait\([^)]", state.call_site.text):
@@ -145,7 +145,7 @@ def _describe(state: RankState | None, name_file: Callable[[str], str]) -> str:
 
 
 def _explain_collectives(states: Sequence[RankState | None]) -> list[str]:
-    """For the oldest unfinished collective of each rank: who is in it, and who never came."""
+    """For the oldest unfinished collective of each rank: who has arrived, and who never came."""
     silent = [rank for rank, s in enumerate(states) if s is None or s.stage == STOPPED]
     lines = mismatches(states)
     for record in _oldest(states):
@@ -170,7 +170,7 @@ def _explain_collectives(states: Sequence[RankState | None]) -> list[str]:
 
 
 def mismatches(states: Sequence[RankState | None]) -> list[str]:
-    """What ranks bring to an unfinished collective that cannot go together."""
+    """Mismatches in unfinished collectives: different names or sizes on different ranks."""
     lines = []
     for record in _oldest(states):
         records = _records(states, record)
@@ -189,7 +189,7 @@ def mismatches(states: Sequence[RankState | None]) -> list[str]:
 
 
 def _oldest(states: Sequence[RankState | None]) -> list[CollectiveRecord]:
-    """The oldest unfinished collective of each rank; one that several are in counts once."""
+    """The oldest unfinished collective of each rank, without duplicates."""
     oldest: dict[tuple[str, int], CollectiveRecord] = {}
     for state in states:
         for record in (state.unfinished if state else [])[:1]:
@@ -204,7 +204,7 @@ def _which(record: CollectiveRecord) -> str:
 def _records(
     states: Sequence[RankState | None], wanted: CollectiveRecord
 ) -> dict[int, CollectiveRecord]:
-    """The same collective as every rank that came to it has recorded it, finished or not."""
+    """The records of a collective on all ranks that have started it, finished or not."""
     return {
         rank: record
         for rank, state in enumerate(states)
@@ -214,13 +214,13 @@ def _records(
 
 
 def _is_mismatch(records: Collection[CollectiveRecord]) -> bool:
-    """Whether ranks came to the same collective with what cannot go together."""
+    """Whether the ranks' records of one collective don't match."""
     names = {c.name for c in records}
     return len(names) > 1 or (names <= SAME_ELEMENTS and len({c.numels for c in records}) > 1)
 
 
 def _missing(states: Sequence[RankState | None], wanted: CollectiveRecord) -> list[int]:
-    """Members of the group that have not started that collective."""
+    """Members of the group that haven't started the collective."""
     return [
         rank
         for rank in sorted(_members(states, wanted))

@@ -1,9 +1,8 @@
-"""What ranks print: stamped with the time on their side, merged in that order on the parent's.
+"""The output of ranks: time-stamped by the ranks, and merged in that order by the parent.
 
-Each rank writes to a pipe of its own. Reading several pipes loses the order in which things were
-printed, and a lesson whose ranks print in turn, with a barrier between them, would come out
-shuffled. So every piece of text carries the time at which it was written: a machine has one
-monotonic clock for all its processes.
+Each rank writes to its own pipe. Reading several pipes loses the order in which things were printed, so the
+output of ranks that print in turn, with a barrier in between, would be shuffled. Therefore every piece of
+text has the time at which it was written: all processes of a machine share one monotonic clock.
 """
 
 import codecs
@@ -20,7 +19,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 MAX_OUTPUT_CHARACTERS = 1_000_000
-"""What one rank may print in one run; the rest is counted and dropped, to keep the cell usable."""
+"""How much one rank can print in one run; the rest is dropped, to keep the notebook usable."""
 
 _MARK = re.compile(rb"\0(\d+)([oe])\0")
 _LONGEST_MARK = 32
@@ -28,7 +27,7 @@ _STREAMS = {b"o": "stdout", b"e": "stderr"}
 
 
 class _StampedWriter(io.RawIOBase):
-    """A raw stream that puts the time and the name of the stream before what it writes."""
+    """A raw stream that prefixes everything with the time and the name of the stream."""
 
     def __init__(self, send: Callable[[bytes], None], stream: bytes) -> None:
         self._send = send
@@ -48,7 +47,7 @@ class _StampedWriter(io.RawIOBase):
 
 
 def redirect(output: Connection) -> None:
-    """In a rank: send all that it prints to ``output``, including what C and C++ code prints."""
+    """In a rank: redirect stdout and stderr to ``output``, including those of C and C++ code."""
     if os.name == "nt":
         send: Callable[[bytes], None] = output.send_bytes
     else:
@@ -70,7 +69,7 @@ def _write_all(data: bytes) -> None:
 
 
 class _Text(NamedTuple):
-    """A finished line, or one state of a progress bar, which begins with a carriage return."""
+    """A complete line, or one state of a progress bar, which starts with a carriage return."""
 
     stamp_ns: int
     rank: int
@@ -80,7 +79,7 @@ class _Text(NamedTuple):
 
 @dataclass
 class _Reader:
-    """Turns the bytes of one rank back into lines."""
+    """Splits the bytes from one rank into lines."""
 
     rank: int
     rest: bytes = b""
@@ -92,9 +91,9 @@ class _Reader:
     dropped_characters: int = 0
 
     def read(self, data: bytes) -> list[_Text]:
-        """The lines that these bytes finish."""
+        """The lines that these bytes complete."""
         data = self.rest + data
-        # The last mark may have come only in part; it waits for the next read.
+        # The last mark may be incomplete; keep it for the next read.
         cut = data.rfind(b"\0", max(0, len(data) - _LONGEST_MARK))
         whole_mark = cut >= 0 and any(m.end() == cut + 1 for m in _MARK.finditer(data))
         if cut < 0 or whole_mark:
@@ -109,7 +108,7 @@ class _Reader:
         return texts + self._split(data[start:])
 
     def finish(self) -> list[_Text]:
-        """What was printed without a newline at the end."""
+        """Incomplete lines at the end."""
         rests = [self._text(rest + "\n", stream) for stream, rest in self.partial.items() if rest]
         if self.dropped_characters:
             note = f"[...] {self.dropped_characters:,} more characters of this rank are not shown\n"
@@ -125,7 +124,7 @@ class _Reader:
             return []
         self.shown_characters += len(text)
         *lines, rest = (self.partial[self.stream] + text).split("\n")
-        # A terminal would show only what follows the last carriage return.
+        # A terminal shows only what follows the last carriage return.
         texts = [self._text(line.rstrip("\r").rpartition("\r")[2] + "\n") for line in lines]
         if "\r" in rest:
             rest = "\r" + rest.rstrip("\r").rpartition("\r")[2]
@@ -138,7 +137,7 @@ class _Reader:
 
 
 class RankOutput:
-    """On the parent's side: what all ranks print, live in order of time, or at the end by rank."""
+    """In the parent: prints the output of all ranks, live in order of time, or at the end by rank."""
 
     def __init__(self, world_size: int, *, by_rank: bool) -> None:
         self._readers = [_Reader(rank) for rank in range(world_size)]
@@ -147,14 +146,14 @@ class RankOutput:
         self._open_bar: int | None = None
 
     def feed(self, rank: int, data: bytes) -> None:
-        """Decode bytes that came from a rank's pipe."""
+        """Decode bytes from a rank's pipe."""
         self._texts += self._readers[rank].read(data)
 
     def show(self, before_ns: int) -> bool:
-        """Print what was printed before a point in time; True if something is left for later.
+        """Print everything older than ``before_ns``; True if something is left for later.
 
-        What is newer than the last look at the pipes waits for the next look: something older may
-        still be on its way from another rank.
+        What's newer than the last read of the pipes has to wait: another rank may have written something
+        older in the meantime.
         """
         if self._by_rank:
             return False
@@ -164,11 +163,11 @@ class RankOutput:
         return bool(self._texts)
 
     def finish(self) -> None:
-        """Print all that is left, unfinished lines included."""
+        """Print everything that's left, including incomplete lines."""
         for reader in self._readers:
             self._texts += reader.finish()
         if self._by_rank:
-            # Of a progress bar only its last state is worth a line.
+            # Skip intermediate states of progress bars.
             lines = [text for text in self._texts if not text.text.startswith("\r")]
             self._write(sorted(lines, key=attrgetter("rank", "stamp_ns")))
         else:
@@ -176,14 +175,14 @@ class RankOutput:
         self._texts = []
 
     def _write(self, texts: list[_Text]) -> None:
-        # Lines that follow each other go out in one write: each write is a message to the browser.
+        # Write consecutive lines at once: each write is a message to the browser.
         for stream, group in itertools.groupby(texts, attrgetter("stream")):
             target = getattr(sys, stream)
             target.write("".join(map(self._prefixed, group)))
             target.flush()
 
     def _prefixed(self, text: _Text) -> str:
-        """The text with its rank; a progress bar is drawn over its own last state only."""
+        """The text with its rank; a progress bar overwrites only its own last state."""
         same_line = self._open_bar == text.rank
         before = "" if self._open_bar is None else "\r" if same_line else "\n"
         is_bar = text.text.startswith("\r")

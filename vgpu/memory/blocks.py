@@ -1,13 +1,13 @@
-"""Bytes per virtual GPU: allocated, peak, capacity, and what happened when.
+"""Bytes per virtual GPU: allocated, peak and capacity.
 
-A block belongs to a storage, so it is counted once however many tensors view it, and freed when
-the last reference goes, be it a variable or what autograd saved. The block hangs on the storage's
-Python object, which torch keeps for as long as the storage itself lives.
+A block belongs to a storage, so it's counted once, however many tensors view it, and freed with the
+last reference, whether a variable or a tensor saved by autograd. The block is an attribute of the
+storage's Python object, which torch keeps alive as long as the storage itself.
 
-What CUDA's caching allocator would reserve for the blocks is worked out when it is asked for
-(records.py); it does not decide what fits.
+What CUDA's caching allocator would reserve for the blocks is computed on demand (records.py); it
+doesn't decide what fits.
 
-Left out: the room that CUDA's own context takes.
+Left out: the memory of CUDA's context.
 """
 
 import threading
@@ -26,7 +26,7 @@ _ROUNDING_BYTES = 512
 
 
 def rounded(request_bytes: int) -> int:
-    """The bytes that the allocator hands out for a request."""
+    """The bytes that the allocator allocates for a request."""
     return -(-request_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
 
 
@@ -42,14 +42,14 @@ class Borrowed(Protocol):
 
 
 borrowed: list[Borrowed] = []
-"""What gloo may still hold when nobody else does; a collective appends its tensors under the lock."""
+"""Tensors that may be kept alive by gloo alone; a collective appends its own, holding the lock."""
 borrowed_lock = (
     threading.RLock()
 )  # a finalizer that counts bytes may run in the thread that holds it
 
 
 def _wait_for_returns() -> None:
-    """Before bytes are counted: of collectives that have ended, gloo has dropped its tensors."""
+    """Before bytes are counted: wait until gloo has dropped the tensors of finished collectives."""
     with borrowed_lock:
         dropped = [each for each in borrowed if each.is_dropped()]
         borrowed[:] = [each for each in borrowed if each not in dropped]
@@ -62,15 +62,15 @@ _lock = threading.RLock()
 _acquire, _release = _lock.acquire, _lock.release  # for each tensor: with takes twice as long
 _memories: "list[DeviceMemory]" = []
 _records: list[MemoryRecord] = []
-_depth = 0  # of the host that is in use: 0 its own, 1 one of a cluster
+_depth = 0  # of the current host: 0 for the real one, 1 for one of a cluster
 
 
 @contextmanager
 def record_memory(label: Callable[[], str] | None = None) -> Iterator[MemoryRecord]:
-    """Collect every allocation and release on any virtual GPU while the block runs.
+    """Record every allocation and free on any virtual GPU inside the block.
 
-    label: is asked at each allocation, in its thread; the answer stands in the event. In the block of
-    a cluster the record has nothing of the GPUs around it, where garbage may be freed meanwhile.
+    label: called at each allocation, in its thread; the result is stored in the event. Inside
+    ``vgpu.cluster`` the record excludes GPUs outside of it, where garbage may be collected meanwhile.
     """
     with _lock:
         record = MemoryRecord(_memories, label, _depth)
@@ -84,9 +84,9 @@ def record_memory(label: Callable[[], str] | None = None) -> Iterator[MemoryReco
 
 @contextmanager
 def of_another_host() -> Iterator[None]:
-    """The memories that are made in the block are those of another host, which is gone after it.
+    """Memories created in the block belong to another host, which ceases to exist at its end.
 
-    What is freed on a host that is gone changes its counters, and no record.
+    Freeing something on a host that no longer exists changes its counters, but no record.
     """
     global _depth
     others = _memories[:]
@@ -108,12 +108,12 @@ class DeviceMemory:
     def __init__(
         self, device: torch.device, capacity_bytes: int, current_stream: Callable[[int], int]
     ) -> None:
-        """current_stream: by a GPU's index, the number of its stream that is current."""
+        """current_stream: maps a GPU's index to the number of its current stream."""
         self.device = device
         self._current_stream = current_stream
         self.capacity_bytes = capacity_bytes
         self.allowed_bytes: int | None = None
-        """What this process may take of the capacity; None where it may take all."""
+        """How much of the capacity this process may use; None means all."""
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.allocation_count = 0
@@ -125,7 +125,7 @@ class DeviceMemory:
         _memories.append(self)
 
     def settled(self) -> "DeviceMemory":
-        """This, when nothing that is free is counted any more."""
+        """``self``, once nothing that has been freed is still counted."""
         if borrowed:
             _wait_for_returns()
         return self
@@ -135,7 +135,7 @@ class DeviceMemory:
         return self.allocation_count - self.freed_count
 
     def require(self, request_bytes: int) -> int:
-        """The rounded size of a request; OutOfMemoryError where it does not fit."""
+        """The rounded size of a request; OutOfMemoryError if it doesn't fit."""
         size_bytes = rounded(request_bytes)
         most_bytes = self.capacity_bytes if self.allowed_bytes is None else self.allowed_bytes
         if self.allocated_bytes + size_bytes > most_bytes:
@@ -149,7 +149,7 @@ class DeviceMemory:
             _wait_for_returns()
         _acquire()
         try:
-            size_bytes = request_bytes + 511 & ~511  # rounded, in less time
+            size_bytes = request_bytes + 511 & ~511  # rounded(), inlined for speed
             if (
                 self.allocated_bytes + size_bytes > self.capacity_bytes
                 or self.allowed_bytes is not None
@@ -170,7 +170,7 @@ class DeviceMemory:
             _release()
 
     def resize(self, block: "Block", size_bytes: int, operation: str) -> None:
-        """The block has so many bytes from now on; the lock is held."""
+        """Change the size of a block; the caller holds the lock."""
         more_bytes = size_bytes - block.size_bytes
         if more_bytes == 0:
             return
@@ -186,7 +186,7 @@ class DeviceMemory:
     def record(
         self, block: "Block", size_bytes: int, block_bytes: int, stream: int, operation: str
     ) -> None:
-        """What is allocated has changed by a size, and the block has so many bytes now."""
+        """Add a change by ``size_bytes`` to all records; the block now has ``block_bytes``."""
         if size_bytes:
             for record in _records:
                 if record.depth <= self._depth:
@@ -198,7 +198,7 @@ class DeviceMemory:
             self.reserve.set_capacity(capacity_bytes)
 
     def begin_anew(self) -> None:
-        """What still lives stays; whatever else a program did here is over."""
+        """Reset everything but live blocks, for a new program."""
         self.allowed_bytes = None
         self.out_of_memory_count = 0
         with _lock:
@@ -256,17 +256,17 @@ class DeviceMemory:
         return "\n".join([f"{'memory of ' + str(self.device):^34}", "-" * 34, *lines])
 
     def out_of_host_memory(self, size_bytes: int) -> str:
-        """What to say where the GPU would have room for a block, but this machine has not."""
+        """The error message if a block fits on the GPU, but not in this machine's memory."""
         return (
             f"VGPU out of memory. Tried to allocate {format_size(size_bytes)} on {self.device}, "
-            "whose values lie in this machine's own memory, which has no room for them. Take "
-            "smaller sizes, or vgpu.shapes_only(), which needs no memory for values."
+            "whose values are stored in this machine's own memory, which has no room for them. Use "
+            "smaller sizes, or vgpu.shapes_only(), which stores no values."
         )
 
     def _out_of_memory(self, size_bytes: int) -> str:
-        # The sentences of CUDACachingAllocator.cpp, which has given back what it could before.
+        # The message of CUDACachingAllocator.cpp, which releases cached memory before.
         self.empty_cache()
-        # Blocks may have needed more, had they to lie in one piece each (records.py).
+        # With fragmentation, blocks may have needed more than the capacity (records.py).
         reserved_bytes = min(self.reserved()[0], self.capacity_bytes)
         allocated = format_size(self.allocated_bytes)
         allowed = ""
@@ -284,7 +284,7 @@ class DeviceMemory:
 
 
 class Block:
-    """The bytes of one storage; they return to the device when the block is collected."""
+    """The bytes of one storage; freed when this object is."""
 
     __slots__ = (
         "__weakref__",
@@ -302,15 +302,15 @@ class Block:
         self.number = 0  # the reserve's
         self.size_bytes = size_bytes
         self.operation = operation
-        # Of a shape, once it is asked for: other blocks have storages of values.
+        # Of a shape, created on demand: other blocks belong to storages with values.
         self.storage: Any = None
-        # In a recording of virtual time: the operation it was made for, and who has used it since
+        # In a recording of virtual time: the operation that allocated it, and its uses since
         # (races.py).
         self.made: Any = None
         self.uses: Any = None
 
     def resize(self, request_bytes: int, operation: str) -> None:
-        """The storage grew or shrank in place; OutOfMemoryError where the growth does not fit."""
+        """The storage was resized in place; OutOfMemoryError if it no longer fits."""
         with _lock:
             size_bytes = rounded(request_bytes)
             if size_bytes > self.size_bytes:
@@ -335,7 +335,7 @@ class Block:
 
 
 def _of_rank() -> str:
-    """Whose memory it was, where there are several ranks, each with a GPU of the same name."""
+    """Which rank ran out of memory: several ranks can have GPUs with the same name."""
     if not (dist.is_available() and dist.is_initialized()):
         return ""
     return f" This happened on rank {dist.get_rank()} of {dist.get_world_size()}."

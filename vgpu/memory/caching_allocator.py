@@ -1,11 +1,11 @@
-"""What CUDA's caching allocator takes from the GPU for what a program allocates.
+"""How much memory CUDA's caching allocator reserves for what a program allocates.
 
-After PyTorch's c10/cuda/CUDACachingAllocator.cpp, read at commit 001074d and compared event by event
-with the compiled one of 2.15; comments name its functions and constants. Settings are its defaults,
-or ``expandable_segments:True``.
+Modeled on PyTorch's c10/cuda/CUDACachingAllocator.cpp, read at commit 001074d, and compared event by
+event with the compiled one of 2.15; comments name its functions and constants. Settings are its
+defaults, or ``expandable_segments:True``.
 
-Left out: ``record_stream``, which on CUDA keeps a block until another stream has got there, and
-here does not; memory that CUDA takes beside the allocator (its context, NCCL).
+Left out: ``record_stream``, which on CUDA delays the reuse of a block until another stream has caught
+up; and memory that's allocated outside of the allocator (CUDA's context, NCCL).
 """
 
 from bisect import bisect_left, insort
@@ -30,9 +30,9 @@ _OLD_BLOCK = -1  # a key beside the numbers of blocks, which begin at 0
 
 
 class _Piece:
-    """A stretch of a segment: one block in use, or one that is free, or addresses without memory.
+    """A part of a segment: a block in use, a free block, or addresses without memory.
 
-    The pieces of a segment are a chain.
+    The pieces of a segment form a linked list.
     """
 
     __slots__ = ("address", "after", "before", "is_mapped", "is_used", "pool", "size_bytes")
@@ -47,7 +47,7 @@ class _Piece:
         self.after: _Piece | None = None
 
     def cut(self, size_bytes: int) -> "_Piece":
-        """Keep the first bytes; the rest as a piece of its own."""
+        """Keep the first bytes; returns the rest as a new piece."""
         rest = _Piece(
             self.pool, self.address + size_bytes, self.size_bytes - size_bytes, self.is_mapped
         )
@@ -59,7 +59,7 @@ class _Piece:
         return rest
 
     def merge(self) -> None:
-        """Take up free neighbours of the same kind (``try_merge_blocks``)."""
+        """Merge with free neighbors of the same kind (``try_merge_blocks``)."""
         before, after = self.before, self.after
         if before is not None and not before.is_used and before.is_mapped == self.is_mapped:
             self.pool.remove(before)
@@ -77,14 +77,14 @@ class _Piece:
 
     @property
     def reach_bytes(self) -> int:
-        """Its size with the addresses behind it, into which an expandable segment can grow."""
+        """Its size plus the addresses after it, into which an expandable segment can grow."""
         after = self.after
         grows = after is not None and not after.is_mapped
         return self.size_bytes + (after.size_bytes if after is not None and grows else 0)
 
 
 class _Pool:
-    """What is free for one stream, small blocks or large ones."""
+    """The free pieces of one stream, for small or for large blocks."""
 
     def __init__(self, is_small: bool) -> None:
         self.is_small = is_small
@@ -105,9 +105,9 @@ class _Pool:
             del self.unmapped[bisect_left(self.unmapped, (piece.address,))]
 
     def best_fit(self, size_bytes: int) -> _Piece | None:
-        """The smallest free piece that is large enough, taken out (``get_free_block``).
+        """Remove and return the smallest free piece that's large enough (``get_free_block``).
 
-        The size of one that can grow counts as what it can grow to.
+        A piece that can grow counts with the size that it can grow to.
         """
         at = bisect_left(self.free, (size_bytes,))
         if at == len(self.free):
@@ -119,7 +119,7 @@ class _Pool:
         return self.free.pop(at)[2]
 
     def room(self, size_bytes: int) -> _Piece | None:
-        """Where an expandable segment can hold so much (``find_expandable_block``).
+        """Where an expandable segment has room for a block (``find_expandable_block``).
 
         It starts at addresses without memory, or at a free piece right before them.
         """
@@ -139,12 +139,12 @@ class _Pool:
 
 
 class Segment(NamedTuple):
-    """A stretch of reserved memory, as ``torch.cuda.memory_snapshot`` lists them."""
+    """A contiguous range of reserved memory, as listed by ``torch.cuda.memory_snapshot``."""
 
     stream: int
     is_small: bool
     pieces: list[tuple[int, int, int | None]]
-    """In order: address, bytes, and the number of the block in use, if there is one."""
+    """In order: address, bytes, and the number of the block in use, if any."""
 
 
 class CachingAllocator:
@@ -159,8 +159,8 @@ class CachingAllocator:
     ) -> None:
         """device: for messages. capacity_bytes: the most that can be reserved.
 
-        may_exceed_capacity: whether a block that finds no room gets memory beyond the capacity, in
-        place of an error.
+        may_exceed_capacity: whether a block that doesn't fit gets memory beyond the capacity, instead of
+        raising an error.
         """
         self.device = device
         self.capacity_bytes = capacity_bytes
@@ -168,15 +168,15 @@ class CachingAllocator:
         self.may_exceed_capacity = may_exceed_capacity
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.allocated_bytes = self.peak_allocated_bytes = 0
-        self.retries = 0  # how often cached segments were given back for want of memory
+        self.retries = 0  # how often cached segments were freed because memory ran out
         self._pools: dict[tuple[int, bool], _Pool] = {}  # by stream, and whether it is small
         self._used: dict[int, _Piece] = {}
         self._next_address = 0
 
     def allocate(self, block: int, size_bytes: int, stream: int) -> None:
-        """Find room for a block, which gets this number (``malloc``).
+        """Allocate a block with this number (``malloc``).
 
-        size_bytes: rounded to 512 already. OutOfMemoryError where there is none.
+        size_bytes: already rounded to a multiple of 512. OutOfMemoryError if it doesn't fit.
         """
         is_small = size_bytes <= _SMALL_BYTES
         pool = self._pools.get((stream, is_small))
@@ -202,7 +202,7 @@ class CachingAllocator:
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
 
     def free(self, block: int) -> None:
-        """The block stays reserved, for later ones of its stream (``free_block``)."""
+        """Free a block; its memory stays reserved for its stream (``free_block``)."""
         piece = self._used.pop(block)
         self.allocated_bytes -= piece.size_bytes
         piece.is_used = False
@@ -210,7 +210,7 @@ class CachingAllocator:
         piece.pool.add(piece)
 
     def resize(self, block: int, size_bytes: int, stream: int) -> None:
-        """A new place for a block, whose values are copied there (``resize_bytes_cuda``)."""
+        """Move a block to a new allocation, to which its values are copied (``resize_bytes_cuda``)."""
         self._used[_OLD_BLOCK] = self._used.pop(block)  # until the values are copied
         self.allocate(block, size_bytes, stream)
         self.free(_OLD_BLOCK)
@@ -225,7 +225,7 @@ class CachingAllocator:
 
     @property
     def segments(self) -> int:
-        """How many stretches of reserved memory there are."""
+        """The number of segments."""
         return sum(1 for _ in self._heads())
 
     def layout(self) -> list[Segment]:
@@ -243,7 +243,7 @@ class CachingAllocator:
         return found
 
     def address(self, block: int) -> int:
-        """Where a block in use begins."""
+        """The address of a block in use."""
         return self._used[block].address
 
     def _heads(self) -> Iterator[_Piece]:
@@ -257,12 +257,12 @@ class CachingAllocator:
         for pool in self._pools.values():
             yield from (piece for _, _, piece in pool.free)
 
-    # More memory, from the GPU or back to it
+    # Reserving and releasing memory of the GPU
 
     def _take(self, pool: _Pool, size_bytes: int, may_exceed: bool = False) -> _Piece | None:
-        """A free piece that is large enough, of new memory (``alloc_block``); None without room.
+        """A free piece of newly reserved memory (``alloc_block``); None if memory ran out.
 
-        may_exceed: take memory beyond the capacity where there is no room.
+        may_exceed: reserve memory beyond the capacity if necessary.
         """
         if self.expandable_segments:
             return self._expand(pool, size_bytes)
@@ -298,15 +298,15 @@ class CachingAllocator:
             return None
         while piece.size_bytes < size_bytes:
             rest = piece.after
-            assert rest is not None, "room() has found enough"
+            assert rest is not None, "room() found enough"
             if not self._map(rest, min(size_bytes - piece.size_bytes, rest.size_bytes)):
                 return None
-            piece = rest  # which has taken up the one before
+            piece = rest  # merged with the one before
         pool.remove(piece)
         return piece
 
     def _map(self, piece: _Piece, size_bytes: int) -> bool:
-        """Put memory behind the first addresses of a piece (``map_block``)."""
+        """Map memory to the first addresses of a piece (``map_block``)."""
         size_bytes = _rounded_up(size_bytes, piece.pool.page_bytes)
         if not self._reserve(size_bytes):
             return False
@@ -319,7 +319,7 @@ class CachingAllocator:
         return True
 
     def release_cached(self) -> None:
-        """Give back segments and pages in which nothing is used (``release_cached_blocks``)."""
+        """Release unused segments and pages (``release_cached_blocks``)."""
         for pool in self._pools.values():
             for _, _, piece in list(pool.free):
                 if self.expandable_segments:
@@ -329,7 +329,7 @@ class CachingAllocator:
                     self.reserved_bytes -= piece.size_bytes
 
     def _unmap(self, piece: _Piece) -> None:
-        """Give back the whole pages of a free piece (``unmap_block``)."""
+        """Release the whole pages of a free piece (``unmap_block``)."""
         pool, page_bytes = piece.pool, piece.pool.page_bytes
         begin = _rounded_up(piece.address, page_bytes)
         end = (piece.address + piece.size_bytes) // page_bytes * page_bytes

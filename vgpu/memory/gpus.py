@@ -1,4 +1,4 @@
-"""The virtual GPUs of this process: which there are, and which one is current in each thread."""
+"""The virtual GPUs of this process, and the current device and streams of each thread."""
 
 import threading
 from collections.abc import Iterator
@@ -12,18 +12,18 @@ from vgpu.memory import blocks as memory
 from vgpu.memory.blocks import DeviceMemory
 
 DEVICE_TYPE = "vgpu"
-# The device that C++ sees. It needs a type whose index autograd keeps and for which torch ships no
-# kernel; Lazy is the only one (tensor/tensor.py).
+# The device that C++ sees. Its type must be one whose index autograd keeps and for which torch ships
+# no kernels; Lazy is the only one (tensor/tensor.py).
 CPP_DEVICE_TYPE = "lazy"
-# Where "vgpu" names no index, C++ asks the device guard for the current device. A guard in Python
-# can only tell its type, and C++ makes index 0 of it. A type that no tensor has keeps "the current
-# one" apart from vgpu:0.
+# For "vgpu" without an index, C++ asks the device guard for the current device. A guard in Python can
+# only return a type, for which C++ takes index 0. A type that no tensor has distinguishes "the current
+# device" from vgpu:0.
 CURRENT_DEVICE_TYPE = "ve"
 _OUR_TYPES = (DEVICE_TYPE, CPP_DEVICE_TYPE, CURRENT_DEVICE_TYPE)
 
 
 class DeviceGuard(torch._C._acc.DeviceGuard):
-    """What C++ asks for the current device."""
+    """The device guard that C++ asks for the current device."""
 
     def type_(self) -> Any:
         return torch._C._autograd.DeviceType.VE  # type: ignore[attr-defined]
@@ -44,32 +44,31 @@ class VirtualGPU:
         return f"VirtualGPU({self.device}, {self.spec.name})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "VirtualGPU":
-        # dcp.async_save copies a tensor's attributes; of this one that would be all its blocks.
+        # dcp.async_save deep-copies a tensor's attributes; a copy of a GPU would copy all its blocks.
         return self
 
 
-# A GPU stays in this list when fewer are enabled later: tensors may still live on it, and they
-# must find their bytes when it comes back.
+# A GPU stays in this list when fewer are enabled later: tensors may still be on it, and their bytes
+# must be counted when it's enabled again.
 _known: list[VirtualGPU] = []
 _by_device: dict[torch.device, VirtualGPU] = {}
 
 
 class _Choices(threading.local):
-    """What a thread has made current: a GPU, and on each of them a stream (time/streams.py)."""
+    """The current device of a thread, and its current stream on each device (time/streams.py)."""
 
     def __init__(self) -> None:
         self.index = 0
         self.of_node: tuple[tuple[int, int] | None, int] = None, 0
         self.streams: dict[int, Any] = {}
-        # The streams that hooks have set, each with the number of its backward pass: one may run
-        # within another, and stands behind it.
+        # Streams set by hooks, per backward pass: a stack, since backward passes can be nested.
         self.of_backward: list[tuple[int, dict[int, Any]]] = []
 
 
 class Use:
-    """What is done with the GPUs of a host, from the moment when there are some until there are none.
+    """How the GPUs of a host are used, from when they're enabled until they're disabled.
 
-    It begins as a process does: nothing is chosen in any thread.
+    It starts like a new process: no thread has chosen a device.
     """
 
     def __init__(self) -> None:
@@ -79,7 +78,7 @@ class Use:
 
     @property
     def has_begun(self) -> bool:
-        """Whether this process has chosen a GPU or put something on one."""
+        """Whether this process has set the current device or allocated something on a GPU."""
         return self.has_chosen or _allocation_count() > self._allocated_before
 
 
@@ -92,7 +91,7 @@ in_use = Use()
 
 
 def set_count(count: int, spec: GPUSpec, capacity_bytes: int) -> None:
-    """Make exactly the GPUs 0 to ``count - 1`` available; what lives on them stays there."""
+    """Make exactly the GPUs 0 to ``count - 1`` available; live tensors stay on them."""
     global in_use
     if _count == 0:
         in_use = Use()
@@ -107,7 +106,7 @@ def set_count(count: int, spec: GPUSpec, capacity_bytes: int) -> None:
 
 
 def _name(count: int) -> None:
-    """Let names of devices mean the first ``count`` GPUs."""
+    """Map device names to the first ``count`` GPUs."""
     global _count
     _count = count
     _by_device.clear()
@@ -118,11 +117,11 @@ def _name(count: int) -> None:
 
 @contextmanager
 def of_another_host() -> Iterator[None]:
-    """In the block other GPUs can be made available, those of another host.
+    """In the block, the GPUs of another host can be made available.
 
-    After it those from before are there again, with their bytes, peaks, random numbers and what is
-    current in each thread as they were: what still lies on the others, such as modules in cycles,
-    counts on them alone.
+    Afterwards the previous GPUs are restored, with their bytes, peaks, generators and each thread's
+    current device and streams. What's still allocated on the others, such as modules in reference
+    cycles, counts only there.
     """
     global _known, in_use
     known, before, count = _known, in_use, _count
@@ -141,9 +140,9 @@ def device_count() -> int:
 
 
 def current_index() -> int:
-    """The calling thread's current device; each thread starts at 0, and is there if it lost its own.
+    """The calling thread's current device; 0 by default, or if that device is no longer available.
 
-    In backward it is the device of the node that runs, as autograd sees to it for CUDA.
+    In a backward pass, it's the device of the running node, which autograd ensures for CUDA.
     """
     node = _current_node()
     if node is not None:
@@ -157,9 +156,9 @@ def current_index() -> int:
 
 
 def exchange_index(index: int) -> int:
-    """Make ``index`` current and return what was; a negative index changes nothing.
+    """Make ``index`` current and return the previous one; a negative index changes nothing.
 
-    What is set in backward holds as long as the node runs.
+    In a backward pass, it stays current while the node runs.
     """
     before = current_index()
     if index >= 0:
@@ -174,7 +173,7 @@ def exchange_index(index: int) -> int:
 
 
 def _current_node() -> tuple[tuple[int, int], int | None] | None:
-    """What tells the autograd node that runs in this thread from others, and its GPU's index."""
+    """A key for the autograd node that runs in this thread, and its GPU's index."""
     task = graph_task()
     node = None if task == -1 else torch._C._current_autograd_node()
     if node is None:
@@ -188,22 +187,22 @@ graph_task = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:
-    """Whether the autograd engine runs the caller."""
+    """Whether the caller runs in a backward pass."""
     return graph_task() != -1
 
 
 stream_priorities: dict[int, int] = {}
-"""Of streams by their number, where it is not 0; below 0 their kernels overtake those of others."""
+"""By stream number, if it isn't 0; kernels on streams with a negative one overtake others."""
 
-# By the number of an autograd node, in a recording: the index of a GPU and the number of a stream of
-# its own, for nodes that were made on another stream than the default one.
+# In a recording, by sequence number of an autograd node: the index of a GPU and the number of a stream,
+# for nodes created on a non-default stream.
 streams_of_nodes: dict[int, tuple[int, int]] = {}
 
 
 def set_streams() -> dict[int, Any]:
-    """The streams that this thread has set, by their GPUs' indices; in a backward pass, that pass.
+    """The streams set by this thread, or in this backward pass, by the index of their GPU.
 
-    The engine makes a node's stream current; what a hook sets inside comes on top.
+    The engine makes a node's stream current; a hook can set another one on top.
     """
     current = in_use.current
     backward = graph_task()
@@ -219,15 +218,15 @@ def set_streams() -> dict[int, Any]:
 
 
 def set_stream_number(index: int) -> int | None:
-    """The number of the stream that this thread has set on a GPU; None if it has not."""
+    """The number of the stream that this thread has set on a GPU, or None."""
     stream = set_streams().get(index)
     return None if stream is None else stream.stream_id
 
 
 def current_stream_number(index: int) -> int:
-    """The number of the stream that is current on a GPU in this thread; 0 is the default one.
+    """The number of the current stream of a GPU in this thread; 0 is the default stream.
 
-    In a backward pass it is the node's in a recording only, unless a hook has set one.
+    In a backward pass, it's the node's stream (only known in a recording), unless a hook set another.
     """
     number = set_stream_number(index)
     if number is None:
@@ -236,10 +235,10 @@ def current_stream_number(index: int) -> int:
 
 
 def stream_number_of_node(index: int) -> int:
-    """The number of the stream that the engine makes current on a GPU for the node that runs.
+    """The number of the stream that the engine makes current on a GPU for the running node.
 
-    It is that of the node's forward; on other GPUs the default one stays. Behind the last node, in
-    the engine's callbacks, it is that of the pass's caller.
+    It's that of the node's forward; on other GPUs, the default stream. After the last node, in the
+    engine's callbacks, it's the stream of the caller of ``backward()``.
     """
     node = torch._C._current_autograd_node()
     if node is None:
@@ -249,20 +248,20 @@ def stream_number_of_node(index: int) -> int:
 
 
 def callers_stream_number(index: int) -> int:
-    """The number of the stream that was current on a GPU when the backward pass was called."""
+    """The number of the current stream of a GPU when ``backward()`` was called."""
     stream = in_use.current.streams.get(index)
     return 0 if stream is None else stream.stream_id
 
 
 def by_index(index: int) -> VirtualGPU:
-    """The GPU with this ordinal; the error of CUDA where there is none."""
+    """The GPU with this ordinal; CUDA's error if there is none."""
     if 0 <= index < _count:
         return _known[index]
     raise _no_such_device(index)
 
 
 def resolve(device: torch.device) -> VirtualGPU | None:
-    """The GPU that a device means, in Python's name or in C++'s; None for any other device."""
+    """The GPU for a device, by its name in Python or in C++; None for any other device."""
     gpu = _by_device.get(device)
     if gpu is None and device.type in _OUR_TYPES:
         current = device.index is None or device.type == CURRENT_DEVICE_TYPE
@@ -271,7 +270,7 @@ def resolve(device: torch.device) -> VirtualGPU | None:
 
 
 def meant_by(device: Any) -> VirtualGPU:
-    """The GPU that an int, a string, a torch.device or None (the current one) means."""
+    """The GPU for an int, a string, a torch.device or None (the current one)."""
     if device is None:
         return by_index(current_index())
     if isinstance(device, int):

@@ -1,13 +1,12 @@
-"""What was allocated and released when, and what CUDA's caching allocator would reserve for it.
+"""What was allocated and freed when, and what CUDA's caching allocator would reserve for it.
 
-``MemoryRecord`` is what ``vgpu.record_memory`` gives. ``Reserve`` is what ``torch.vgpu`` asks for
-``memory_reserved`` and the like: a block's way through the allocator takes longer than to log it, so
-allocations are logged, in 8 bytes each, and the allocator gets them when somebody asks, or when the
-log has become long.
+``MemoryRecord`` is what ``vgpu.record_memory`` returns. ``Reserve`` answers ``memory_reserved`` and the
+like for ``torch.vgpu``. Simulating the allocator takes longer than logging, so allocations are logged,
+in 8 bytes each, and the allocator processes the log when it's queried or when the log gets long.
 
-Left out of ``Reserve``, besides what caching_allocator.py leaves out: outside of a recording, what a
-backward pass allocates lies on the default stream. CUDA's allocator fails where it finds no room
-between blocks; a virtual GPU goes on, and has then reserved more than it has.
+Left out of ``Reserve``, besides what caching_allocator.py leaves out: outside of a recording, a backward
+pass is taken to allocate on the default stream. CUDA's allocator fails if fragmentation leaves no room;
+a virtual GPU continues, and then has reserved more than its capacity.
 """
 
 import itertools
@@ -22,7 +21,7 @@ from vgpu.memory.caching_allocator import CachingAllocator
 
 
 class Memory(Protocol):
-    """What a record asks of the memory of a GPU."""
+    """What a record reads from the memory of a GPU."""
 
     device: torch.device
     capacity_bytes: int
@@ -31,28 +30,27 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class MemoryEvent:
-    """One allocation (size above zero) or release (below zero) on one device.
+    """One allocation (positive size) or free (negative size) on one device.
 
-    A storage that grows or shrinks in place changes the size of its block, in one event.
+    Resizing a storage in place changes the size of its block, in one event.
     """
 
     device: torch.device
     size_bytes: int
     allocated_bytes: int  # on this device, after the event
-    operation: str  # for a release: the operation that had allocated the block
-    block: int  # a number that the events of one block share
-    block_bytes: int  # what the block has after the event
-    stream: int | None  # where the block was allocated; None for one from before the record
-    label: str = ""  # of an allocation: what the record's ``label`` answered
+    operation: str  # for a free: the operation that allocated the block
+    block: int  # a number, the same for all events of one block
+    block_bytes: int  # the size of the block after the event
+    stream: int | None  # where the block was allocated; None if that was before the record
+    label: str = ""  # of an allocation: what the record's ``label`` returned
 
 
 @dataclass(frozen=True)
 class AllocatorStats:
-    """What CUDA's caching allocator makes of the events of one device.
+    """The state of CUDA's caching allocator after the events of one device.
 
-    The names are those of ``torch.cuda``: ``peak_reserved_bytes`` is what its
-    ``max_memory_reserved()`` gives. Where a block is not worth splitting, allocated counts all of
-    it, up to 1 MiB more than was asked for.
+    The terms are those of ``torch.cuda``: ``peak_reserved_bytes`` is its ``max_memory_reserved()``. A
+    block that's too small to split counts as allocated in full, up to 1 MiB more than was requested.
     """
 
     reserved_bytes: int  # in the end
@@ -60,15 +58,7 @@ class AllocatorStats:
     allocated_bytes: int  # in the end
     peak_allocated_bytes: int
     segments: int  # in the end
-    retries: int  # how often cached segments had to be given back for want of memory
-
-    @property
-    def lost_bytes(self) -> int:
-        """What was reserved at the peak over what was ever allocated at once.
-
-        Lost to fragmentation, to the size of segments, and to streams, which share nothing.
-        """
-        return self.peak_reserved_bytes - self.peak_allocated_bytes
+    retries: int  # how often cached segments were freed because memory ran out
 
 
 class MemoryRecord:
@@ -102,11 +92,11 @@ class MemoryRecord:
         return [event.allocated_bytes for event in self.events_on(device)]
 
     def bytes_before(self, device: torch.device | str) -> int:
-        """What lay on ``device`` when the record began."""
+        """Bytes allocated on ``device`` when the record began."""
         return sum(self._held.get(torch.device(device), {}).values())
 
     def peak_bytes(self, device: torch.device | str) -> int:
-        """The most that ``device`` held during the record; 0 where nothing happened there."""
+        """Peak bytes allocated on ``device`` during the record; 0 if nothing was allocated or freed."""
         return max(self.allocated_bytes(device), default=0)
 
     def reserved(
@@ -117,11 +107,11 @@ class MemoryRecord:
     ) -> AllocatorStats:
         """What CUDA's caching allocator would reserve on ``device`` for the same events.
 
-        expandable_segments: as in ``PYTORCH_CUDA_ALLOC_CONF``. capacity_bytes: what the GPU has, in
-        place of the virtual one's. OutOfMemoryError where the allocator would find no room.
+        expandable_segments: as in ``PYTORCH_CUDA_ALLOC_CONF``. capacity_bytes: of the GPU, instead of
+        the virtual one's. OutOfMemoryError if the allocator would run out of memory.
 
-        Blocks from before the record lie where they would if they had been allocated first, those
-        that are never released as one: begin the record before the model is made.
+        Blocks from before the record are placed as if they had been allocated first, those that are
+        never freed as a single block: start recording before you create the model.
         """
         wanted = torch.device(device)
         if capacity_bytes is None:
@@ -139,7 +129,7 @@ class MemoryRecord:
         )
 
     def replay(self, allocator: CachingAllocator) -> Iterator[MemoryEvent]:
-        """Let an allocator of one of the devices do all events; yields each when it is done."""
+        """Replay the events of an allocator's device on it; yields each event afterwards."""
         events = self.events_on(allocator.device)
         _allocate_older(events, self.bytes_before(allocator.device), allocator)
         for event in events:
@@ -184,7 +174,7 @@ class MemoryRecord:
         return self._live[id(block)][0]
 
     def events_on(self, device: torch.device | str) -> list[MemoryEvent]:
-        """Those of ``device``; ValueError where that names a GPU of a cluster and another."""
+        """The events of ``device``; ValueError if that names a GPU of a cluster and another one."""
         wanted = torch.device(device)
         if len(self._held.get(wanted, {})) > 1:
             raise ValueError(
@@ -197,7 +187,7 @@ class MemoryRecord:
 def _allocate_older(
     events: list[MemoryEvent], held_bytes: int, allocator: CachingAllocator
 ) -> None:
-    """Allocate what was there before the first event, on the default stream."""
+    """Allocate what was allocated before the first event, on the default stream."""
     older: dict[int, int] = {}  # block → bytes
     seen = set()
     for event in events:
@@ -222,7 +212,7 @@ _STREAM_MASK = 2**20 - 1
 
 
 class Reserve:
-    """Segments of one GPU, as the allocator would have them."""
+    """The segments that CUDA's caching allocator would have on one GPU."""
 
     def __init__(self, device: torch.device, capacity_bytes: int) -> None:
         self._allocator = CachingAllocator(device, capacity_bytes, may_exceed_capacity=True)
@@ -248,7 +238,7 @@ class Reserve:
         self._log.extend((_RESIZE, block, packed))
 
     def freed(self, block: int) -> None:
-        """The block of this number, which had some bytes, is gone."""
+        """The block with this number, which wasn't empty, was freed."""
         self._append(_FREE - block)
         if len(self._log) > _LONGEST_LOG:
             self._shorten_log()
@@ -257,20 +247,20 @@ class Reserve:
         self._append(_RESET_PEAK)
 
     def empty_cache(self) -> None:
-        """Give back what lies free in whole segments."""
+        """Release unused cached segments."""
         self._append(_EMPTY_CACHE)
 
     def begin_anew(self) -> None:
-        """Give back what lies free, and count peaks and retries from now on."""
+        """Release unused cached segments, and reset peaks and retries."""
         self._log.extend((_FORGET_RETRIES, _EMPTY_CACHE, _RESET_PEAK))
 
     def set_capacity(self, capacity_bytes: int) -> None:
-        """From now on the GPU has so many bytes."""
+        """Change the capacity of the GPU."""
         if capacity_bytes != self._allocator.capacity_bytes:
             self.now().capacity_bytes = capacity_bytes
 
     def now(self) -> CachingAllocator:
-        """The allocator after everything in the log."""
+        """The allocator, after processing the log."""
         count = len(self._log)
         entries = iter(self._log[:count])
         del self._log[:count]  # blocks may be freed meanwhile; their entries come later
@@ -302,7 +292,7 @@ class Reserve:
             self._allocator.release_cached()
 
     def _place(self, block: int, packed: int) -> None:
-        """Let a block have as many bytes as an entry says."""
+        """Give a block the size in ``packed``."""
         allocator, block_bytes = self._allocator, packed >> _STREAM_BITS & ~511
         if block not in allocator:
             if block_bytes:

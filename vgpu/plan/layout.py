@@ -10,6 +10,7 @@ import functools
 import gc
 import math
 import multiprocessing
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -388,10 +389,12 @@ class ParallelModel:
         *,
         reduce: str = "float32",
         float8: bool = False,
+        wrap_ends: bool = False,
     ) -> None:
         """model: on the host. Of the whole a GPU need not have room for more than its own part.
 
         reduce: the type in which gradients are reduced, one of ``REDUCE``. float8: whether the blocks' linear layers multiply in it.
+        wrap_ends: whether embedding and output are sharded in their own right.
         """
         casts = use_float8(model.blocks) if float8 else None
         self._layout = layout
@@ -415,13 +418,17 @@ class ParallelModel:
                     fully_shard(block.feed_forward.own, mesh=experts_mesh[dp], mp_policy=policy)
         # With thousands of shards this is what takes minutes.
         blocks = progress("sharding blocks", "block", items=self._blocks)
-        apply_fsdp(model, blocks, mesh[dp], policy)
+        ends = (model.embedding, model.output) if wrap_ends else ()  # a stage may lack them
+        apply_fsdp(model, [*filter(None, ends), *blocks], mesh[dp], policy)
         self.module: Any = model.to("vgpu")
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """For forward, loss and backward."""
-        with loss_context(self._layout), attention_context(self._context):
+        loss, attention = loss_context(self._layout), attention_context(self._context)
+        with loss, attention, warnings.catch_warnings():
+            # With tensor parallelism the embedding returns a view; nothing changes it in place.
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
             yield
 
     def configure(

@@ -203,6 +203,7 @@ class _StageRank:
                 mesh,
                 reduce=plan.reduce,
                 float8=plan.float8,
+                wrap_ends=plan.wrap_ends,
             )
             for stage, layers in self._layers.items()
         }

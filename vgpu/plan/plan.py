@@ -68,6 +68,8 @@ class Plan:
     """Of so many blocks, one is recomputed, as ``recompute`` says; the others keep all."""
     float8: bool = False
     """Whether the linear layers of blocks multiply in float8 (``vgpu.plan.float8``)."""
+    wrap_ends: bool = False
+    """Whether FSDP2 wraps embedding and output in their own right: then less is reduced at the end."""
 
     def __post_init__(self) -> None:
         if self.sequence is None:
@@ -361,7 +363,12 @@ class Rank:
         whole = Transformer(dataclasses.replace(plan.sizes, sequence=plan.tokens_per_sequence))
         mesh = plan.layout.mesh("vgpu")
         self._parallel = ParallelModel(
-            whole, plan.layout, mesh, reduce=plan.reduce, float8=plan.float8
+            whole,
+            plan.layout,
+            mesh,
+            reduce=plan.reduce,
+            float8=plan.float8,
+            wrap_ends=plan.wrap_ends,
         )
         self.model = self._parallel.module
         if takes_a_step:

@@ -1,4 +1,4 @@
-"""Operators called, collectives called and bytes sent; memory by cause in ``memory`` and ``peaks``."""
+"""Count operators, collectives and bytes sent; ``memory`` and ``peaks`` split memory by cause."""
 
 from vgpu.profiling.counters import (
     MAKE_IT_ON_THE_GPU,

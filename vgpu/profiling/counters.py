@@ -1,8 +1,8 @@
-"""Operators that PyTorch is asked for, collectives that a rank calls, and the bytes that it sends.
+"""Count the operators that are dispatched, the collectives that a rank calls, and the bytes it sends.
 
-Whatever calls a collective, a DTensor or a backward pass, the operators of collectives/table.py carry it
-out, on virtual GPUs, real ones and the CPU alike. Ranks import this file, so it imports no DTensor,
-which takes a second.
+Every collective, also one called by a DTensor or a backward pass, is an operator in
+collectives/table.py, on virtual GPUs, real GPUs and the CPU. Ranks import this file, so it doesn't import
+DTensor, which takes a second.
 """
 
 import os
@@ -19,10 +19,10 @@ from vgpu.collectives.calls import Call
 
 
 class EagerDispatchMode(TorchDispatchMode):
-    """A dispatch mode that costs no import.
+    """A dispatch mode that doesn't import the compiler.
 
-    By default torch guards a mode against being compiled, and imports its whole compiler for that at
-    the first call, which takes seconds.
+    By default, torch guards a mode against compilation, and imports all of torch._dynamo for that at the
+    first call, which takes seconds.
     """
 
     @classmethod
@@ -30,17 +30,17 @@ class EagerDispatchMode(TorchDispatchMode):
         return False
 
 
-# What makes a second set of bytes out of a first: between devices or dtypes, into, and beside it.
+# Operators that copy a tensor: to another device or dtype, into a tensor, and to a new one.
 _COPYING = ("_to_copy", "copy_", "clone")
 
 
 class OperatorLog(EagerDispatchMode):
     """The operators that reach PyTorch's dispatcher inside a ``with`` block, in order.
 
-    ``names`` holds their plain names ("zeros", "mul", "_to_copy"), ``lines`` each with its keyword
-    arguments as one text, "_to_copy(device=cuda:0)"; None and False are left out. Views and calls that
-    return what they were given, such as ``.to`` to the same device, dispatch no copy and list none.
-    Only the thread that enters the block is logged.
+    ``names`` has their names ("zeros", "mul", "_to_copy"), ``lines`` each name with its keyword arguments,
+    as in "_to_copy(device=cuda:0)"; None and False are omitted. Calls that return their argument, such as
+    ``.to`` to the same device, dispatch nothing and aren't listed. Only the thread that enters the block
+    is logged.
     """
 
     def __init__(self) -> None:
@@ -57,17 +57,17 @@ class OperatorLog(EagerDispatchMode):
 
     @property
     def copies(self) -> int:
-        """How many of the operators copied a tensor."""
+        """The number of operators that copied a tensor."""
         return sum(name in _COPYING for name in self.names)
 
 
 class CollectiveObserver(EagerDispatchMode):
-    """Calls ``see`` before each collective inside a ``with`` block, also of a backward pass there."""
+    """Calls ``see`` before each collective in a ``with`` block, including those of a backward pass."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         dtensors = sys.modules.get("torch.distributed.tensor")
         if dtensors and any(issubclass(kind, dtensors.DTensor) for kind in types):
-            return NotImplemented  # it comes back with the tensors of this rank
+            return NotImplemented  # it's dispatched again, with the local tensors
         if func._schema.name in table.NAMES:
             self.see(table.read_call(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -77,12 +77,12 @@ class CollectiveObserver(EagerDispatchMode):
 
 
 class CollectiveCounter(CollectiveObserver):
-    """Counts what this rank sends inside a ``with`` block, also in a backward pass that runs there.
+    """Counts what this rank sends in a ``with`` block, including in a backward pass.
 
-    ``calls`` has each collective's name and the bytes of the whole tensor as nccl-tests counts them
-    (doc/PERFORMANCE.md): for ``all_gather`` the gathered one, for ``reduce_scatter`` the one before.
-    ``sent_bytes`` is what the rank sends for all of them, each around a ring. A barrier counts as
-    nothing. NotImplementedError for ``gather`` and ``scatter``, in which ranks send unequally much.
+    ``calls`` has each collective's name and size in bytes, as nccl-tests defines it
+    (doc/PERFORMANCE.md): of the output for ``all_gather``, of the input for ``reduce_scatter``.
+    ``sent_bytes`` is what the rank sends in total, with ring algorithms. Barriers aren't counted.
+    NotImplementedError for ``gather`` and ``scatter``, in which ranks send different amounts.
     """
 
     def __init__(self) -> None:
@@ -103,12 +103,12 @@ class CollectiveCounter(CollectiveObserver):
 
 # On a rank
 
-# A collective's name, and how many numbers this rank put in (of a receive: how many came).
+# A collective's name, and how many elements this rank passed (for a receive: how many it got).
 CollectiveCalls = list[tuple[str, int]]
 
 
 def own_gpu() -> torch.device:
-    """On a rank that has a GPU: which one."""
+    """The GPU of this rank."""
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     return torch.device(accelerator.type, int(os.environ["LOCAL_RANK"]))
@@ -117,7 +117,7 @@ def own_gpu() -> torch.device:
 def count_collectives(
     rank: int, world_size: int, function: Callable[..., Any], *args: Any
 ) -> tuple[Any, CollectiveCalls]:
-    """On a rank: what ``function(rank, world_size, *args)`` returns, and the collectives it called."""
+    """On a rank: the result of ``function(rank, world_size, *args)``, and the collectives it called."""
     with _InputCounter(None) as counter:
         result = function(rank, world_size, *args)
     return result, counter.calls
@@ -126,9 +126,9 @@ def count_collectives(
 def count_collectives_on_gpu(
     rank: int, world_size: int, function: Callable[..., Any], *args: Any
 ) -> tuple[Any, CollectiveCalls]:
-    """The same on a rank with a GPU; TypeError for a collective of CPU tensors.
+    """The same on a rank with a GPU; TypeError for a collective on CPU tensors.
 
-    NCCL's rule, on virtual GPUs as well: what a collective is given must be on the rank's GPU.
+    NCCL's rule, which holds for virtual GPUs, too: tensors of a collective must be on the rank's GPU.
     """
     with _InputCounter(own_gpu()) as counter:
         result = function(rank, world_size, *args)
@@ -141,7 +141,7 @@ MAKE_IT_ON_THE_GPU = (
 
 
 class _InputCounter(CollectiveObserver):
-    """What a block puts into collectives, in numbers of elements."""
+    """Counts the elements that a block passes to collectives."""
 
     def __init__(self, gpu: torch.device | None) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class _InputCounter(CollectiveObserver):
 
 
 def _carries_pickles() -> bool:
-    """Whether it is for Python objects: bytes on the CPU, where the group has a backend for it."""
+    """Whether the call is for Python objects, which may be sent as bytes on the CPU."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if "object" in frame.f_code.co_name:

@@ -1,4 +1,4 @@
-"""Where the bytes of each GPU are, by cause: at one moment, or after every operation of a step."""
+"""The memory of each GPU by cause: at one point in time, or after every operation of a step."""
 
 import gc
 import weakref
@@ -22,10 +22,9 @@ ACTIVATIONS, TEMPORARY = "activations", "temporary"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One moment: for each device, bytes by cause, in the order in which causes were given.
+    """For each device, bytes by cause, in the order in which the causes were passed.
 
-    ``peak_bytes`` is the most that was allocated on each device since the snapshot before, or since
-    the peak was last reset.
+    ``peak_bytes`` is the peak on each device since the previous snapshot, or since the peak was reset.
     """
 
     step: str
@@ -33,7 +32,7 @@ class Snapshot:
     peak_bytes: dict[torch.device, int]
 
     def total_bytes(self, device: torch.device) -> int:
-        """All that is allocated on ``device``."""
+        """All bytes allocated on ``device``."""
         return sum(self.by_cause[device].values())
 
 
@@ -42,10 +41,9 @@ def snapshot(
 ) -> Snapshot:
     """Bytes on each of ``gpus`` now, split by cause.
 
-    ``known`` maps a cause to its tensors, wherever they are. A tensor counts once, for the first
-    cause that names it. What is allocated beyond the known tensors is ``OTHER``: mostly what
-    autograd saved for the backward pass, and the allocator's rounding to 512 bytes. The device's
-    count of its peak is reset.
+    ``known`` maps a cause to its tensors, on any device. A tensor counts once, for its first cause.
+    Anything else that's allocated counts as ``OTHER``: mostly what autograd saved for the backward pass,
+    and the allocator's rounding to 512 bytes. Resets the device's peak.
     """
     module = torch.get_device_module(gpus[0])
     peak_bytes = {gpu: module.max_memory_allocated(gpu) for gpu in gpus}
@@ -66,11 +64,11 @@ def snapshot(
 
 
 def peaks_during(step: Callable[[], object], gpus: Sequence[torch.device]) -> list[int]:
-    """The most bytes that ``step()`` had on each of ``gpus``, beyond what was there before it."""
+    """The peak bytes of ``step()`` on each of ``gpus``, minus what was allocated before it."""
     module = torch.get_device_module(gpus[0])
     for gpu in gpus:
         module.reset_peak_memory_stats(gpu)
-    # Tensors in cycles, from before the step too, would otherwise go whenever Python likes.
+    # Otherwise tensors in reference cycles would be freed at arbitrary times.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -85,15 +83,17 @@ def peaks_during(step: Callable[[], object], gpus: Sequence[torch.device]) -> li
 
 @contextmanager
 def capacity(gpu: torch.device, size_bytes: int) -> Iterator[None]:
-    """Let ``gpu`` hold at most ``size_bytes`` inside the block, then as much as before.
+    """Limit the memory of ``gpu`` to ``size_bytes`` inside the block.
 
-    A real GPU keeps to it through PyTorch's caching allocator, which also counts what it holds in
-    reserve; a virtual one counts what is allocated. Beyond it, torch.OutOfMemoryError. ValueError for
-    a size that is not positive, or a device that is no GPU.
+    On a real GPU, PyTorch's caching allocator enforces the limit, which includes reserved memory; on a
+    virtual GPU, only allocated memory counts. Exceeding it raises torch.OutOfMemoryError. ValueError for a
+    size that isn't positive, or a device that isn't a GPU.
     """
     virtual = gpus.resolve(gpu)
     if size_bytes <= 0 or (gpu.type != "cuda" and virtual is None):
-        raise ValueError(f"a GPU can hold a number of bytes, got {size_bytes} for {gpu}")
+        raise ValueError(
+            f"expected a GPU and a positive number of bytes, got {size_bytes} for {gpu}"
+        )
     torch.get_device_module(gpu).empty_cache()
     if gpu.type == "cuda":
         before_bytes = torch.cuda.get_device_properties(gpu).total_memory
@@ -112,12 +112,12 @@ def capacity(gpu: torch.device, size_bytes: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Moment:
-    """Right after one operation of a step: what is allocated, by cause and by module."""
+    """The bytes allocated right after one operation of a step, by cause and by module."""
 
     phase: str
     operation: str  # its name in torch.ops.aten
     by_cause: dict[str, int]
-    activations_by_module: dict[str, int]  # whose forward made them, "" outside of any
+    activations_by_module: dict[str, int]  # whose forward created them, "" outside every module
 
     @property
     def total_bytes(self) -> int:
@@ -127,12 +127,12 @@ class Moment:
 class StepRecord(EagerDispatchMode):
     """The bytes on one GPU after every operation of a training step, by cause.
 
-    A context round one step; inside it, ``phase(name)`` says what comes next. The causes, in
-    order: parameters, optimizer state, inputs, gradients (the ``.grad`` of parameters),
-    activations (made in the phase "forward", and inside a module's forward whenever it runs
-    again), and temporary: the rest, such as gradients that flow back, and what the optimizer needs
-    while it steps. What else was on the GPU before is left out. Sizes are rounded up to 512
-    bytes, as allocators do. Memory that an operation takes and returns while it runs is not seen.
+    A context manager around one step; inside it, ``phase(name)`` marks the next phase. The causes, in
+    order: parameters, optimizer state, inputs, gradients (the ``.grad`` of parameters), activations
+    (created in the phase "forward", and in a module's forward during recomputation), and temporary: the
+    rest, such as gradients of activations, and temporaries of the optimizer. Anything else that was on the
+    GPU before is left out. Sizes are rounded up to 512 bytes, as allocators do. Memory that an operation
+    allocates and frees while it runs is not seen.
     """
 
     def __init__(
@@ -148,24 +148,24 @@ class StepRecord(EagerDispatchMode):
         self._gpu = self._parameters[0].device
         self._phase = "forward"
         self._running: list[str] = []
-        # Storages that forward operations made: place → (whether it lives, bytes, module).
+        # Storages created in forward: address → (weak reference, bytes, module).
         self._activations: dict[int, tuple[StorageWeakRef, int, str]] = {}
-        # Looked up after every operation, so remembered: id → (the tensor, place, bytes).
+        # A cache, since it's needed after every operation: id → (the tensor, address, bytes).
         self._measured: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._hooks: list[Any] = []
         self._before_bytes = 0
 
     @property
     def peak(self) -> Moment:
-        """The moment with the most bytes, the first of them if there are several."""
+        """The first moment with the most bytes."""
         return max(self.moments, key=lambda moment: moment.total_bytes)
 
     def phase(self, name: str) -> None:
-        """What follows belongs to the phase ``name``, such as "backward"."""
+        """Start the phase ``name``, such as "backward"."""
         self._phase = name
 
     def most(self, cause: str) -> int:
-        """The most bytes that ``cause`` had at any moment."""
+        """The peak bytes of ``cause``."""
         return max(moment.by_cause[cause] for moment in self.moments)
 
     def __enter__(self) -> Self:
@@ -174,7 +174,7 @@ class StepRecord(EagerDispatchMode):
             enter = module.register_forward_pre_hook(
                 lambda *_, name=name: self._running.append(name)
             )
-            # Also when checkpointing ends a recomputation early, by an exception.
+            # Also when activation checkpointing stops a recomputation early, by an exception.
             leave = module.register_forward_hook(lambda *_: self._leave(), always_call=True)
             self._hooks += [enter, leave]
         super().__enter__()
@@ -184,7 +184,7 @@ class StepRecord(EagerDispatchMode):
         super().__exit__(*exc_info)
         for hook in self._hooks:
             hook.remove()
-        # The moments stay, and keep nothing of the step from being freed.
+        # Don't keep anything of the step alive.
         del self._model, self._optimizer, self._inputs, self._parameters, self._buffers
         self._activations.clear()
         self._measured.clear()
@@ -204,7 +204,7 @@ class StepRecord(EagerDispatchMode):
         return torch.get_device_module(self._gpu).memory_allocated(self._gpu)
 
     def _note_new(self, result: Any, inputs: Any) -> None:
-        """Remember the storages that an operation has made: not those of its inputs."""
+        """Remember the storages created by an operation, which are not those of its inputs."""
         old = {_place(tensor) for tensor in self._own(inputs)}
         for tensor in self._own(result):
             if _place(tensor) not in old:
@@ -220,9 +220,9 @@ class StepRecord(EagerDispatchMode):
         ]
 
     def _known(self) -> tuple[dict[str, int], set[int]]:
-        """Bytes of all causes that have names for their tensors, and where those tensors are."""
+        """Bytes of the causes whose tensors are known, and the addresses of those tensors."""
         state = self._optimizer.state if self._optimizer else {}
-        # Asked for thousands of times: without the detour over a tensor subclass's own attributes.
+        # Called thousands of times: skip __torch_function__ of tensor subclasses.
         with torch._C.DisableTorchFunctionSubclass():
             gradients = [parameter.grad for parameter in self._parameters]
         causes = {
@@ -243,7 +243,7 @@ class StepRecord(EagerDispatchMode):
         return by_cause, seen
 
     def _measure(self, value: Any) -> tuple[int, int]:
-        """Where a tensor's storage is and its bytes; (0, 0) for what is not on the GPU."""
+        """The address and bytes of a tensor's storage; (0, 0) for anything that isn't on the GPU."""
         known = self._measured.get(id(value))
         if known is None or known[0]() is not value:
             if not isinstance(value, torch.Tensor) or value.device != self._gpu:
@@ -271,5 +271,5 @@ def _place(tensor: torch.Tensor) -> int:
 
 
 def _size_bytes(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor's storage as an allocator counts them."""
+    """The bytes of a tensor's storage, rounded as allocators do."""
     return rounded(tensor.untyped_storage().nbytes())

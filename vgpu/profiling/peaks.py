@@ -1,7 +1,8 @@
-"""What one virtual GPU holds at the peak of a step, by cause, to the byte.
+"""The bytes on one virtual GPU at the peak of a step, by cause.
 
-Where ``memory.StepRecord`` looks after each operation, this looks at each allocation: also at what
-an operation takes and returns, at shapes, at DTensors and FSDP2, on ranks and in ``vgpu.cluster``.
+While ``memory.StepRecord`` measures after each operation, this records each allocation, including
+temporaries inside an operation. It also works with shapes, DTensors and FSDP2, on ranks, and in
+``vgpu.cluster``.
 """
 
 import functools
@@ -32,34 +33,34 @@ CAUSES = (PARAMETERS, STATE, GRADIENTS, GATHERED, ACTIVATIONS, TEMPORARY, OTHER)
 
 
 class PeakByCause:
-    """A context round a step; after it ``by_cause`` has the bytes at the first of its peaks.
+    """A context manager around a step; afterwards ``by_cause`` has the bytes at its (first) peak.
 
-    Their sum is what ``max_memory_allocated()`` says of the step. The causes:
+    Their sum is the step's ``max_memory_allocated()``. The causes:
 
-    - parameters, with buffers, and optimizer state: what stays from step to step,
-    - gradients of parameters, and what FSDP2 sends and receives of them,
-    - gathered parameters: what FSDP2 has made whole, and what it receives,
-    - activations: what forward has made, also where recomputation runs it again,
-    - temporary: gradients that flow back, and what the optimizer needs while it steps,
-    - other: what lay on the GPU before the step and is none of these, and the buckets of DDP.
+    - parameters, including buffers, and optimizer state: what persists between steps,
+    - gradients of parameters, and FSDP2's buffers for reducing them,
+    - gathered parameters: FSDP2's unsharded parameters and its buffers for gathering them,
+    - activations: what forward creates, also during recomputation,
+    - temporary: gradients of activations, and temporaries of the optimizer,
+    - other: anything else that was on the GPU before the step, and the buckets of DDP.
 
-    It asks for the cause of every block, so the step takes some microseconds longer for each.
+    Determining the cause of a block takes some microseconds, which slows the step down.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """ValueError for a model that is not on a virtual GPU."""
+        """ValueError for a model that isn't on a virtual GPU."""
         self._model, self._optimizer = model, optimizer
         self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         if self._device.type != "vgpu":
             raise ValueError(
-                f"bytes by cause are counted on virtual GPUs, and the model is on {self._device}: "
+                f"PeakByCause works on virtual GPUs, but the model is on {self._device}: "
                 'move it to one first, as in model.to("vgpu:0")'
             )
         self.by_cause = dict.fromkeys(CAUSES, 0)
         self._is_stepping = False
         self._hooks: list[Any] = []
         self._cause_of: dict[int, str] = {}  # by a block's number in the record
-        self._before: dict[int, int] = {}  # bytes of those that are there when the step begins
+        self._before: dict[int, int] = {}  # bytes of the blocks that exist when the step starts
         self._hooked: dict[int, torch.Tensor] = {}
 
     @property
@@ -93,7 +94,7 @@ class PeakByCause:
         self._know(GRADIENTS, [parameter.grad for parameter in self._model.parameters()])
         self._know(STATE, self._state())
         self.by_cause = self._at_peak(self._record.events_on(self._device))
-        # Nothing of the step must be kept from being freed.
+        # Don't keep anything of the step alive.
         del self._model, self._optimizer, self._record, self._recording, self._hooks, self._hooked
 
     def _state(self) -> list[Any]:
@@ -101,7 +102,7 @@ class PeakByCause:
         return [value for state in states for value in state.values()]
 
     def _know(self, cause: str, tensors: Iterable[Any]) -> list[tuple[int, int]]:
-        """Note the cause of tensors, if they have none yet; numbers and bytes of those blocks."""
+        """Set the cause of tensors without one; returns the numbers and bytes of their blocks."""
         blocks = []
         for tensor in tensors:
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -117,7 +118,7 @@ class PeakByCause:
     # While the step runs
 
     def _on_forward(self, module: nn.Module, args: object) -> None:
-        """A module has its whole parameters now, if FSDP2 has gathered them."""
+        """The parameters of a module are complete now, if FSDP2 has gathered them."""
         for parameter in module.parameters(recurse=False):
             self._know(GATHERED, [parameter])
             self._hook(parameter)
@@ -139,29 +140,29 @@ class PeakByCause:
         self._is_stepping = False
 
     def _cause_now(self) -> str:
-        """What a block is for that is allocated now, as far as the moment tells."""
+        """The cause of a block that's allocated now, as far as the call stack shows it."""
         of_wrappers = _of_wrappers()
         frame = sys._getframe()
         while frame.f_back is not None:
             frame = frame.f_back
             if cause := of_wrappers.get(frame.f_code):
                 return cause
-        # Recomputation runs forward again inside of backward, and records it.
+        # Recomputation runs forward inside a backward pass, with gradients enabled.
         flows_back = in_backward() and not torch.is_grad_enabled()
         return TEMPORARY if flows_back or self._is_stepping else ACTIVATIONS
 
     # After it
 
     def _at_peak(self, events: list[MemoryEvent]) -> dict[str, int]:
-        # Asked of the record: what is freed while it begins, by garbage or a thread, is an event.
+        # From the record: garbage or another thread may free blocks just after it starts.
         before_bytes = self._record.bytes_before(self._device)
         last = max(range(len(events)), key=lambda at: events[at].allocated_bytes, default=-1)
         if last >= 0 and events[last].allocated_bytes <= before_bytes:
-            last = -1  # it never had more than when it began
+            last = -1  # the peak is at the start
         held, labels = dict(self._before), dict[int, str]()
         unknown_bytes = before_bytes - sum(held.values())
         for event in events[: last + 1]:
-            if event.block not in held:  # new, or from before and unknown
+            if event.block not in held:  # new, or an unknown one from before
                 unknown_bytes -= event.block_bytes - event.size_bytes
             held[event.block] = event.block_bytes
             if event.size_bytes > 0:
@@ -174,7 +175,7 @@ class PeakByCause:
 
 @functools.cache
 def _of_wrappers() -> dict[CodeType, str]:
-    """What functions of FSDP2 and DDP allocate for."""
+    """The cause of what functions of FSDP2 and DDP allocate."""
     causes: dict[Callable[..., Any], str] = {
         collectives.foreach_all_gather: GATHERED,
         collectives.foreach_all_gather_copy_out: GATHERED,

@@ -1,7 +1,7 @@
-"""Autocast for virtual GPUs: which operators run in which type, as for CUDA.
+"""Autocast for virtual GPUs: operators run in the same dtypes as on CUDA.
 
-The policies and the cache of cast weights are those of ``aten/src/ATen/autocast_mode.cpp``. Which
-operator has which policy is in the lists at the end of this file.
+The policies and the cache of cast weights are those of ``aten/src/ATen/autocast_mode.cpp``. The lists at
+the end of this file assign a policy to each operator.
 """
 
 import functools
@@ -22,7 +22,7 @@ Kernel = Callable[..., Any]
 
 
 def install(changes: Changes) -> None:
-    """torch calls it by this name where the outermost autocast block ends."""
+    """Wrap the function that torch calls at the end of the outermost autocast block."""
     changes.wrap(torch, "clear_autocast_cache", _clearing)
 
 
@@ -75,7 +75,7 @@ def _giving_float32(func: Operator) -> Kernel:
             if given is not None or not _is_eligible(args[0]):
                 return func(*args, **kwargs)
             first, *rest = args[:place]
-            if copies:  # as their kernels for CUDA do; those of sums and norms read half precision
+            if copies:  # as on CUDA; its kernels for sums and norms read half precision directly
                 first = first.to(torch.float32)
             return func(first, *rest, *args[place + 1 :], **kwargs | {"dtype": torch.float32})
 
@@ -87,7 +87,7 @@ def _lower_precision() -> torch.dtype:
 
 
 def _widest(values: list[Any]) -> torch.dtype:
-    """float32 where any operand has it, else the autocast type."""
+    """float32 if any operand has it, otherwise the autocast dtype."""
     widest = _lower_precision()
     tensors = [one for value in values for one in (value if isinstance(value, list) else [value])]
     for one in tensors:
@@ -107,18 +107,18 @@ def _refuse(*args: object, **kwargs: object) -> None:
     )
 
 
-# Casts, and those of weights that are kept
+# Casts, and the cache of cast weights
 
 
 def cast_down(value: Any) -> Any:
-    """A value as an operator of lower precision gets it, in an autocast block or outside."""
+    """The value cast to the autocast dtype, if autocast is enabled."""
     if not torch.is_autocast_enabled(gpus.DEVICE_TYPE):
         return value
     return cast(value, _lower_precision())
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors of a virtual GPU, but for float64, in ``dtype``; anything else as it is."""
+    """Cast floating-point tensors on a virtual GPU, except float64; returns anything else unchanged."""
     if isinstance(value, list | tuple):
         return type(value)(cast(item, dtype) for item in value)
     if not _is_eligible(value) or value.dtype is dtype:
@@ -127,9 +127,9 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def recurrent(plain: Kernel) -> Kernel:
-    """``torch.lstm`` and its kind, as cuDNN computes them: in float16, whatever autocast's type is.
+    """``torch.lstm`` and the like, as cuDNN computes them: in float16, whatever the autocast dtype.
 
-    ATen/cudnn/AutocastRNN.cpp names that type itself, and caches no cast weights.
+    ATen/cudnn/AutocastRNN.cpp hard-codes that dtype, and doesn't cache cast weights.
     """
 
     @functools.wraps(plain)
@@ -172,14 +172,14 @@ def _is_weight(value: torch.Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-# By the weight's id, as C++ has it: of all threads, and whatever the type that was asked for.
+# By the weight's id, as in C++: for all threads and dtypes.
 _casts: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
 
 def _cached(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     of, copy = _casts.get(id(weight), (None, None))
     if copy is None or of is None or of() is not weight:
-        with torch.enable_grad():  # a later use, outside of no_grad, may need its history
+        with torch.enable_grad():  # a later use, outside of no_grad, may need its graph
             copy = weight.to(dtype)
         _casts[id(weight)] = weakref.ref(weight), copy
     return copy
@@ -193,10 +193,9 @@ def _clearing(plain: Callable[[], None]) -> Callable[[], None]:
     return clear_autocast_cache
 
 
-# Which operators run in which type on CUDA: the ``AT_FORALL_...`` of ``ATen/autocast_mode.h``, with the
-# names of torch's own lists, overload by overload. ``tests/vgpu/tensor/test_autocast.py`` compares them
-# with the header of the torch that is installed. Left out: norm.Scalar and norm.ScalarOpt_dim, which
-# torch.norm calls on a GPU no more.
+# The policies of operators on CUDA: the lists ``AT_FORALL_...`` in ``ATen/autocast_mode.h``, by overload.
+# ``tests/vgpu/tensor/test_autocast.py`` compares them with the header of the installed torch. Left out:
+# norm.Scalar and norm.ScalarOpt_dim, which torch.norm no longer calls on a GPU.
 
 LOWER_PRECISION_FP = [
     *("_convolution.deprecated", "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc"),
@@ -206,7 +205,7 @@ LOWER_PRECISION_FP = [
     *("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell"),
     *("rnn_relu_cell", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention"),
 ]
-"""All inputs in the type of autocast."""
+"""All inputs are cast to the autocast dtype."""
 
 FP32 = [
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p"),
@@ -223,17 +222,17 @@ FP32 = [
     *("_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d"),
     *("_upsample_bicubic2d_aa",),
 ]
-"""All inputs in float32."""
+"""All inputs are cast to float32."""
 
 FP32_SET_OPT_DTYPE = [
     *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum"),
     *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum"),
     *("sum.dim_IntList",),
 ]
-"""Inputs as they are; the argument ``dtype``, where it is left out, is float32."""
+"""Inputs aren't cast; the argument ``dtype`` defaults to float32."""
 
 PROMOTE = [
     *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler"),
     *("index_put", "tensordot", "scatter_add"),
 ]
-"""All inputs in the widest of their types."""
+"""All inputs are cast to the widest of their dtypes."""

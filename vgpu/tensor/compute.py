@@ -1,4 +1,4 @@
-"""The CPU computes one operation, on the values inside of virtual tensors."""
+"""Compute one operation on the CPU, on the values inside virtual tensors."""
 
 import math
 import re
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vgpu.memory import gpus
 from vgpu.memory.gpus import VirtualGPU
 from vgpu.tensor.generators import generator_for
 from vgpu.tensor.operator_info import OperatorInfo
@@ -46,7 +47,7 @@ def compute(
 def _draw(
     info: OperatorInfo, inner_args: Sequence[Any], inner_kwargs: Kwargs, gpu: VirtualGPU
 ) -> Any:
-    """Run an operator that draws random numbers, from the generator of ``gpu``."""
+    """Run an operator that draws random numbers, with the generator of ``gpu``."""
     if info.with_generator is None:  # an operator that does draw has a handler of its own
         return info.func(*inner_args, **inner_kwargs)
     generator = generator_for(gpu, inner_kwargs.get("generator"))
@@ -60,10 +61,10 @@ def counting_versions(
     inner_kwargs: Kwargs,
     positions: Iterable[int],
 ) -> Any:
-    """Run an operator that changes the lists of tensors at ``positions``.
+    """Run an operator that modifies the lists of tensors at ``positions`` in place.
 
-    C++ counts a new version of a single tensor that changes in place, but not of those in a list.
-    Here each of those is counted as often as an alias of its values, which counts from zero.
+    C++ increments the version of a single tensor that is modified in place, but not of tensors in a
+    list. Here, each list element's version is incremented as often as that of an alias of its values.
     """
     changed: list[tuple[torch.Tensor, torch.Tensor]] = []
     for position in positions:
@@ -81,7 +82,7 @@ def counting_versions(
 
 
 def _in_float32(func: Operator, inner_args: Sequence[Any]) -> Any:
-    """A float16 convolution, summed in float32 as a GPU does; the CPU's own takes 50 times as long."""
+    """A float16 convolution that accumulates in float32, as on a GPU; the CPU's own is 50 times slower."""
 
     def cast(values: Iterable[Any], dtype: torch.dtype, wider: torch.dtype) -> list[Any]:
         return [
@@ -99,12 +100,24 @@ def _is_complex(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_complex()
 
 
-# Memory of this machine, which may have less of it than the GPU
+def set_inner_device(inner_kwargs: Kwargs, gpu: VirtualGPU | None) -> VirtualGPU | None:
+    """Replace ``device=`` by the CPU; returns the GPU of the result, or None for a real device."""
+    device = inner_kwargs.get("device")
+    if device is None:
+        return gpu
+    target = gpus.resolve(device)
+    if target is not None:
+        inner_kwargs["device"] = "cpu"
+        inner_kwargs.pop("pin_memory", None)
+    return target
+
+
+# The host's memory, which may be smaller than the GPU's
 
 
 def require_room(inner_args: Sequence[Any], inner_kwargs: Kwargs, gpu: VirtualGPU) -> None:
-    """Raise torch.OutOfMemoryError before the CPU is asked for room that the GPU does not have."""
-    # Factories start with the size, or with a tensor to take after and perhaps the size.
+    """Raise torch.OutOfMemoryError before the CPU allocates more than the GPU has."""
+    # A factory's first argument is the size, or a tensor (``*_like``), perhaps followed by the size.
     first = size = inner_args[0] if inner_args else None
     if isinstance(first, torch.Tensor) and len(inner_args) > 1:
         size = inner_args[1]
@@ -116,7 +129,7 @@ def require_room(inner_args: Sequence[Any], inner_kwargs: Kwargs, gpu: VirtualGP
 
 
 def refuse_host_memory(error: RuntimeError, gpu: VirtualGPU) -> None:
-    """Raise torch.OutOfMemoryError of the GPU where the CPU's allocator had no room for a result."""
+    """Raise the GPU's torch.OutOfMemoryError if the CPU's allocator failed to allocate a result."""
     found = _HOST_REFUSAL.search(str(error))
     if found is not None:
         size_bytes = int(found[1])

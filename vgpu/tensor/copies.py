@@ -1,6 +1,6 @@
-"""Handlers of copies, the only way from one device to another, and of what reaches below a tensor.
+"""Handlers of copies, which alone can cross devices, and of operators that reach below a tensor.
 
-Copies tell a recording themselves what they did.
+Copies call the recording themselves.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @handler("aten::_to_copy", records_itself=True)
 def to_copy(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """``Tensor.to`` where something changes."""
+    """``Tensor.to``, if it changes something."""
     (source,) = args
     refuse_tangents(args)
     options = {key: value for key, value in kwargs.items() if value is not None}
@@ -70,15 +70,15 @@ def copy_(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _waits(args: Args, kwargs: Kwargs) -> bool:
-    """Whether ``copy_`` makes the host wait, if it crosses from or to the host."""
+    """Whether the host waits for ``copy_``, if it's between the host and a GPU."""
     return not (kwargs.get("non_blocking") or args[2:3] == (True,))
 
 
 def _are_same_values(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a copy would only write each value to where it is read.
+    """Whether a copy would write each value to where it was read.
 
-    torch's C++ (matmul with ``out=``) skips such a copy if the two tensors share their storage. It
-    cannot see the storage of virtual ones, and the CPU refuses to copy a tensor onto itself.
+    torch's C++ (matmul with ``out=``) skips such a copy if both tensors share their storage. It can't see
+    the storage of virtual tensors, and the CPU refuses to copy a tensor onto itself.
     """
     if type(target) is not VirtualTensor or type(source) is not VirtualTensor:
         return False
@@ -108,7 +108,7 @@ def foreach_copy_(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 # Copies of shapes
 
 host_keeps_values = False
-"""Whether a shape that is copied to a tensor with values, on the host, leaves it as it is."""
+"""Whether copying a shape to a host tensor with values leaves that unchanged, instead of raising."""
 
 
 @shape_handler("aten::_to_copy")
@@ -155,7 +155,7 @@ def copy_shape_(func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode) ->
 def record_stream(
     func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode | None = None
 ) -> Any:
-    """Nothing to do: a block is never reused while an operation still needs it."""
+    """A no-op outside of recordings: a block is never reused while an operation still needs it."""
     if observer.recording is not None:
         observer.recording.record_stream(*args)
 
@@ -172,7 +172,7 @@ def pin_memory(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 
 def pin_cpu_memory(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
-    """``Tensor.pin_memory`` of a CPU tensor: a copy that says it is pinned; no page is locked."""
+    """``Tensor.pin_memory`` of a CPU tensor: a copy marked as pinned; no page is locked."""
     pinned = torch.empty_like(tensor).copy_(tensor)
     pinned.untyped_storage()._vgpu_pinned = True  # type: ignore[attr-defined]
     return pinned
@@ -210,7 +210,7 @@ def pack_padded_sequence(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 @handler("aten::native_dropout")
 def native_dropout(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """The operator takes no generator: its mask is drawn from the device's here."""
+    """The operator takes no generator, so the mask is drawn here, with the device's."""
     if kwargs:
         raise NotImplementedError("native_dropout with out= is not supported on virtual GPUs")
     source, p, train = args
@@ -218,7 +218,7 @@ def native_dropout(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     if values.numel() == 0 or train is False:
         return wrap_result(func(values, p, train), source._gpu, "native_dropout")
     kept = 1.0 - p
-    mask = torch.empty_like(values, dtype=torch.bool)  # strides and all, as the CPU's dropout
+    mask = torch.empty_like(values, dtype=torch.bool)  # with the same strides, as the CPU's dropout
     mask.bernoulli_(kept, generator=default_generator(source._gpu))
     result = values.mul(mask).mul_(1.0 / kept if kept else 0.0)
     return wrap_result((result, mask), source._gpu, "native_dropout")
@@ -226,5 +226,5 @@ def native_dropout(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 @in_parts("aten::_efficientzerotensor")
 def efficient_zeros(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Autograd's zeros without memory: the CPU's kernels, called from here, would read there."""
+    """Autograd's zeros without memory: replaced by real zeros, since CPU kernels would read them."""
     return torch.ops.aten.zeros.default(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Operators whose kernel on CUDA takes other types than the CPU's, or hands out other results.
+"""Operators whose CUDA kernel supports other dtypes than the CPU's, or returns other results.
 
-Each is computed by the CPU's kernel, and given the types and the buffers of CUDA's. Some are for GPUs
-alone in torch: the kernels behind RMSNorm, nn.SyncBatchNorm and fused attention.
+Each is computed by the CPU's kernel, with the dtypes and buffers of CUDA's. Some exist only for GPUs in
+torch: those of RMSNorm, nn.SyncBatchNorm and fused attention.
 """
 
 import math
@@ -20,12 +20,12 @@ from vgpu.torch_patches.undo import Changes
 HALF = (torch.float16, torch.bfloat16)
 
 
-# Computed in float32 and rounded. Some the CPU has not for float16 and bfloat16: torch's own list is
-# where ``dtypesIfCUDA`` has more than ``dtypes`` in torch/testing/_internal/common_methods_invocations.py.
-# In it but not here: Fourier transforms, and ``rrelu`` of float16, which stay errors of the CPU's. Of
-# others the CPU keeps the statistics in the input's type, CUDA in float32: ``toAccumulateType(...,
-# is_cuda=true)`` says so, in ATen/native/cuda/layer_norm_kernel.cu and Normalization.cu. Group norm is
-# not here: there CUDA keeps the input's type, too.
+# Computed in float32 and rounded. Some aren't implemented for float16 and bfloat16 on the CPU: those where
+# ``dtypesIfCUDA`` has more than ``dtypes`` in torch/testing/_internal/common_methods_invocations.py. Of
+# these, Fourier transforms and ``rrelu`` of float16 aren't here, and raise the CPU's error. For others, the
+# CPU keeps the statistics in the input's dtype, and CUDA in float32 (``toAccumulateType(...,
+# is_cuda=true)`` in ATen/native/cuda/layer_norm_kernel.cu and Normalization.cu). Group norm isn't here,
+# since CUDA keeps the input's dtype, too.
 
 _INPUT = ("self",)
 IN_FLOAT32: dict[str, tuple[str | None, ...]] = {
@@ -43,11 +43,11 @@ IN_FLOAT32: dict[str, tuple[str | None, ...]] = {
     "native_layer_norm_backward": ("input", "weight", "bias"),
     "native_batch_norm_backward": ("input", "weight", "weight"),
 }
-"""For each result, the argument whose type it has; None for float32."""
+"""For each result, the argument whose dtype it has; None for float32."""
 
 
 def widened(func: Operator, args: Args, kwargs: Kwargs) -> tuple[dict[str, Any], VirtualGPU]:
-    """The arguments by name, CPU tensors in place of virtual ones, halves as float32; and the GPU."""
+    """The arguments by name, as CPU tensors, with half precision cast to float32; and the GPU."""
     named, gpu = named_values(func, args, kwargs)
     for name, value in named.items():
         if isinstance(value, torch.Tensor) and value.dtype in HALF:
@@ -75,9 +75,9 @@ def in_float32(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return wrap_result(cast[0] if alone else tuple(cast), gpu, name)
 
 
-# Softmax of float16 with a float32 result: one kernel on a GPU, which makes no copy in float32.
-# ``softmax(x, dim, dtype=torch.float32)`` takes it there, and so does autocast, for float16 and no
-# other type (``aten/src/ATen/native/SoftMax.cpp``). In C++ that is asked of CUDA tensors only.
+# Softmax of float16 with a float32 result is one kernel on a GPU, without a copy in float32. It's used for
+# ``softmax(x, dim, dtype=torch.float32)`` and in autocast, for float16 only
+# (``aten/src/ATen/native/SoftMax.cpp``). C++ does that for CUDA tensors only.
 
 _SOFTMAX = {
     "aten::softmax.int": torch.ops.aten._softmax.default,
@@ -87,7 +87,7 @@ _SOFTMAX = {
 
 @in_parts(*_SOFTMAX)
 def softmax(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """``softmax.int`` or ``log_softmax.int`` as the operators that it consists of."""
+    """``softmax.int`` or ``log_softmax.int``, composed of other operators."""
     named = named_arguments(func, args, kwargs)
     source, dtype = named["self"], named.get("dtype")
     if source.dtype is torch.float16 and dtype is torch.float32:
@@ -96,9 +96,9 @@ def softmax(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 
 def register(kernels: torch.library.Library) -> None:
-    """Let ``softmax`` see its operators before autograd takes them apart.
+    """Register ``softmax`` above autograd, which would decompose it.
 
-    And say that our devices have a kernel for RMSNorm: autograd then calls it, and not its parts.
+    Also register a kernel for RMSNorm: autograd then calls it, instead of its parts.
     """
     kernels.impl(_RMS_NORM, lambda *args: run(_RMS_NORM, args, {}), "Lazy")
     for func in (torch.ops.aten.softmax.int, torch.ops.aten.log_softmax.int):
@@ -132,7 +132,7 @@ def softmax_backward(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return wrap(gradient.to(dtype), gpu, func.name().removeprefix("aten::"))
 
 
-# ``F.logsigmoid``: backward computes once more what the CPU's kernel keeps.
+# ``F.logsigmoid``: CUDA's backward recomputes the buffer that the CPU's forward saves.
 
 
 @handler("aten::log_sigmoid_forward")
@@ -159,7 +159,7 @@ def log_sigmoid_backward(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 @handler("aten::native_batch_norm")
 def batch_norm(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """In evaluation CUDA hands the running statistics on, in float32; the CPU hands on nothing."""
+    """In evaluation, CUDA returns the running statistics, in float32; the CPU returns nothing."""
     named = named_arguments(func, args, kwargs)
     dtype, training = named["input"].dtype, named["training"]
     if kwargs or (training and dtype not in HALF):
@@ -178,9 +178,9 @@ def batch_norm(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return wrap_result((output.to(dtype), *statistics), gpu, "native_batch_norm")
 
 
-# RMSNorm: one kernel forward and one backward, which keep one number a row. Elsewhere torch makes it
-# of six operations. The values here are theirs, the bytes and the kernels CUDA's. Double backward
-# comes from torch's own formula.
+# RMSNorm is one kernel forward and one backward on CUDA, which save one number per row. On other devices,
+# torch composes it of six operations. Here, values are computed by those six; bytes and kernels are CUDA's.
+# Double backward is torch's own formula.
 
 _RMS_NORM = torch.ops.aten._fused_rms_norm.default
 
@@ -193,7 +193,7 @@ def _rms_norm_backward(
     weight: torch.Tensor | None,
     output_mask: Sequence[bool],
 ) -> tuple[Any, Any]:
-    """The gradients of the input and of the weight, each in its own type; computed in float32."""
+    """The gradients of input and weight, each in its own dtype; computed in float32."""
     wide = torch.float64 if input.dtype is torch.float64 else torch.float32
     rows = tuple(range(input.dim() - len(normalized_shape)))
     within = tuple(range(len(rows), input.dim()))
@@ -210,18 +210,18 @@ def _rms_norm_backward(
     return of_input, of_weight
 
 
-# Without a handler, the forward pass would be taken for a composite operator, and run in parts.
+# Without a handler, forward would be considered a composite operator, and run in parts.
 @handler("aten::_fused_rms_norm")
 def rms_norm(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     return run_unrecorded(func, args, kwargs)
 
 
-# The five operators behind nn.SyncBatchNorm, which torch has for GPUs only, on CPU tensors. What is
-# gathered over the ranks, and when, is torch's own (torch.nn.modules._functions). These do what its
-# CUDA kernels do (ATen/native/cuda/Normalization.cuh), each in its formula: statistics of the rank's
-# own part, the statistics of all parts together, the normalization, and the two halves of the
-# backward pass. ``C`` is the number of channels, dimension 1 of the input. Statistics and sums of
-# float16 and bfloat16 are float32, as there; outputs and gradients have their tensor's type.
+# The five operators of nn.SyncBatchNorm, which torch has for GPUs only, for CPU tensors. Communication is
+# torch's own (torch.nn.modules._functions). These compute what the CUDA kernels do
+# (ATen/native/cuda/Normalization.cuh): statistics of the rank's own part, statistics of all parts, the
+# normalization, and the two halves of the backward pass. ``C`` is the number of channels, dimension 1 of the
+# input. Statistics and sums of float16 and bfloat16 are float32, as on CUDA; outputs and gradients have the
+# dtype of their tensor.
 
 Optional = torch.Tensor | None
 
@@ -242,7 +242,7 @@ def _sync_gather_stats(
     eps: float,
     counts: torch.Tensor,  # (ranks,)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and 1 / sqrt(variance + eps) over all ranks; the running statistics move towards them."""
+    """Mean and 1 / sqrt(variance + eps) over all ranks; updates the running statistics."""
     mean, invstd, counts = _wide(mean), _wide(invstd), _wide(counts)
     share = (counts / counts.sum())[:, None]
     whole = (share * mean).sum(0)
@@ -307,7 +307,7 @@ def _sync_backward(
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    """float16 and bfloat16 as float32: what a GPU computes them in."""
+    """float16 and bfloat16 cast to float32, in which a GPU computes."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
@@ -321,7 +321,7 @@ def _along_channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def install(changes: Changes) -> None:
-    """Give the CPU and shapes what torch has for GPUs only, as long as there are virtual GPUs."""
+    """Register kernels for the CPU and meta tensors that torch has for GPUs only."""
     kernels = changes.library("aten")
     for key in ("CPU", "Meta"):
         kernels.impl("_fused_rms_norm_backward", _rms_norm_backward, key)
@@ -332,11 +332,11 @@ def install(changes: Changes) -> None:
     kernels.impl("batch_norm_backward_elemt", _sync_backward, "CPU")
 
 
-# Fused attention: CUDA's operators, computed by the CPU's own fused kernel. They keep the output and
-# one number per row, not the matrix of scores, so the bytes are those of a GPU, and DTensor and context
-# parallelism know how to split them. Strides are a GPU's too, as torch's functions for meta tensors have
-# them. Left out: dropout, which the CPU's kernel does not have (with it, torch_patches/attention.py
-# computes attention unfused).
+# Fused attention: CUDA's operators, computed by the CPU's own fused kernel. They save the output and one
+# number per row, not the matrix of scores, so the bytes are those of a GPU, and DTensor and context
+# parallelism can shard them. Strides are a GPU's, too, as returned by torch's meta kernels. Left out:
+# dropout, which the CPU's kernel doesn't support (torch_patches/attention.py then computes attention
+# unfused).
 
 
 def _attention_arguments(
@@ -378,12 +378,12 @@ def _attention_backward(
 
 
 def _as_rows_of_heads(values: torch.Tensor) -> torch.Tensor:
-    """(B, H, S, D) laid out as (B, S, H, D): how the memory-efficient kernels write."""
+    """(B, H, S, D) in the memory layout (B, S, H, D), as written by memory-efficient attention."""
     return values.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _laid_out_as(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The values, in the memory that ``empty_like(like)`` has: how flash attention writes."""
+    """The values in the memory layout of ``empty_like(like)``, as written by flash attention."""
     made = torch.empty_like(like)
     return values if values.stride() == made.stride() else made.copy_(values)
 
@@ -393,7 +393,7 @@ def flash_attention(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     named, gpu = _attention_arguments(func, args, kwargs)
     query = named["query"]
     output, logsumexp = _attention_forward(named, None)
-    # State of random numbers; there is no mask to look at, and no lengths of packed sequences.
+    # The state of the random numbers; no debug mask, and no lengths of packed sequences.
     state = torch.zeros(2, dtype=torch.uint64, device="cpu")
     results = (
         *(_laid_out_as(query, output), logsumexp.contiguous(), None, None),

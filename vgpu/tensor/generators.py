@@ -1,7 +1,7 @@
-"""Random numbers: one generator per virtual GPU, each a CPU generator inside.
+"""Random numbers: each virtual GPU has a generator, which is based on a CPU generator.
 
-``torch.manual_seed`` seeds them all alike, so a virtual GPU draws what the CPU would draw, and what
-one device draws does not depend on the others or on the order in which threads run.
+``torch.manual_seed`` seeds all of them with the same seed, so a virtual GPU draws the same numbers as the
+CPU, independently of other devices and of the order in which threads run.
 """
 
 import weakref
@@ -13,12 +13,12 @@ from vgpu.memory import gpus
 
 _PlainGenerator = torch.Generator
 
-# C++ hands a generator back as a new Python object; its address tells which one it is.
+# C++ returns a generator as a new Python object; its address identifies it.
 _owners: weakref.WeakValueDictionary[int, "DeviceGenerator"] = weakref.WeakValueDictionary()
 
 
-# A state is the CPU generator's, then three int64: the seed, an offset, and the offset for which
-# the first part holds. CUDA's generator has a seed and an offset only, 8 bytes each.
+# A state consists of the CPU generator's state and three int64: the seed, an offset, and the offset for
+# which the CPU state is valid. CUDA's generator has only a seed and an offset, 8 bytes each.
 PHILOX_BYTES = 16
 _TAIL_BYTES = 24
 
@@ -26,9 +26,8 @@ _TAIL_BYTES = 24
 class DeviceGenerator(_PlainGenerator):
     """A generator of a virtual GPU.
 
-    DTensor gives each shard another offset and expects other numbers there, the same ones wherever
-    seed and offset are the same. A CPU generator has no offset: a new one starts it afresh, from a
-    seed that both make up.
+    DTensor sets a different offset for each shard, and expects numbers that are a function of seed and
+    offset. A CPU generator has no offset, so setting one reseeds it, with a hash of seed and offset.
     """
 
     _gpu: gpus.VirtualGPU
@@ -53,8 +52,8 @@ class DeviceGenerator(_PlainGenerator):
         return super().seed()
 
     def get_state(self) -> torch.Tensor:
-        """A byte tensor on the CPU: all that is needed to go on from here, in any process."""
-        # Whatever the default device is.
+        """A byte tensor on the CPU, with which a generator can continue in any process."""
+        # On the CPU, whatever the default device is.
         tail = torch.tensor(
             [_signed(self.initial_seed()), self._offset, self._offset], device="cpu"
         )
@@ -87,7 +86,7 @@ def set_offset_in(state: torch.Tensor, offset: int) -> None:
 
 
 def _mixed(seed: int, offset: int) -> int:
-    """A seed for each pair (Steele, Lea and Flood, 2014: the finalizer of SplitMix64)."""
+    """A hash of seed and offset (Steele, Lea and Flood, 2014: the finalizer of SplitMix64)."""
     z = (seed + (offset + 1) * 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
@@ -95,12 +94,12 @@ def _mixed(seed: int, offset: int) -> int:
 
 
 def _signed(number: int) -> int:
-    """A number of 64 bits as int64 has it."""
+    """A 64-bit number as a signed int64."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 def make_generator(device: torch.device | str | int | None = None) -> torch.Generator:
-    """What ``torch.Generator(device)`` makes while virtual GPUs are enabled."""
+    """``torch.Generator(device)`` while virtual GPUs are enabled."""
     gpu = None if device is None else gpus.resolve(torch.device(device))
     if gpu is None:
         return _PlainGenerator() if device is None else _PlainGenerator(device)
@@ -119,14 +118,14 @@ def _generator_in(gpu: gpus.VirtualGPU, state: torch.Tensor) -> DeviceGenerator:
 
 
 def _restored(device: torch.device, state: torch.Tensor) -> DeviceGenerator:
-    """What pickle and deepcopy make: a generator of its own, which draws what the first would."""
+    """Unpickle or deepcopy: a new generator with the same state."""
     gpu = gpus.resolve(device)
     assert gpu is not None
     return _generator_in(gpu, state)
 
 
 def generator_for(gpu: gpus.VirtualGPU, given: torch.Generator | None) -> torch.Generator:
-    """The generator for an operation on ``gpu``: the given one, or the device's own."""
+    """The generator for an operation on ``gpu``: the given one, or the device's default."""
     if given is None:
         return default_generator(gpu)
     if given._cdata not in _owners:  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""What torch's C++ dispatcher calls for virtual GPUs where it asks no virtual tensor's Python.
+"""Kernels that C++ calls for virtual GPUs if no argument is a virtual tensor.
 
-An operator that needs a treatment of its own is not registered here: it gets a handler. The files
-with handlers are imported here, all of them.
+An operator that needs special treatment isn't registered here; it gets a handler. All files with handlers
+are imported here.
 """
 
 import functools
@@ -23,7 +23,7 @@ from vgpu.tensor.operators import Args, Kwargs, Operator, is_composite, overload
 from vgpu.tensor.tensor import VirtualTensor, run, unwrap
 from vgpu.torch_patches.undo import Changes
 
-# The keys of calls that have no tensor yet: of "vgpu:k", and of "vgpu", the current device (gpus.py).
+# Dispatch keys of factory calls: for "vgpu:k", and for "vgpu", the current device (gpus.py).
 _FACTORY_KEYS = ("PrivateUse1", gpus.CURRENT_DEVICE_TYPE.upper())
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -39,10 +39,10 @@ def install(changes: Changes) -> None:
 
 @functools.cache
 def register_once() -> tuple[torch.library.Library, ...]:
-    """Send to ``run`` what reaches the keys of our backends without a virtual tensor.
+    """Register ``run`` for the dispatch keys of our backends.
 
-    Nothing else has these keys, so the registrations stay when virtual GPUs are disabled: then they
-    say so.
+    Nothing else uses these keys, so the registrations stay when virtual GPUs are disabled; then they
+    raise an error that says so.
     """
     fallbacks = torch.library.Library("_", "IMPL")
     for backend in _FACTORY_KEYS:
@@ -52,14 +52,13 @@ def register_once() -> tuple[torch.library.Library, ...]:
     for key, refuse in refusals.FALLBACKS.items():
         fallbacks.fallback(refuse, key)
     fallbacks.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    # torch.tensor() and list indices read and copy with Python dispatch switched off. Then
-    # fallbacks are not looked up for Python tensors or below a dispatch mode: each operator needs
-    # its own entry.
+    # torch.tensor() and list indices read and copy with Python dispatch disabled. Then fallbacks
+    # aren't used for Python tensors or below a dispatch mode: each operator needs its own entry.
     kernels = torch.library.Library("aten", "IMPL")
     for func in _computing_operators():
         kernels.impl(func, functools.partial(_call, func), "Lazy")
     aten = torch.ops.aten
-    # C++ would look for a kernel of kaiser_window for the device of the tensor that it makes.
+    # C++ looks for a kernel of kaiser_window for the device of the tensor that it creates.
     made_here = (
         *overloads(aten.kaiser_window),
         aten.empty.memory_format,
@@ -74,7 +73,7 @@ def register_once() -> tuple[torch.library.Library, ...]:
 
 
 def _computing_operators() -> list[Operator]:
-    """The operators of ``aten`` that compute on the CPU by themselves, but for ``out=``."""
+    """The operators of ``aten`` with a CPU kernel of their own, without ``out=`` variants."""
     found: list[Operator] = []
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)
@@ -97,11 +96,11 @@ def _call(func: Operator, *args: Any, **kwargs: Any) -> Any:
     return run(func, args, kwargs)
 
 
-# Kernels that a user registers (custom_op, Library): what they are for runs in operators.py
+# Kernels registered by the user (custom_op, Library); operators.py runs them
 
 
 def comparing_values(plain: Callable[..., None]) -> Callable[..., None]:
-    """torch's check that a result is no alias, which reads storages; virtual ones are inside."""
+    """torch's check that a result isn't an alias; it compares storages, so pass the inner tensors."""
 
     @functools.wraps(plain)
     def _c_check_aliasing_constraint(
@@ -117,7 +116,7 @@ def comparing_values(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def for_cpp_device(plain: Callable[..., None]) -> Callable[..., None]:
-    """``Library.impl``; what a GPU does for autograd is asked for by C++'s name of the device."""
+    """``Library.impl``: autograd kernels for our device are also registered under its C++ name."""
 
     @functools.wraps(plain)
     def impl(library: Any, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:

@@ -1,19 +1,20 @@
-"""What comes out of an operation on shapes: looked up by the call's signature, not computed.
+"""The results of an operation on shapes: looked up by the call's signature, not computed.
 
-The signature of a call is what decides the shapes of its results and its cost. Two calls with equal
-signatures have results of the same shapes and do the same work, whatever the values. In a signature,
-a tensor is the identity of one meta tensor that all tensors of its size, strides and type share.
+A call's signature is everything that determines the shapes of its results and its cost. Two calls with
+equal signatures return the same shapes and do the same work, whatever the values. In a signature, a
+tensor is represented by the id of one meta tensor, shared by all tensors of its size, strides and dtype.
 
-A signature that is new is run once by torch's own functions for meta tensors, which know the size,
-strides and type of a result without computing it.
+A new signature is run once on meta tensors: torch's meta kernels know the size, strides and dtype of a
+result without computing it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from vgpu.tensor.methods import SHAPES, TensorMethods
+from vgpu.memory import gpus
+from vgpu.tensor.methods import HOST, SHAPES, Place, TensorMethods, has_values, no_value
 from vgpu.tensor.operator_info import OperatorInfo
 from vgpu.tensor.operators import Args, Kwargs, tensors_in
 from vgpu.tensor.refusals import refuse_mixed_norm
@@ -22,7 +23,7 @@ Signature = tuple[object, ...]
 
 
 class Output(NamedTuple):
-    """One tensor that an operation makes, but for its device."""
+    """One tensor that an operation returns, without its device."""
 
     meta: torch.Tensor  # the interned one
     size: torch.Size
@@ -33,7 +34,7 @@ class Output(NamedTuple):
 
 
 class Result:
-    """What calls of one signature give back."""
+    """The results of all calls with one signature."""
 
     __slots__ = ("alone", "bases", "form", "outputs", "work")
 
@@ -56,7 +57,7 @@ RESULTS: dict[Signature, Result] = {}
 
 
 def look_up(info: OperatorInfo, signature: Signature, args: Args, kwargs: Kwargs) -> Result:
-    """What the call gives back, which has this signature."""
+    """The results of a call with this signature."""
     result = RESULTS.get(signature)
     if result is None:
         result = RESULTS[signature] = _run_on_meta(info, args, kwargs)
@@ -66,7 +67,7 @@ def look_up(info: OperatorInfo, signature: Signature, args: Args, kwargs: Kwargs
 # Signatures
 
 _by_metadata: dict[tuple[object, ...], torch.Tensor] = {}
-# Kept for as long as the process lives, so that no id is ever given to another.
+# Never freed, so that no id is reused.
 _by_id: dict[int, torch.Tensor] = {}
 
 # Arguments that decide neither the shapes nor the work of a call.
@@ -100,7 +101,7 @@ def interned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def signature_of(info: OperatorInfo, args: Args, kwargs: Kwargs, inputs: list[Any]) -> Signature:
-    """What decides the results' shapes and the work of a call; hashable.
+    """Everything that determines a call's result shapes and its work; hashable.
 
     Appends the virtual tensors among the arguments to ``inputs``.
     """
@@ -155,10 +156,13 @@ def _append(
             signature.append(value)
 
 
-def stays_real(info: OperatorInfo, args: Args, kwargs: Kwargs) -> bool:
-    """Whether a call without virtual tensors, on the host, computes with real values.
+# Where a call on shapes runs, and whether it can
 
-    So do integers that are made on the host: programs decide by them, such as a mesh by its ranks.
+
+def _stays_real(info: OperatorInfo, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a call on the host without virtual tensors computes real values.
+
+    Integers created on the host are real, because programs branch on them (a mesh, on its ranks).
     """
     if (
         not info.makes_on_device
@@ -176,13 +180,45 @@ def stays_real(info: OperatorInfo, args: Args, kwargs: Kwargs) -> bool:
 _OF_INTEGERS = {"arange", "full", "randint", "randperm", "tril_indices", "triu_indices"}
 
 
+def place_of_shape(
+    info: OperatorInfo,
+    args: Args,
+    kwargs: Kwargs,
+    inputs: Sequence[TensorMethods],
+    place: Place | None,
+) -> Place | None:
+    """The device of a call's result; None if the result has values and isn't a shape."""
+    device = kwargs.get("device")
+    if device is not None:
+        place = gpus.resolve(torch.device(device))
+        if place is None and torch.device(device).type != "cpu":
+            return None
+    if place is None and not inputs and _stays_real(info, args, kwargs):
+        return None
+    return place or HOST
+
+
+def require_shapes(
+    info: OperatorInfo,
+    args: Args,
+    inputs: Sequence[TensorMethods],
+    written: Sequence[torch.Tensor],
+) -> None:
+    """Raise for a call that needs values, or that would write to a tensor that has values."""
+    if info.waits and info.waits_for(args):
+        raise no_value(inputs[0], info.name)
+    for changed in written:
+        if type(changed) not in SHAPES:
+            raise has_values(changed, info.name)
+
+
 # New signatures
 
 
 def _run_on_meta(info: OperatorInfo, args: Args, kwargs: Kwargs) -> Result:
-    """Run the operation on meta tensors and keep what came.
+    """Run the operation on meta tensors.
 
-    NotImplementedError from torch where it has no function for meta tensors.
+    NotImplementedError from torch if the operator has no meta kernel.
     """
     func = info.func
     are_virtual = [
@@ -210,7 +246,7 @@ def _run_on_meta(info: OperatorInfo, args: Args, kwargs: Kwargs) -> Result:
     if func.name() in _RESIZING and isinstance(outputs[0], Output):
         least = args[0].numel() * args[0].element_size()
         outputs[0] = outputs[0]._replace(storage_bytes=max(outputs[0].storage_bytes, least))
-    # Asked of the memory, not of the schema: unsafe_split hands out views that it does not declare.
+    # Compare storages, not the schema: unsafe_split returns views that it doesn't declare.
     owners = {meta.untyped_storage()._cdata: number for number, meta in enumerate(virtual)}
     bases = [
         owners.get(item.untyped_storage()._cdata) if isinstance(item, torch.Tensor) else None
@@ -220,20 +256,20 @@ def _run_on_meta(info: OperatorInfo, args: Args, kwargs: Kwargs) -> Result:
 
 
 def output_like(tensor: torch.Tensor) -> Output:
-    """An output that is like ``tensor`` in all but its device."""
+    """An output with the metadata of ``tensor``, without its device."""
     meta = interned(tensor)
     offset = int(meta.storage_offset())
     storage_bytes = meta.untyped_storage().nbytes()
     return Output(meta, meta.size(), meta.stride(), offset, meta.dtype, storage_bytes)
 
 
-# Their kernels make a tensor like the input and resize it, by which memory never shrinks:
-# ATen/native/cuda/Col2Im.cu and Im2Col.cu; the CPU's do the same.
+# Their kernels allocate a tensor like the input and resize it, which never shrinks the storage:
+# ATen/native/cuda/Col2Im.cu and Im2Col.cu; the CPU kernels do the same.
 _RESIZING = {"aten::col2im", "aten::im2col"}
 
 
 def _metas(value: Any) -> Any:
-    """Fresh meta tensors in place of tensors: the shared ones must never change."""
+    """New meta tensors in place of tensors: the interned ones must never change."""
     if isinstance(value, torch.Tensor):
         return _fresh(interned(value._inner if isinstance(value, TensorMethods) else value))
     if type(value) in (list, tuple):

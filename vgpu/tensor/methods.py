@@ -1,7 +1,7 @@
-"""What a virtual tensor answers to: the methods of ``torch.Tensor`` that must know its device.
+"""The methods of virtual tensors: those of ``torch.Tensor`` that depend on the device.
 
-To C++ a virtual tensor is on ``lazy:k``. Python shows ``vgpu:k``: the property ``device`` says so, and
-what compares devices in C++, or reads memory there, is a method of its own here.
+To C++, a virtual tensor is on ``lazy:k``. In Python, it's on ``vgpu:k``, according to the property
+``device``; methods that compare devices or read memory in C++ are overridden here.
 """
 
 import builtins
@@ -35,7 +35,7 @@ _CPP_TYPE = re.compile(rf"\b(Sparse)?{gpus.CPP_DEVICE_TYPE.capitalize()}(\w+)Typ
 
 
 def naming_devices(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, whose errors name ``vgpu:k`` where C++ wrote ``lazy:k``."""
+    """Wrap ``function``, so that its errors say ``vgpu:k`` instead of ``lazy:k``."""
 
     @functools.wraps(function)
     def renamed(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -66,7 +66,7 @@ _new = naming_devices(torch.Tensor.new)
 
 
 class Host:
-    """Stands in for a GPU in a shape on the host; its bytes are not counted."""
+    """The place of a shape on the host, instead of a GPU; its bytes aren't counted."""
 
     index = -1
     device = cpp_device = torch.device("cpu")
@@ -77,12 +77,12 @@ Place = VirtualGPU | Host
 
 
 class TensorMethods(torch.Tensor):
-    """The methods of :class:`vgpu.tensor.tensor.VirtualTensor`, which alone has instances."""
+    """The methods of :class:`vgpu.tensor.tensor.VirtualTensor`; never instantiated itself."""
 
     _gpu: VirtualGPU
-    _block: Block | None = None  # of a shape, which has no storage of values
-    _inner: torch.Tensor  # a CPU tensor with the values; of a shape, a meta tensor
-    _given_data = False  # whether .data was assigned: earlier views lie in other memory
+    _block: Block | None = None  # for shapes, which have no storage with values
+    _inner: torch.Tensor  # a CPU tensor with the values; for shapes, a meta tensor
+    _given_data = False  # whether .data was assigned: earlier views are in other memory
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -98,7 +98,7 @@ class TensorMethods(torch.Tensor):
         return self._gpu.index
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """``Tensor.to``; C++ compares devices there, so it must get the ones it knows."""
+        """``Tensor.to``, which compares devices in C++ and thus needs the C++ device."""
         if "device" in kwargs:
             kwargs["device"] = cpp_device(kwargs["device"])
         elif args:
@@ -132,13 +132,13 @@ class TensorMethods(torch.Tensor):
         return self._inner.data_ptr()
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """FSDP1 calls it below dispatch, where C++ would find no kernel for its device."""
+        """FSDP1 calls it below Python dispatch, where C++ has no kernel for the device."""
         func = torch.ops.aten.record_stream.default
         cls: Any = type(self)
         cls.__torch_dispatch__(func, (cls,), (self, stream))
 
     def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        """The old constructor; C++ forgets the index there, and has none for sparse tensors."""
+        """The legacy constructor; in C++, it ignores the device index, and fails for sparse tensors."""
         if self.layout is torch.sparse_coo and args:
             return torch.sparse_coo_tensor(
                 *args, dtype=self.dtype, device=self.device, check_invariants=False
@@ -157,7 +157,7 @@ class TensorMethods(torch.Tensor):
         return self
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage of the values: it shows which tensors share memory, but not on which device."""
+        """The storage of the values; it shows which tensors share memory, but its device is the CPU."""
         return self._inner.untyped_storage()
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
@@ -198,7 +198,7 @@ class TensorMethods(torch.Tensor):
         return result
 
     def _copy_memory(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A copy without a gradient, of memory that is copied once for all tensors that share it."""
+        """A copy without a gradient; tensors that share memory share the copy, too."""
         raise NotImplementedError
 
     def __format__(self, format_spec: str) -> str:
@@ -214,7 +214,7 @@ SHAPES: set[type] = set()
 
 
 class ShapeMethods(TensorMethods):
-    """The methods of :class:`vgpu.tensor.tensor.ShapeTensor`, which has no values to give."""
+    """The methods of :class:`vgpu.tensor.tensor.ShapeTensor`, which has no values."""
 
     _gpu: Place  # type: ignore[assignment]
 
@@ -223,9 +223,9 @@ class ShapeMethods(TensorMethods):
         SHAPES.add(cls)
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """One for each block, with its rounded size: it tells which shapes share memory.
+        """One storage per block, with its rounded size; it shows which shapes share memory.
 
-        The tensor inside has none of its own, since all shapes of a kind share it.
+        The inner tensor's storage can't, since it's shared by all shapes with the same metadata.
         """
         block = self._block
         if block is None:
@@ -254,15 +254,15 @@ class ShapeMethods(TensorMethods):
 
 
 class NoValueError(RuntimeError):
-    """A value was asked of a tensor that is only a shape."""
+    """A value was requested from a tensor that is only a shape."""
 
 
 def no_value(asked: torch.Tensor, operation: str) -> NoValueError:
     name = "item()" if operation == "_local_scalar_dense" else operation
     return NoValueError(
         f"{name} needs the values of a tensor of size {list(asked.size())} on {asked.device}, but "
-        "it is only a shape: it was made or moved in a vgpu.shapes_only() block, where nothing is "
-        "computed. Ask for sizes, bytes and virtual time there, or run without shapes_only() to "
+        "it is only a shape: it was created or moved in a vgpu.shapes_only() block, where nothing is "
+        "computed. Use only sizes, bytes and virtual time there, or run without shapes_only() to "
         "get values."
     )
 
@@ -270,8 +270,8 @@ def no_value(asked: torch.Tensor, operation: str) -> NoValueError:
 def has_values(changed: torch.Tensor, operation: str) -> RuntimeError:
     return RuntimeError(
         f"{operation} would change a tensor of size {list(changed.size())} on {changed.device} "
-        "that has values, and shapes_only() has none to put there: make the model, or move it to "
-        "its GPU, in the block too"
+        "that has values, and shapes_only() computes none: create the model, or move it to its GPU, "
+        "inside the block, too"
     )
 
 
@@ -283,7 +283,7 @@ def _not_numpy(device: torch.device) -> TypeError:
 
 
 def cpp_device(device: Any) -> Any:
-    """``device`` as C++ knows it, if it means a virtual GPU; anything else unchanged."""
+    """The C++ device of a virtual GPU; anything else is returned unchanged."""
     if isinstance(device, str) and device.startswith(gpus.DEVICE_TYPE):
         device = torch.device(device)
     elif type(device) is int:
@@ -296,7 +296,7 @@ def cpp_device(device: Any) -> Any:
 
 
 def strided_parts(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The strided tensors that a tensor consists of: itself, or what a sparse one holds."""
+    """The strided tensors that a tensor consists of: itself, or a sparse tensor's indices and values."""
     if values.layout is torch.strided:
         return (values,)
     if values.layout is torch.sparse_coo:
@@ -307,7 +307,7 @@ def strided_parts(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def count_bytes(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> Block:
-    """The block of the storage behind ``values``; a new one on ``gpu`` where it has none yet."""
+    """The block of the storage of ``values``; allocates one on ``gpu`` if there's none yet."""
     storage = values.untyped_storage()
     block: Block | None = getattr(storage, "_vgpu_block", None)
     if block is None:
@@ -316,7 +316,7 @@ def count_bytes(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> Block:
     return block
 
 
-# Where torch itself must name a device as the user does, on tensors that are not of our class
+# Where torch must use the Python name of a device, for tensors that aren't of our class
 
 
 def install(changes: Changes) -> None:
@@ -330,7 +330,7 @@ def install(changes: Changes) -> None:
 def _entering(
     plain: Callable[[TorchDispatchMode], Any], *, changes: Changes, seen: set[type]
 ) -> Callable[[TorchDispatchMode], Any]:
-    """``TorchDispatchMode.__enter__``: what the mode is handed names devices as the user does."""
+    """``TorchDispatchMode.__enter__``: pass the Python names of devices to the mode."""
 
     @functools.wraps(plain)
     def __enter__(mode: TorchDispatchMode) -> Any:
@@ -364,7 +364,7 @@ def _handed_names(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leaving_out(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The default device, which C++ compares with that of ``out=``: a virtual tensor brings its own."""
+    """Don't pass the default device along with a virtual ``out=``, since C++ would compare the two."""
 
     def __torch_function__(
         context: DeviceContext, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
@@ -377,12 +377,12 @@ def _leaving_out(plain: Callable[..., Any]) -> Callable[..., Any]:
     return __torch_function__
 
 
-# Inside torch.func.grad and vmap C++ wraps each tensor once more. The wrapper is no virtual tensor,
-# and knows its device as C++ does.
+# Inside torch.func.grad and vmap, C++ wraps each tensor once more. The wrapper isn't a virtual tensor, and
+# its device is the C++ device.
 
 
 def _device(plain: Any) -> property:
-    """The property ``Tensor.device``, of wrappers too."""
+    """The property ``Tensor.device``, also of these wrappers."""
     get_plain = plain.__get__
 
     def get(tensor: torch.Tensor) -> torch.device:

@@ -1,4 +1,4 @@
-"""What ``run`` (tensor.py) tells a recording of virtual time, before and after each operation."""
+"""The interface between ``run`` (tensor.py) and a recording of virtual time."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from vgpu.tensor.operators import Args, Kwargs, tensors_in
 
 
 class Operation:
-    """One call, as a recording sees it."""
+    """One call of an operator, as passed to a recording."""
 
     stream: Any  # the recording's
     host: Any
@@ -38,30 +38,30 @@ class Operation:
 
 
 class Observer(Protocol):
-    """What ``run`` tells a recording (time/recording.py)."""
+    """What ``run`` and the handlers call; ``Recording`` (time/recording.py) implements it."""
 
     def before(self, operation: Operation) -> None:
-        """``operation`` comes next. A tensor that is read too early becomes garbage in its args."""
+        """Called before ``operation``. Replaces arguments that are read too early by garbage."""
 
     def after(self, operation: Operation, outputs: Any, result: Result | None) -> None:
-        """It has happened. result: what was looked up, of shapes."""
+        """Called after ``operation``. result: for shapes, what was looked up."""
 
     def before_copy(self, source: torch.Tensor) -> torch.Tensor:
-        """A copy comes next. Returns what to read: ``source``, or garbage if it comes too early."""
+        """Called before a copy. Returns the tensor to read: ``source``, or garbage if it's too early."""
 
     def after_copy(
         self, source: torch.Tensor, target: torch.Tensor, in_place: bool, waits: bool
     ) -> None:
-        """A copy has happened; waits: whether the host waits for it."""
+        """Called after a copy. waits: whether the host waits for it."""
 
     def record_stream(self, used: Any, stream: torch.Stream) -> None:
         """``used.record_stream(stream)``."""
 
 
 recording: Observer | None = None
-"""The recording that is on; ``vgpu.time.recording._switched_to`` sets it, and nothing else does."""
+"""The active recording; only ``vgpu.time.recording._switched_to`` sets it."""
 
 
 def virtual_among(values: Iterable[Any]) -> list[Any]:
-    """The virtual tensors among values and in their lists and tuples."""
+    """The virtual tensors among ``values``, including those in lists and tuples."""
     return [tensor for tensor in tensors_in(tuple(values)) if isinstance(tensor, TensorMethods)]

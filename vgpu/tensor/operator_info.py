@@ -1,6 +1,6 @@
-"""All that must be known about an operator, read once: from its schema, and from the handlers here.
+"""One record per operator, created once from its schema and the registered handlers.
 
-``info_of(func)`` is the one place where the record of an operator is looked up.
+``info_of(func)`` returns it.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from vgpu.tensor.operators import Args, Handler, Kwargs, Operator, overloads, te
 
 # Whether a call with these arguments is several operators on CUDA.
 Condition = Callable[[Args, Kwargs], bool]
-# The mode of the shapes_only() block that a call came through; C++ switches it off meanwhile.
+# The dispatch mode of the shapes_only() block that a call came through; disabled during the call.
 ShapesMode = AbstractContextManager[object]
 ShapeHandler = Callable[[Operator, Args, Kwargs, ShapesMode], Any]
 
@@ -28,8 +28,7 @@ _recording_themselves: set[str] = set()
 def handler(*names: str, records_itself: bool = False) -> Callable[[Handler], Any]:
     """Decorator: the function runs the operators ``names`` on tensors with values.
 
-    records_itself: it tells the recording that is on what happened; otherwise ``run`` records one
-    kernel for the call.
+    records_itself: the function itself calls the recording; otherwise ``run`` records one kernel.
     """
 
     def register(function: Handler) -> Any:
@@ -44,7 +43,7 @@ def handler(*names: str, records_itself: bool = False) -> Callable[[Handler], An
 def shape_handler(*names: str) -> Callable[[ShapeHandler], ShapeHandler]:
     """Decorator: the function runs and records the operators ``names`` on shapes.
 
-    Other operators are looked up by their signature, also those with a handler for values.
+    Results of other operators are looked up by signature, even if they have a handler for values.
     """
 
     def register(function: ShapeHandler) -> ShapeHandler:
@@ -60,10 +59,10 @@ def always(args: Args, kwargs: Kwargs) -> bool:
 
 
 def in_parts(*names: str, when: Condition = always) -> Callable[[Handler], Handler]:
-    """Decorator: where ``when`` says so, the function runs the operators ``names``, in parts.
+    """Decorator: if ``when(args, kwargs)``, the function runs the operators ``names`` in parts.
 
-    It calls the operators that the call is on CUDA, and they arrive at ``run`` one by one. A name of
-    aten's without an overload is for the overload "default" alone.
+    It calls the operators that the call consists of on CUDA, each of which goes through ``run``. A name
+    without an overload means only the overload "default".
     """
 
     def register(function: Handler) -> Handler:
@@ -81,12 +80,12 @@ INDEXING = {
 }
 _MASKS = (torch.bool, torch.uint8)
 
-# In-place operators that may change the size, the strides or the storage of their argument, besides
-# those that carry torch's own tag for it and those that write to ``out=``.
+# In-place operators that may change the size, strides or storage of their argument, in addition to
+# those with torch's tag for it and ``out=`` variants.
 _RESIZING = {"resize_", "resize_as_", "set_", "resize", "swap_tensors", "addbmm_"}
 
-# Operators that launch nothing on a GPU, besides those whose results are views: they hand out or
-# release memory, or ask something about a tensor.
+# Operators that launch nothing on a GPU, in addition to views: they allocate or free memory, or query
+# something about a tensor.
 _ALLOCATES = {
     *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
 }
@@ -96,10 +95,10 @@ _FREE = _ALLOCATES | {
     *("record_stream", "resize_", "resize_as_", "set_"),
 }
 
-# Operators whose results view their first argument, though their schema does not say so.
+# Operators whose results are views of their first argument, although their schema doesn't say so.
 _SILENT_VIEWS = {"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
 
-# What TorchInductor fuses besides what torch tags as elementwise or as a reduction.
+# Operators that TorchInductor fuses, in addition to those tagged as elementwise or as reductions.
 _FUSED = {
     *("_fused_rms_norm", "_fused_rms_norm_backward", "native_dropout", "native_dropout_backward"),
     *("_to_copy", "cat", "copy_", "fill_", "zero_"),
@@ -141,12 +140,12 @@ class OperatorInfo:
 
     def __init__(self, func: Operator) -> None:
         schema = func._schema
-        self.func = func  # also keeps its id from another
+        self.func = func  # keeps it alive, so that its id isn't reused
         self.schema_name = schema.name
         self.name = schema.name.partition("::")[2]
         self.read_way()
 
-        # For each result, the argument that it is (position, name), or None for a new tensor.
+        # For each result: the argument that it aliases (position, name), or None for a new tensor.
         aliases = tuple(_written_argument(schema, result) for result in schema.returns)
         self.aliases = aliases if any(aliases) else None
         # The arguments that it writes to.
@@ -156,7 +155,7 @@ class OperatorInfo:
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         self.writes = bool(self.written_places)
-        # Single tensors that it writes to and does not return: it may give them another size.
+        # Single tensors that it writes to and doesn't return: it may resize them.
         single = {one.name for one in schema.arguments if isinstance(one.type, torch.TensorType)}
         self.unreturned = (
             [] if self.aliases else [place for place in self.written_places if place[1] in single]
@@ -167,10 +166,10 @@ class OperatorInfo:
         self.reshapes = writes_out or resizes
         self.makes_on_device = any(argument.name == "device" for argument in schema.arguments)
         self.indexes = schema.name in INDEXING
-        self.copies = self.name in ("_to_copy", "copy_")  # the only ones that may cross devices
+        self.copies = self.name in ("_to_copy", "copy_")  # the only ones that can cross devices
 
-        # With values: which of the ways of compute.py. A kernel that consists of several operators
-        # may conjugate lazily between them; others are called on the values unchanged.
+        # With values: how compute.py runs it. A kernel that consists of several operators may
+        # conjugate lazily between them; others are called directly.
         is_foreach = self.name.startswith("_foreach_")
         self.writes_lists = [p for p, _ in self.written_places if is_foreach]
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
@@ -179,10 +178,10 @@ class OperatorInfo:
         several = torch.Tag.pointwise not in func.tags
         self.unchanged = not (self.draws or self.writes_lists or self.convolves or several)
 
-        # As shapes: a fraction in a list may decide a size (upsample), but foreach operators have a
-        # factor for each tensor there.
+        # As shapes: a float in a list may determine a size (upsample), except for foreach operators,
+        # where it's a factor for each tensor.
         self.has_lists_of_factors = is_foreach
-        # Whether the host must know a value before it can go on.
+        # Whether the host must wait for a value.
         self.waits = (
             torch.Tag.data_dependent_output in func.tags
             or torch.Tag.dynamic_output_shape in func.tags
@@ -201,12 +200,12 @@ class OperatorInfo:
         self.fuses = self.name in _FUSED or not _FUSED_TAGS.isdisjoint(func.tags)
 
     def read_way(self) -> None:
-        """Which way a call goes: through a handler, in parts, or neither (``run`` in tensor.py)."""
+        """Determine how a call runs: by a handler, in parts, or neither (``run`` in tensor.py)."""
         func, name = self.func, self.func.name()
         self.handler = _handlers.get(name) or _handlers.get(self.schema_name)
         self.shape_handler = _shape_handlers.get(self.schema_name)
         self.records_itself = not _recording_themselves.isdisjoint((name, self.schema_name))
-        # Whether a call is several operators on CUDA, and what runs them; None: it never is.
+        # Whether a call consists of several operators on CUDA (None: never), and what runs them.
         self.decomposes: Condition | None = None
         self.parts: Handler = operators.decompose
         if self.handler is not None:
@@ -221,15 +220,15 @@ class OperatorInfo:
         elif name in operators.OF_SEVERAL:
             self.decomposes, self.parts = always, operators.run_explicit
         elif self.name.startswith("_foreach_"):
-            # One kernel for lists of dense tensors on one device; no other lists are fit for it.
+            # One kernel if the lists have dense tensors on one device; otherwise one by one.
             self.decomposes, self.parts = operators.not_in_one_kernel, operators.one_by_one
 
     def waits_for(self, args: Args) -> bool:
-        """Whether the host must know a value before this call can go on.
+        """Whether the host must wait for a value in this call.
 
-        With masks it must know how many elements they pick, but not to fill in one number
-        (``canDispatchToMaskedFill``). Only shapes have masks here: with values the mask becomes
-        indices first (parts.py).
+        With masks, it must know how many elements they select, except to fill in a single number
+        (``canDispatchToMaskedFill``). Only shapes have masks here: with values, parts.py has turned the
+        mask into indices.
         """
         if not self.indexes:
             return self.waits
@@ -238,7 +237,7 @@ class OperatorInfo:
         return masked and not fills
 
     def written(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
-        """The tensors that this call changes in place."""
+        """The tensors that this call modifies in place."""
         found: list[torch.Tensor] = []
         for position, name in self.written_places:
             value = args[position] if position < len(args) else kwargs.get(name)
@@ -251,7 +250,7 @@ KNOWN: dict[int, OperatorInfo] = {}
 
 
 def info_of(func: Operator) -> OperatorInfo:
-    """The record of an operator; made at its first call."""
+    """The record of an operator; created on first use."""
     info = KNOWN.get(id(func))
     if info is None:
         info = KNOWN[id(func)] = OperatorInfo(func)
@@ -274,7 +273,7 @@ def _written_argument(schema: Any, result: Any) -> tuple[int, str] | None:
 
 
 def _gives_views(schema: torch._C.FunctionSchema) -> bool:
-    """Whether a result views an argument."""
+    """Whether a result is a view of an argument."""
     for result in schema.returns:
         info = result.alias_info
         if info is None or info.is_write:
@@ -283,7 +282,7 @@ def _gives_views(schema: torch._C.FunctionSchema) -> bool:
             other = argument.alias_info
             if other is None or other.is_write:
                 continue
-            # A list of views (split) is marked by what its source becomes part of.
+            # For a list of views (split), the schema marks the source with a wildcard.
             if other.before_set & info.before_set or (
                 not info.before_set and other.after_set == {"*"}
             ):
@@ -292,7 +291,7 @@ def _gives_views(schema: torch._C.FunctionSchema) -> bool:
 
 
 def _with_generator(func: Operator) -> Operator | None:
-    """The overload of ``func`` that takes a generator beside the same arguments, or None."""
+    """The overload of ``func`` with the same arguments and a generator, or None."""
     wanted = {argument.name for argument in func._schema.arguments} | {"generator"}
     for overload in (func, *overloads(func._overloadpacket)):
         if {argument.name for argument in overload._schema.arguments} == wanted:

@@ -1,7 +1,7 @@
-"""torch's operators as this package sees them, and those that are made of others on a GPU.
+"""Types and helpers for torch's operators, and operators that are composed of others.
 
-C++ or a user's Python makes them of others. Their parts arrive at ``run`` one by one: the tensors
-between them take room, and each takes time. What only CUDA makes of several is in parts.py.
+C++, or Python code of the user, composes them. Each part goes through ``run``, since intermediate tensors
+need memory, and each part takes time. Operators that are composed on CUDA only are in parts.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
-# What an operator takes is arbitrary, and so is what it gives back.
+# Arguments and results of operators have arbitrary types.
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
 class Operator(Protocol):
-    """One of torch's operators (``torch._ops.OpOverload``): what is asked of it here."""
+    """One of torch's operators: the attributes of ``torch._ops.OpOverload`` that are used here."""
 
     @property
     def tags(self) -> list[torch.Tag]: ...
@@ -34,24 +34,24 @@ class Operator(Protocol):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any: ...
 
 
-# What runs the calls of an operator.
+# A function that runs the calls of an operator.
 Handler = Callable[[Operator, Args, Kwargs], Any]
 
 
 def named_arguments(func: Operator, args: Args, kwargs: Kwargs) -> Kwargs:
-    """All arguments of a call by their names; those with a default only where they are given."""
+    """The arguments of a call by name, without defaults."""
     names = (argument.name for argument in func._schema.arguments)
     return dict(zip(names, args, strict=False)) | kwargs
 
 
 def argument(place: tuple[int, str], args: Args, kwargs: Kwargs) -> Any:
-    """The argument at a position, or of a name where fewer are given by position."""
+    """The argument at a position, or by name if it was passed as a keyword."""
     position, name = place
     return args[position] if position < len(args) else kwargs[name]
 
 
 def overloads(packet: Any) -> list[Operator]:
-    """The overloads of an operator, which ``torch.ops`` hands out as one packet."""
+    """The overloads of an operator packet, such as ``torch.ops.aten.add``."""
     return [getattr(packet, name) for name in packet.overloads()]
 
 
@@ -79,25 +79,25 @@ _CPU = torch._C.DispatchKey.CPU
 _IN_PLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
 
 
-# Made of others by C++, for every device
+# Composed by C++, for every device
 
 
 def is_composite(func: Operator) -> bool:
-    """Whether C++ makes the operator of others, for every device alike.
+    """Whether C++ composes the operator of others, in the same way for every device.
 
-    Not so silu_backward, for which CPU and CUDA have a kernel each. Constructors of sparse tensors
-    ask for a device that C++ has an allocator for.
+    Exceptions: silu_backward, since CPU and CUDA have their own kernels, and constructors of sparse tensors,
+    which need a device with a C++ allocator.
     """
     composite = _has_kernel(func.name(), _COMPOSITE) and not _has_kernel(func.name(), _CPU)
     return composite and not func._schema.name.startswith(("aten::_sparse_", "aten::sparse_"))
 
 
 def decompose(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Run a composite operator as C++ does for every device but CUDA.
+    """Run a composite operator as C++ does.
 
-    It arrives whole in inference mode, where autograd is skipped. There, a view of a tensor from
-    outside shares its version counter; outside, a tensor made in inference mode must not be changed.
-    C++ enforces both, for the operator or its parts.
+    It's dispatched as a whole in inference mode, where autograd is skipped. There, a view of a normal tensor
+    shares its version counter; outside, an inference tensor must not be modified. C++ enforces both, for the
+    operator or its parts.
     """
     inference = torch.is_inference_mode_enabled() or any(
         isinstance(value, torch.Tensor) and value.is_inference() for value in args
@@ -108,8 +108,8 @@ def decompose(func: Operator, args: Args, kwargs: Kwargs) -> Any:
         return func._op_dk(_COMPOSITE, *args, **kwargs)
 
 
-# What C++ makes of other operators below autograd, for every device alike, with tensors between them
-# that take room (tests/vgpu/tensor/test_parts.py).
+# Composed by C++ below autograd, in the same way for every device, with intermediate tensors that need
+# memory (tests/vgpu/tensor/test_parts.py).
 OF_SEVERAL = {
     f"aten::{name}"
     for name in (
@@ -127,7 +127,7 @@ def run_explicit(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 
 def not_in_one_kernel(args: Args, kwargs: Kwargs) -> bool:
-    """Whether the lists of a foreach operator hold a sparse tensor, or are on several devices."""
+    """Whether the lists of a foreach operator contain a sparse tensor, or tensors on several devices."""
     device = None
     for items in args:
         if isinstance(items, list | tuple):
@@ -140,16 +140,16 @@ def not_in_one_kernel(args: Args, kwargs: Kwargs) -> bool:
 
 
 def one_by_one(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Run a foreach operator tensor by tensor, as CUDA does with what has no kernel for lists."""
-    with _excluding(_IN_PLACE_OR_VIEW, False):  # each changed tensor counts its version
+    """Run a foreach operator tensor by tensor, as CUDA's slow path does."""
+    with _excluding(_IN_PLACE_OR_VIEW, False):  # increments the version of each modified tensor
         return func._op_dk(_EXPLICIT, *args, **kwargs)
 
 
-# Operators that torch does not have itself: torch.library.custom_op, Library, extensions. One whose
-# kernel is Python runs it on virtual tensors, as a GPU would: the body sees the virtual device, and
-# what it computes, draws and allocates is computed, drawn and allocated there.
+# Custom operators: torch.library.custom_op, Library, extensions. A Python kernel is called with virtual
+# tensors, as it would be with those of a GPU: it sees the virtual device, and computes, draws and allocates
+# there.
 
-# The namespaces of operators that torch and its packages define; each is one kernel of a GPU.
+# The namespaces of torch's own operators and of its packages; each operator is one kernel on a GPU.
 TORCHS_OWN = {
     *("aten", "c10d", "c10d_functional", "coor", "debug_mode_ops", "debugprims"),
     *("export", "flex_gemm", "flex_lib", "fsdp", "image", "inductor", "inductor_prims"),
@@ -162,10 +162,10 @@ TORCHS_OWN = {
 
 
 def python_kernel(func: Operator) -> str | None:
-    """The key of the Python kernel that a GPU runs for an operator that torch does not have itself.
+    """The dispatch key of the Python kernel that a GPU runs for a custom operator.
 
-    None where the kernels are in C++: the CPU's runs then, on the values. NotImplementedError, as on
-    CUDA, where Python has one for other devices only. Asked at each call: kernels may be registered
+    None if the kernels are in C++: then the CPU's runs, on the values. NotImplementedError, as on CUDA, if
+    there are only Python kernels for other devices. Determined at each call, since kernels can be registered
     at any time.
     """
     namespace, _, name = func.name().partition("::")
@@ -192,7 +192,7 @@ def python_kernel(func: Operator) -> str | None:
     )
 
 
-# In the order in which C++ looks; the last is what a Library registers without a key.
+# In the order of C++'s lookup; the last one is for a Library's kernel without a key.
 _FOR_GPUS = (
     "PrivateUse1",
     "CompositeExplicitAutogradNonFunctional",
@@ -203,7 +203,7 @@ _FOR_GPUS = (
 
 
 def is_foreign_in_parts(func: Operator) -> bool:
-    """Whether a GPU runs an operator that torch does not have itself as calls of others."""
+    """Whether a GPU runs a custom operator as calls of other operators."""
     return python_kernel(func) is not None or is_composite(func)
 
 
@@ -218,10 +218,10 @@ def run_foreign(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 @contextmanager
 def _as_called(func: Operator) -> Iterator[None]:
-    """In the block C++ does what it would do for a kernel on a GPU: autocast, versions of views.
+    """Restore C++'s dispatch state as it'd be in a kernel on a GPU: with autocast, and versions of views.
 
-    All that is switched off where Python dispatch has brought us, and back on here, but for
-    autograd where the operator has a formula. Without one autograd goes through the kernel's parts.
+    Python dispatch has disabled these. Autograd stays disabled if the operator has a formula; otherwise
+    it differentiates the parts of the kernel.
     """
     includes = torch._C._dispatch_tls_local_include_set()
     excludes = torch._C._dispatch_tls_local_exclude_set()

@@ -1,8 +1,8 @@
-"""Operators that are one call on the CPU and several on a GPU, with tensors between them.
+"""Operators that are one kernel on the CPU and several on a GPU, with intermediate tensors.
 
-Those tensors take room there, and each operator takes time. What C++ itself makes of others, for every
-device alike, is in operators.py. Here are those whose kernel for the CPU does the same inside, where
-nobody counts it. What CUDA's kernels for sorting, scanning and reducing take as scratch is left out.
+On a GPU, those tensors need memory, and each operator takes time. Operators that C++ composes in the same
+way for every device are in operators.py; those here have a CPU kernel that does everything inside, where it
+can't be counted. Left out: the scratch memory of CUDA's kernels for sorting, scanning and reducing.
 """
 
 from typing import Any
@@ -17,15 +17,15 @@ from vgpu.tensor.tensor import is_shape
 aten = torch.ops.aten
 
 
-# Products and convolutions copy an operand whose strides the libraries of CUDA cannot take.
+# Products and convolutions copy an operand whose strides cuBLAS or cuDNN doesn't support.
 
 
 def copies_operand(args: Args, kwargs: Kwargs) -> bool:
-    """Whether one of the last two arguments, a matrix each or a batch of them, is copied.
+    """Whether one of the last two arguments, matrices or batches of matrices, is copied.
 
-    cuBLAS cannot read it where neither its rows nor its columns lie in one piece each, as in what
-    ``expand`` gives, such as the gradient of a sum (``prepare_matrix_for_cublas`` and
-    ``prepare_batch_matrix_for_cublas`` in ATen/native/cuda/Blas.cpp).
+    cuBLAS can't read a matrix if neither its rows nor its columns are contiguous, as after ``expand``, for
+    example the gradient of a sum (``prepare_matrix_for_cublas`` and ``prepare_batch_matrix_for_cublas`` in
+    ATen/native/cuda/Blas.cpp).
     """
     left, right = args[-2:]
     return (not left.is_contiguous() and _needs_copy(left)) or (
@@ -35,7 +35,7 @@ def copies_operand(args: Args, kwargs: Kwargs) -> bool:
 
 def _needs_copy(factor: torch.Tensor) -> bool:
     strides = factor.stride()
-    if len(strides) < 2 or factor.layout is not torch.strided:  # cuBLAS is not asked
+    if len(strides) < 2 or factor.layout is not torch.strided:  # doesn't use cuBLAS
         return False
     down, along = strides[-2:]
     if along == 1:
@@ -60,7 +60,7 @@ def is_reformatted(args: Args, kwargs: Kwargs) -> bool:
 
 
 def _operands(args: Args) -> tuple[int, ...]:
-    """Which arguments a convolution reads, or the gradients that are asked of it."""
+    """The positions of the arguments that a convolution, or its backward, reads."""
     if len(args) == _FORWARD:
         return _INPUT_AND_WEIGHT
     of_input, of_weight, _ = args[-1]
@@ -95,7 +95,7 @@ _NONE, _MEAN = 0, 1  # at::Reduction
 
 
 def is_reduced(args: Args, kwargs: Kwargs) -> bool:
-    """Whether a mean or sum is asked for; ``reduction`` is the first integer behind the tensors."""
+    """Whether the loss is reduced to a mean or sum; ``reduction`` is the first integer argument."""
     given = [one for one in args[2:4] if type(one) is int]
     return (given[0] if given else kwargs.get("reduction", _MEAN)) != _NONE
 
@@ -104,8 +104,8 @@ def is_reduced(args: Args, kwargs: Kwargs) -> bool:
 def loss(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     """A loss and its mean or sum (Loss.cpp).
 
-    That of ``mse_loss`` and ``smooth_l1_loss`` is a tensor for all elements that was shrunk to one
-    number and keeps its storage (``TORCH_META_FUNC(mse_loss)``).
+    The result of ``mse_loss`` and ``smooth_l1_loss`` is a tensor for all elements, resized to a scalar,
+    which keeps its storage (``TORCH_META_FUNC(mse_loss)``).
     """
     named = named_arguments(func, args, kwargs)
     reduction = named.get("reduction", _MEAN)
@@ -120,7 +120,7 @@ def loss(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 @in_parts("aten::binary_cross_entropy", when=is_reduced)
 def binary_cross_entropy(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Its mean or sum is written over the losses (``binary_cross_entropy_out_cuda``, Loss.cu)."""
+    """The mean or sum overwrites the losses (``binary_cross_entropy_out_cuda``, Loss.cu)."""
     named = named_arguments(func, args, kwargs)
     each = func(**{**named, "reduction": _NONE})
     reduced = each.mean() if named.get("reduction", _MEAN) == _MEAN else each.sum()
@@ -129,7 +129,7 @@ def binary_cross_entropy(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 @in_parts("aten::logsumexp")
 def logsumexp(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """The largest value is taken off before the exponential (``logsumexp_out_impl``, ReduceOps.cpp)."""
+    """The maximum is subtracted before the exponential (``logsumexp_out_impl``, ReduceOps.cpp)."""
     named = named_arguments(func, args, kwargs)
     source, dims, keepdim = named["self"], named["dim"], named.get("keepdim", False)
     if not (source.is_floating_point() or source.is_complex()):
@@ -143,7 +143,7 @@ def logsumexp(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 
 
 def fits_mask(args: Args, kwargs: Kwargs) -> bool:
-    """Whether there are values to count, and nothing to complain of."""
+    """Whether the arguments are valid."""
     named = named_arguments(aten.masked_select.default, args, kwargs)
     source, mask = named["self"], named["mask"]
     return mask.dtype is torch.bool and source.device == mask.device
@@ -151,7 +151,7 @@ def fits_mask(args: Args, kwargs: Kwargs) -> bool:
 
 @in_parts("aten::masked_select", when=fits_mask)
 def masked_select(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """By index, as CUDA's kernel (``masked_select_out_cuda_impl``, IndexKernel.cpp)."""
+    """With ``index``, as on CUDA (``masked_select_out_cuda_impl``, IndexKernel.cpp)."""
     named = named_arguments(func, args, kwargs)
     mask, source = torch.broadcast_tensors(*torch.atleast_1d(named["mask"], named["self"]))
     return aten.index.Tensor(source, [mask])
@@ -160,8 +160,8 @@ def masked_select(func: Operator, args: Args, kwargs: Kwargs) -> Any:
 def are_unready(args: Args, kwargs: Kwargs) -> bool:
     """Whether there are masks, or indices on the CPU for a tensor on a GPU.
 
-    A single number is filled in by the mask (``canDispatchToMaskedFill``). The mask of a shape has no
-    values to make indices of.
+    A single number is filled in with the mask (``canDispatchToMaskedFill``). The mask of a shape has no
+    values from which to compute indices.
     """
     source, indices, *others = args
     if source.device.type == "cpu" or is_shape(source):
@@ -177,7 +177,7 @@ def are_unready(args: Args, kwargs: Kwargs) -> bool:
     when=are_unready,
 )
 def index(func: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Masks become integers first, and what is on the CPU goes to the GPU (``expandTensors``)."""
+    """Masks are converted to indices, and indices are moved to the GPU (``expandTensors``)."""
     source, indices, *others = args
     ready: list[torch.Tensor | None] = []
     for one in indices:

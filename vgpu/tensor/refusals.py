@@ -1,4 +1,4 @@
-"""What virtual GPUs cannot do: a clear error, before C++ raises an obscure one or crashes."""
+"""Unsupported features: raise a clear error before C++ raises an obscure one or crashes."""
 
 import functools
 import math
@@ -43,7 +43,7 @@ _STORAGE = (
     "torch.empty(n, dtype=torch.uint8, device='vgpu:0')"
 )
 
-# By operator: those that make a tensor of a kind that virtual GPUs do not have, or only CUDA computes.
+# By operator: those that create an unsupported kind of tensor, or that need a CUDA or CPU kernel.
 _REFUSED = {
     "aten::_flash_attention_forward": _VARLEN,
     "aten::_nested_tensor_from_mask": _NESTED_ENCODER,
@@ -66,7 +66,7 @@ def _refusing(message: str) -> Callable[..., NoReturn]:
 
 for _name, _message in _REFUSED.items():
     handler(_name)(_refusing(_message))
-# By dispatch key: what a move of such a tensor from the CPU reaches.
+# By dispatch key: reached when such a tensor is moved from the CPU.
 FALLBACKS = {
     "NestedTensorPrivateUse1": _refusing(_NESTED),
     "QuantizedPrivateUse1": _refusing(_QUANTIZED),
@@ -82,7 +82,7 @@ def install(changes: Changes) -> None:
 
 
 def is_virtual_device(device: object) -> bool:
-    """Whether a torch.device, or the text of one, means a virtual GPU."""
+    """Whether a torch.device, or a string, means a virtual GPU."""
     if isinstance(device, str):
         device = torch.device(device)
     names = (gpus.DEVICE_TYPE, gpus.CPP_DEVICE_TYPE)
@@ -100,7 +100,7 @@ def nested_tensor(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def storage_to_gpu(storage: torch.UntypedStorage, device: Any = None) -> torch.UntypedStorage:
-    """``storage.vgpu(index)``, for ``map_location`` functions; refused elsewhere."""
+    """``storage.vgpu(index)``; only allowed in ``map_location`` functions."""
     if torch.serialization._serialization_tls.map_location is None:
         raise NotImplementedError(_STORAGE)
     index = gpus.current_index() if device is None else torch._utils._get_device_index(device)
@@ -111,10 +111,9 @@ def storage_to_gpu(storage: torch.UntypedStorage, device: Any = None) -> torch.U
 def make_wrapper_subclass(
     plain: Callable[..., torch.Tensor],
 ) -> "staticmethod[..., torch.Tensor]":
-    """``torch.Tensor._make_wrapper_subclass``, but no nested tensor around virtual ones.
+    """``torch.Tensor._make_wrapper_subclass``, which refuses nested tensors on virtual GPUs.
 
-    A jagged tensor is a Python class around its values; autograd would look for a queue of its
-    device in C++, and there is none.
+    A jagged tensor is a Python class around its values; C++ autograd has no queue for its device.
     """
 
     def _make_wrapper_subclass(cls: type, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -130,7 +129,7 @@ def make_wrapper_subclass(
 def new_untyped_storage(
     plain: Callable[..., torch.UntypedStorage],
 ) -> Callable[..., torch.UntypedStorage]:
-    """``torch.UntypedStorage.__new__``; C++ finds no allocator for a virtual GPU and crashes."""
+    """``torch.UntypedStorage.__new__``; C++ has no allocator for a virtual GPU and would crash."""
 
     def __new__(
         cls: type, *args: Any, device: object = None, **kwargs: Any
@@ -145,7 +144,7 @@ def new_untyped_storage(
 
 
 def make_dual(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.autograd.forward_ad.make_dual``, which C++ cannot do for virtual tensors."""
+    """``torch.autograd.forward_ad.make_dual``, which C++ doesn't support for virtual tensors."""
 
     @functools.wraps(plain)
     def make_dual(tensor: torch.Tensor, tangent: torch.Tensor, *, level: int | None = None) -> Any:
@@ -171,9 +170,9 @@ _IN_PLACE = torch._C.DispatchKey.ADInplaceOrView
 
 
 def refuse_tangents(values: Iterable[object]) -> None:
-    """Raise where a CPU tensor brings a tangent to a virtual GPU: C++ would crash on the next use.
+    """Raise if a CPU tensor with a tangent is moved to a virtual GPU: C++ would crash on its next use.
 
-    The tangents of torch.func.jvp cannot be seen from here, so in it nothing may cross.
+    The tangents of torch.func.jvp aren't visible here, so inside it, nothing can be moved.
     """
     level = forward_ad._current_level
     if level < 0:
@@ -184,7 +183,7 @@ def refuse_tangents(values: Iterable[object]) -> None:
         if isinstance(value, list | tuple):
             refuse_tangents(value)
         elif isinstance(value, torch.Tensor) and value.device.type == "cpu":
-            # Below autograd, where this runs, C++ would not look for a tangent.
+            # This runs below autograd, where C++ wouldn't look for a tangent.
             with _excluding(_AUTOGRAD, False), _excluding(_IN_PLACE, False):
                 _, tangent = torch._VF._unpack_dual(value, level=level)
             if tangent is not None:
@@ -196,7 +195,7 @@ _BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 
 
 def refuse_mixed_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """RuntimeError where a norm mixes types as no kernel of CUDA does; for any operator."""
+    """RuntimeError if ``func`` is a norm that mixes dtypes in a way that no CUDA kernel supports."""
     if func is _LAYER_NORM:
         _refuse_mixed_layer_norm(func, args, kwargs)
     elif func is _BATCH_NORM_BACKWARD:
@@ -204,9 +203,9 @@ def refuse_mixed_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
 
 
 def _refuse_mixed_layer_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """RuntimeError where a weight or bias has another type than the input: CUDA has no such kernel.
+    """RuntimeError if weight or bias have another dtype than the input: CUDA has no such kernel.
 
-    Without a row to normalize it asks for none.
+    If there's no row to normalize, CUDA launches no kernel.
     """
     named = named_arguments(func, args, kwargs)
     input, shape = named["input"], named["normalized_shape"]
@@ -224,11 +223,12 @@ def _refuse_mixed_layer_norm(func: Operator, args: Args, kwargs: Kwargs) -> None
 
 
 def _refuse_mixed_batch_norm(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """RuntimeError where CUDA's backward kernel takes statistics of another type only.
+    """RuntimeError if CUDA's backward kernel requires other dtypes of parameters and statistics.
 
-    It is compiled for float32 parameters and statistics if the first of them, the weight, has another
-    type than the input, and else for the input's (``is_mixed_type`` in ATen/native/cuda/Normalization.cu).
-    The kernels for channels at the end, such as those of (N, C), read no running statistics.
+    It's compiled for float32 parameters and statistics if the first of them, the weight, has another dtype
+    than the input, and otherwise for the input's dtype (``is_mixed_type`` in
+    ATen/native/cuda/Normalization.cu). The channels-last kernels, also used for (N, C), don't read running
+    statistics.
     """
     named = named_arguments(func, args, kwargs)
     input, (of_input, *of_parameters) = named["input"], named["output_mask"]

@@ -1,9 +1,9 @@
-"""Which operands may lie on different devices, and CUDA's words for those that may not.
+"""Checks that operands are on the same device, with CUDA's error messages.
 
 Only calls that mix GPUs, or a GPU and the CPU, are checked. On CUDA, three kinds of code do it:
-TensorIterator for elementwise operators, generated code in front of most others, and indexing
-itself. Operators that torch's table marks ``device_check: NoCheck`` check by themselves, or take
-what lies elsewhere; they are named below.
+TensorIterator for elementwise operators, generated code for most others, and indexing itself. Operators
+marked ``device_check: NoCheck`` in native_functions.yaml do their own checks, or accept operands on other
+devices; they're listed below.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,13 +17,13 @@ _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
 def check(info: OperatorInfo, args: Args, kwargs: Kwargs) -> None:
-    """RuntimeError, as on CUDA, where the operands of a call are not all where they may be."""
+    """Raise CUDA's RuntimeError if the operands of a call are on devices that can't be mixed."""
     _check_hosts(info.func, args, kwargs)
     check_of(info.func)(info.func, args, kwargs)
 
 
 def check_of(func: Operator) -> Callable[[Operator, Args, Kwargs], None]:
-    """Which of the checks below CUDA makes for an operator."""
+    """The check below that CUDA does for an operator."""
     if func._schema.name in INDEXING:
         return _check_indexing
     if _is_elementwise(func):
@@ -36,7 +36,7 @@ def check_of(func: Operator) -> Callable[[Operator, Args, Kwargs], None]:
 
 
 def _is_elementwise(func: Operator) -> bool:
-    """Whether TensorIterator runs it; torch's tag is missing at some that work in place."""
+    """Whether it's run by TensorIterator; some in-place variants lack torch's tag."""
     if torch.Tag.pointwise in func.tags or func._schema.name in _ELEMENTWISE:
         return True
     name, overload = func._schema.name.partition("::")[2], func._schema.overload_name
@@ -45,7 +45,7 @@ def _is_elementwise(func: Operator) -> bool:
     return sibling is not None and torch.Tag.pointwise in sibling.tags
 
 
-# Run by TensorIterator, or made of what is, but without torch's tag for it.
+# Run by TensorIterator, or composed of such operators, but without torch's tag for it.
 _ELEMENTWISE = {
     f"aten::{name}"
     for name in (
@@ -66,12 +66,12 @@ _ELEMENTWISE = {
         "where",
     )
 }
-# Their kernels read a scalar that is on the CPU (ATen/native/cuda/ForeachBinaryOpScalarTensor.cu).
+# Their kernels accept a scalar on the CPU (ATen/native/cuda/ForeachBinaryOpScalarTensor.cu).
 _WITH_SCALAR = {f"aten::_foreach_{name}" for name in ("div", "div_", "mul", "mul_")}
 
 
 def _check_hosts(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """GPUs of a cluster and those from before its block have the same names."""
+    """Refuse to mix GPUs of a cluster with those outside its block, which have the same names."""
     gpus: dict[torch.device, object] = {}
     for name, tensor in _named_tensors(func, args, kwargs):
         gpu = getattr(tensor, "_gpu", None)
@@ -85,9 +85,9 @@ def _check_hosts(func: Operator, args: Args, kwargs: Kwargs) -> None:
 
 
 def _check_elementwise(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """CPU scalars mix with anything, but a result cannot be written to one.
+    """CPU scalars can be mixed with anything, but a result can't be written to one.
 
-    The common device is that of the first operand which is not on the CPU.
+    The common device is that of the first operand that isn't on the CPU.
     """
     written = {a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write}
     named = list(_named_tensors(func, args, kwargs))
@@ -118,7 +118,7 @@ def check_generated(func: Operator, args: Args, kwargs: Kwargs) -> None:
 
 
 def _check_convolution(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """Convolution compares types first, which tell the CPU from a GPU but not two GPUs."""
+    """Convolution first compares tensor types, which distinguish CPU and GPU, but not two GPUs."""
     tensor = args[0]
     for name, other in _named_tensors(func, args, kwargs):
         if other.device.type != tensor.device.type:
@@ -131,7 +131,7 @@ def _check_convolution(func: Operator, args: Args, kwargs: Kwargs) -> None:
 
 
 def _check_indexing(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """Indices may lie on the CPU; a value may if it is a scalar."""
+    """Indices can be on the CPU; so can a value, if it's a scalar."""
     tensor = args[0]
     for name, other in _named_tensors(func, args[1:], kwargs, skip=1):
         if other.device == tensor.device or _is_cpu_scalar(other):
@@ -149,7 +149,7 @@ def _check_indexing(func: Operator, args: Args, kwargs: Kwargs) -> None:
 
 
 def _check_scalar(func: Operator, args: Args, kwargs: Kwargs) -> None:
-    """A list of tensors on one GPU (others run one by one) and one scalar for all of them."""
+    """A list of tensors on one GPU (other lists run one by one), and one scalar for all of them."""
     tensor, scalar = args[0][0], args[1]
     if not _is_cpu_scalar(scalar):
         verb = "is expected" if func._schema.name.endswith("_") else "expected"
@@ -158,11 +158,11 @@ def _check_scalar(func: Operator, args: Args, kwargs: Kwargs) -> None:
         )
 
 
-# The host reads them: lengths of packed sequences, the fused optimizers' learning rate, and the
-# factors of _foreach_addcmul.
+# Read by the host: lengths of packed sequences, the learning rate of fused optimizers, and the factors
+# of _foreach_addcmul.
 _MAY_BE_ON_CPU = {"lengths", "batch_sizes", "lr", "scalars"}
 
-# The argument that the kernel copies to its GPU, or reads on the host, wherever it lies.
+# The argument that the kernel copies to its GPU, or reads on the host, whatever its device.
 _ANYWHERE = {
     "aten::as_strided_scatter": "src",
     "aten::bernoulli_": "p",
@@ -182,7 +182,7 @@ _BELOW = {
 
 
 def _names_in_cuda(func: Operator, argument: str) -> tuple[str, str]:
-    """The names that the generated check prints for an argument and for an operator.
+    """The names of argument and operator in the message of the generated check.
 
     torchgen writes ``overload_name`` for plain kernels, ``name_overload`` for structured ones.
     """
@@ -204,7 +204,7 @@ def _is_cpu_scalar(tensor: torch.Tensor) -> bool:
 def _named_tensors(
     func: Operator, args: Args, kwargs: Kwargs, skip: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor among the arguments with its parameter's name, but for the first ``skip``."""
+    """Each tensor among the arguments, with its parameter's name, except for the first ``skip``."""
     for position, argument in enumerate(func._schema.arguments[skip:]):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         for item in value if isinstance(value, list | tuple) else (value,):

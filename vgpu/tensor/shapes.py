@@ -1,12 +1,11 @@
-"""The block ``with shapes_only():``, in which tensors made, moved or computed are shapes.
+"""The block ``with shapes_only():``, in which tensors have shapes, but no values.
 
-Models of any size need neither arithmetic nor memory of their own there.
+Models of any size run without arithmetic, and without memory for values. Devices, autograd, modules,
+optimizers, streams, memory counters and recordings work as usual.
 
-Devices, autograd, modules, optimizers, streams, memory counters and recordings work as ever.
-
-A shape on the host (``torch.empty(...)`` in the block) is a ShapeTensor as well. What Python or
-NumPy already holds (``torch.tensor([1, 2])``) stays real until it moves to a GPU, and so do integers
-made on the host (``torch.arange(8)``): programs decide by them, such as a mesh by its ranks.
+Tensors created on the host (``torch.empty(...)`` in the block) are shapes, too. Tensors created from
+Python or NumPy data (``torch.tensor([1, 2])``) stay real until they're moved to a GPU, and so do integers
+created on the host (``torch.arange(8)``), because programs branch on them (a mesh, on its ranks).
 """
 
 import functools
@@ -28,11 +27,11 @@ from vgpu.torch_patches.undo import Changes
 
 
 class _Mode(TorchDispatchMode):
-    """Sends everything in the block to ``run``, factories on the host included."""
+    """Sends every operation in the block to ``run``, including factories on the host."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing here is compiled, and the guard against it takes longer than we do
+        return False  # the guard against compilation takes longer than the operation
 
     def __torch_dispatch__(
         self,
@@ -41,24 +40,24 @@ class _Mode(TorchDispatchMode):
         args: Args = (),
         kwargs: Kwargs | None = None,
     ) -> Any:
-        if _infra_mode(_FAKE) is not None:  # torch asks itself what would come out: DTensor does
+        if _infra_mode(_FAKE) is not None:  # torch propagates shapes itself, as DTensor does
             return func(*args, **(kwargs or {}))
         if types and types != _SHAPES and around_shapes(types):
             return NotImplemented
         return run(func, args, kwargs or {}, self)
 
 
-_SHAPES = (ShapeTensor,)  # asked first: nearly all that is computed with
+_SHAPES = (ShapeTensor,)  # compared first: the types of nearly all calls
 _infra_mode = torch._C._get_dispatch_mode
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """In the block, tensors made, or moved to or computed on virtual GPUs, are shapes.
+    """In the block, tensors that are created, computed, or moved to a virtual GPU, are shapes.
 
-    RuntimeError where virtual GPUs are not enabled. A model that moves in the block loses its
-    values for good.
+    RuntimeError if virtual GPUs aren't enabled. A model that's moved inside the block permanently loses
+    its values.
     """
     if gpus.device_count() == 0:
         raise RuntimeError("shapes_only needs virtual GPUs: call vgpu.enable(count) first")
@@ -75,7 +74,7 @@ def install(changes: Changes) -> None:
 
 
 def trunc_normal(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``nn.init.trunc_normal_``, which draws until every value lies inside: a shape has none."""
+    """``nn.init.trunc_normal_``, which redraws until all values are in range: a shape has none."""
 
     @functools.wraps(plain)
     def _no_grad_trunc_normal_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -85,7 +84,7 @@ def trunc_normal(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 def _of_values(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """What DDP compares with the other ranks at its start: they send nothing about shapes."""
+    """DDP's check that all ranks have the same parameters, which needs real values: skip it for shapes."""
 
     @functools.wraps(plain)
     def _verify_param_shape_across_processes(
@@ -99,7 +98,7 @@ def _of_values(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_own_order(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """DDP takes the order of its buckets from rank 0; a shape that comes leaves this rank's own."""
+    """DDP's broadcast of rank 0's bucket order: keep this rank's order, since a shape has no values."""
 
     @functools.wraps(plain)
     def _rebuild_buckets(reducer: Any) -> Any:

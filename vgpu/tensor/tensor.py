@@ -1,10 +1,10 @@
-"""The tensors of a virtual GPU, and the way of every operation on them: read ``run``.
+"""The tensors of a virtual GPU, and how every operation on them runs: start with ``run``.
 
-A :class:`VirtualTensor` holds a CPU tensor with the values, a :class:`ShapeTensor` a meta tensor
-without any. To C++ both are tensors without storage on ``lazy:k``. That device type was chosen
-because autograd keeps its index (a copy between two virtual GPUs is differentiated as a copy back)
-and runs its backward in the CPU's queue, and because torch ships no kernels for it, so that whatever
-autograd's formulas create there is dispatched to ``run`` as well.
+A :class:`VirtualTensor` wraps a CPU tensor that holds the values; a :class:`ShapeTensor` wraps a meta
+tensor, without values. To C++, both are tensors without storage on ``lazy:k``. That device type was
+chosen because autograd keeps its index (the backward of a copy between two virtual GPUs copies back)
+and runs its backward pass in the CPU's queue, and because torch ships no kernels for it, so tensors
+created by autograd's formulas are dispatched to ``run`` as well.
 """
 
 import copy
@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 
-from vgpu.memory import gpus
 from vgpu.memory.blocks import Block
 from vgpu.memory.gpus import VirtualGPU
 from vgpu.tensor import observer, same_device
-from vgpu.tensor.compute import compute, refuse_host_memory, require_room
+from vgpu.tensor.compute import compute, refuse_host_memory, require_room, set_inner_device
 from vgpu.tensor.lookup import (
     RESULTS,
     Output,
     Result,
     look_up,
     output_like,
+    place_of_shape,
+    require_shapes,
     signature_of,
-    stays_real,
 )
 from vgpu.tensor.methods import (
     HOST,
@@ -34,8 +34,6 @@ from vgpu.tensor.methods import (
     ShapeMethods,
     TensorMethods,
     count_bytes,
-    has_values,
-    no_value,
     strided_parts,
 )
 from vgpu.tensor.observer import Observer, Operation, virtual_among
@@ -56,7 +54,7 @@ set_cpp_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
 class VirtualTensor(TensorMethods):
-    """A tensor on a virtual GPU; made by torch's own functions, never by hand."""
+    """A tensor on a virtual GPU; created by torch's own functions, never directly."""
 
     # No slots: a plain tensor that becomes virtual (data_assignment.py) has none.
     # Torch functions run as they are; only TensorMethods knows the virtual device's name.
@@ -83,7 +81,7 @@ VirtualTensor.__name__ = "Tensor"
 
 
 class ShapeTensor(ShapeMethods, VirtualTensor):
-    """A tensor without values, on a virtual GPU or on the host: size, strides, type and bytes."""
+    """A tensor without values, on a virtual GPU or the host: size, strides, dtype and bytes."""
 
     _gpu: Place  # type: ignore[assignment]
 
@@ -109,10 +107,10 @@ class ShapeTensor(ShapeMethods, VirtualTensor):
 
 
 def around_shapes(types: tuple[type, ...]) -> bool:
-    """Whether there is a tensor around shapes, such as DTensor: it comes back with them."""
+    """Whether one of the types wraps shapes, as DTensor does; it'll dispatch again with the shapes."""
     for kind in types:
         if (
-            kind is not ShapeTensor  # asked first: nearly all are, and every call comes here
+            kind is not ShapeTensor  # checked first: nearly all are, and every call is checked
             and not issubclass(kind, VirtualTensor)
             and getattr(kind, "__torch_dispatch__", None) is not _NO_DISPATCH
         ):
@@ -124,7 +122,7 @@ _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 _NO_MODE = nullcontext()
 
 
-# The way of an operation
+# How an operation runs
 
 
 def run(
@@ -134,10 +132,10 @@ def run(
     mode: ShapesMode | None = None,
     for_handler: bool = False,
 ) -> Any:
-    """Run one operation on virtual tensors: every one arrives here.
+    """Run one operation on virtual tensors; every operation comes through here.
 
-    mode: for shapes, that of the ``shapes_only()`` block that the call came through, if any; None for
-    tensors with values. for_handler: see ``run_unrecorded``.
+    mode: None for tensors with values. For shapes, the dispatch mode of the ``shapes_only()`` block that
+    the call came through, or a null context. for_handler: see ``run_unrecorded``.
     """
     info = KNOWN.get(id(func)) or info_of(func)
     now: Observer | None = None
@@ -178,30 +176,30 @@ def run(
         refuse_tangents((args, *kwargs.values()))
         same_device.check(info, args, kwargs)
     if mode is not None and (gpu is None or info.makes_on_device):
-        gpu = _place_of_shape(info, args, kwargs, inputs, gpu)
-        if gpu is None:  # it computes with real values
+        gpu = place_of_shape(info, args, kwargs, inputs, gpu)
+        if gpu is None:  # it computes real values
             return func(*args, **kwargs)
     elif info.makes_on_device:
-        gpu = _set_inner_device(inner_kwargs, gpu)
+        gpu = set_inner_device(inner_kwargs, gpu)
         if gpu is not None:
             require_room(inner_args, inner_kwargs, gpu)
 
-    # A recording may be on.
+    # Notify the recording, if one is active.
     written: Sequence[torch.Tensor] = ()
     if (info.writes or info.waits) and (mode is not None or now is not None):
         written = info.written(args, kwargs)
         if mode is not None:
-            _require_shapes(info, args, inputs, written)
+            require_shapes(info, args, inputs, written)
     operation = None
     if now is not None and isinstance(gpu, VirtualGPU):
         operation = Operation(info, args, kwargs, inputs, written, gpu)
         now.before(operation)
-        if operation.args is not args:  # something is read before it is written
+        if operation.args is not args:  # a race: something is read before it has been written
             args, kwargs = operation.args, operation.kwargs
             inner_args = unwrap(args, [], [])
             inner_kwargs = dict(zip(kwargs, unwrap(kwargs.values(), [], []), strict=True))
 
-    # Compute the values, or look the shapes up; wrap what came, whose bytes are counted.
+    # Compute the values, or look up the shapes; wrap the results, which counts their bytes.
     looked_up: Result | None = None
     if mode is not None:
         looked_up = RESULTS.get(signature) or look_up(info, signature, args, kwargs)
@@ -231,7 +229,7 @@ def run(
 def run_unrecorded(
     func: Operator, args: Args, kwargs: Kwargs, mode: ShapesMode | None = None
 ) -> Any:
-    """Run one operation past its handler and the recording: for handlers."""
+    """Run one operation, bypassing its handler and the recording; for use in handlers."""
     return run(func, args, kwargs, mode, for_handler=True)
 
 
@@ -272,9 +270,9 @@ def unwrap(
 
 
 def named_values(func: Operator, args: Args, kwargs: Kwargs) -> tuple[Kwargs, VirtualGPU]:
-    """For handlers: the arguments by name, with CPU tensors in place of virtual ones; the GPU.
+    """For handlers: the arguments by name, with CPU tensors in place of virtual ones, and the GPU.
 
-    RuntimeError where the devices differ.
+    RuntimeError if the devices differ.
     """
     named = named_arguments(func, args, kwargs)
     inputs: list[VirtualTensor] = []
@@ -286,53 +284,9 @@ def named_values(func: Operator, args: Args, kwargs: Kwargs) -> tuple[Kwargs, Vi
     return dict(zip(named, values, strict=True)), gpu
 
 
-def _set_inner_device(inner_kwargs: Kwargs, gpu: VirtualGPU | None) -> VirtualGPU | None:
-    """Turn ``device=`` into the CPU's; returns the GPU of the result, None for a real device."""
-    device = inner_kwargs.get("device")
-    if device is None:
-        return gpu
-    target = gpus.resolve(device)
-    if target is not None:
-        inner_kwargs["device"] = "cpu"
-        inner_kwargs.pop("pin_memory", None)
-    return target
-
-
-def _place_of_shape(
-    info: OperatorInfo,
-    args: Args,
-    kwargs: Kwargs,
-    inputs: Sequence[VirtualTensor],
-    place: Place | None,
-) -> Place | None:
-    """Where the result of a call on shapes is; None where it has values and is no shape."""
-    device = kwargs.get("device")
-    if device is not None:
-        place = gpus.resolve(torch.device(device))
-        if place is None and torch.device(device).type != "cpu":
-            return None
-    if place is None and not inputs and stays_real(info, args, kwargs):
-        return None
-    return place or HOST
-
-
-def _require_shapes(
-    info: OperatorInfo,
-    args: Args,
-    inputs: Sequence[VirtualTensor],
-    written: Sequence[torch.Tensor],
-) -> None:
-    """The error of a call that needs values, or would change a tensor that has some."""
-    if info.waits and info.waits_for(args):
-        raise no_value(inputs[0], info.name)
-    for changed in written:
-        if type(changed) is not ShapeTensor:
-            raise has_values(changed, info.name)
-
-
 # Wrapping results, and counting their bytes
 
-# Autocast of our device; marks of a sparse tensor, which C++ asks for its layout.
+# Autocast of our device; sparse tensors need keys from which C++ determines the layout.
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 _AUTOCAST_ON_HOST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _COO = torch._C.DispatchKeySet(torch._C.DispatchKey.Sparse)
@@ -340,25 +294,25 @@ _COMPRESSED = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCsr)
 
 
 def wrap(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> VirtualTensor:
-    """Put ``values`` on ``gpu``: counts its storage there, if it is not counted yet.
+    """Put ``values`` on ``gpu``, and count its storage there unless that has been counted.
 
-    Raises torch.OutOfMemoryError where the storage does not fit.
+    Raises torch.OutOfMemoryError if the storage doesn't fit.
     """
     inference = values.is_inference()
     if inference is not _in_inference_mode():
-        # A view of a tensor that was made outside of inference mode is one from outside as well.
+        # A view of a normal tensor is a normal tensor, also in inference mode.
         with torch.inference_mode(inference):
             return wrap(values, gpu, operation)
     layout = values.layout
     if layout is torch.strided:
-        storage = values.untyped_storage()  # count_bytes, for most of what comes here
+        storage = values.untyped_storage()  # count_bytes inlined, for speed
         if not hasattr(storage, "_vgpu_block"):
             storage._vgpu_block = gpu.memory.allocate(storage.nbytes(), operation)  # type: ignore[attr-defined]
         tensor = _make_wrapper(
             VirtualTensor,
             values.size(),
             strides=values.stride(),
-            storage_offset=values.storage_offset() or None,  # giving 0 takes time
+            storage_offset=values.storage_offset() or None,  # passing 0 is slower
             dtype=values.dtype,
             device=gpu.cpp_device,
             _extra_dispatch_keys=_AUTOCAST,
@@ -385,7 +339,7 @@ def wrap(values: torch.Tensor, gpu: VirtualGPU, operation: str) -> VirtualTensor
 
 
 def wrap_result(result: Any, gpu: VirtualGPU | None, operation: str) -> Any:
-    """Wrap each tensor of a result; numbers, and everything on a real device, stay as they are."""
+    """Wrap each tensor in a result; numbers, and tensors on a real device, are returned unchanged."""
     if isinstance(result, torch.Tensor):
         return result if gpu is None else wrap(result, gpu, operation)
     if isinstance(result, list | tuple):
@@ -401,7 +355,7 @@ def _wrap_arguments(
     kwargs: Kwargs,
     gpu: VirtualGPU | None,
 ) -> Any:
-    """The results of an in-place or ``out=`` call: the very arguments that it wrote to."""
+    """The results of an in-place or ``out=`` call: the same objects as the arguments it wrote to."""
     several = len(aliases) > 1
     outputs = []
     for alias, item in zip(aliases, result if several else (result,), strict=True):
@@ -416,7 +370,7 @@ def _wrap_arguments(
 
 
 def _refresh_unreturned(info: OperatorInfo, args: Args, kwargs: Kwargs) -> None:
-    """Show new sizes of what an operation wrote to and does not return, such as observers' ranges."""
+    """Update the sizes of arguments that were written and aren't returned, such as observers' ranges."""
     for place in info.unreturned:
         written = argument(place, args, kwargs)
         if isinstance(written, VirtualTensor) and written._inner.size() != written.size():
@@ -426,7 +380,7 @@ def _refresh_unreturned(info: OperatorInfo, args: Args, kwargs: Kwargs) -> None:
 def _clean_up(
     info: OperatorInfo, args: Args, kwargs: Kwargs, gpu: VirtualGPU | None, error: RuntimeError
 ) -> None:
-    """After an operation that failed: what it has changed before, and CUDA's error for no room."""
+    """After a failed operation: refresh what it already modified, and raise CUDA's out-of-memory error."""
     if info.reshapes:
         for alias in info.aliases or ():
             changed = None if alias is None else argument(alias, args, kwargs)
@@ -437,7 +391,7 @@ def _clean_up(
 
 
 def refresh(changed: VirtualTensor, operation: str) -> None:
-    """Show the size, strides and bytes that the values have after an in-place operation."""
+    """Update the size, strides and bytes of a tensor to those of its values, after an in-place call."""
     values, gpu = changed._inner, changed._gpu
     for part in strided_parts(values):
         block = count_bytes(part, gpu, operation)
@@ -445,7 +399,7 @@ def refresh(changed: VirtualTensor, operation: str) -> None:
             block.resize(part.untyped_storage().nbytes(), operation)
         except torch.OutOfMemoryError:
             storage = part.untyped_storage()
-            if part is values:  # back to its size from before the growth
+            if part is values:  # restore the size from before
                 part.set_(storage, changed.storage_offset(), changed.size(), changed.stride())
             storage.resize_(block.size_bytes)
             raise
@@ -453,7 +407,7 @@ def refresh(changed: VirtualTensor, operation: str) -> None:
 
 
 def block_of(tensor: VirtualTensor) -> Block:
-    """The counted bytes that hold the tensor's values."""
+    """The block of memory that holds the tensor's values."""
     if tensor._block is not None:
         return tensor._block
     values = tensor._inner
@@ -464,9 +418,9 @@ def block_of(tensor: VirtualTensor) -> Block:
 def make_shape(
     output: Output, gpu: Place, operation: str, base: VirtualTensor | None = None
 ) -> ShapeTensor:
-    """A shape on ``gpu``; a view of ``base`` counts no bytes of its own."""
+    """A shape on ``gpu``; a view of ``base`` has no block of its own."""
     if base is not None and (inference := base.is_inference()) is not _in_inference_mode():
-        # A view of a tensor that was made outside of inference mode is one from outside as well.
+        # A view of a normal tensor is a normal tensor, also in inference mode.
         with torch.inference_mode(inference):
             return make_shape(output, gpu, operation, base)
     meta, size, stride, offset, dtype, storage_bytes = output
@@ -474,7 +428,7 @@ def make_shape(
         ShapeTensor,
         size,
         strides=stride,
-        storage_offset=offset or None,  # 0 unless given, and giving it takes time
+        storage_offset=offset or None,  # passing 0 is slower
         dtype=dtype,
         device=gpu.cpp_device,
         _extra_dispatch_keys=_AUTOCAST_ON_HOST if gpu is HOST else _AUTOCAST,
@@ -498,7 +452,7 @@ def _wrap_shapes(
     result: Result,
     gpu: Place,
 ) -> Any:
-    """The results of a call on shapes: new ones, and the arguments that it wrote to."""
+    """The results of a call on shapes: new shapes, and the arguments that it wrote to."""
     outputs: list[object] = []
     aliases = info.aliases or ()
     for position, output in enumerate(result.outputs):
@@ -520,9 +474,9 @@ def _wrap_shapes(
 
 
 def _reshape(changed: ShapeTensor, output: Output, operation: str) -> None:
-    """Give a shape that an operation changed in place its new size, strides and bytes.
+    """Update the size, strides and bytes of a shape that was modified in place.
 
-    Memory that is large enough stays as it is; ``set_`` gives it other memory.
+    A block that is large enough keeps its size, except for ``set_``, which replaces the memory.
     """
     block = changed._block
     if block is not None and (output.storage_bytes > block.size_bytes or operation == "set_"):

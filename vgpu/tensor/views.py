@@ -1,9 +1,9 @@
-"""In-place changes of a tensor's shape (``t_``, ``squeeze_``, ...), and the views of its memory.
+"""In-place changes of a tensor's shape (``t_``, ``squeeze_``, ...) while other tensors view its memory.
 
-For a tensor of a Python class, autograd differentiates a view by replaying how it was taken from
-its base. After the base, or the view itself, has changed its shape, the replay would take other
-elements. On the CPU autograd goes by size and strides instead: here each view that a change of
-shape concerns becomes a view by size and strides first.
+For a tensor subclass, autograd regenerates a view by replaying the view function on its base. If the
+base, or the view itself, has changed its shape in between, the replay selects other elements. For plain
+tensors, autograd uses ``as_strided`` instead: here, each affected view is first replaced by an
+``as_strided`` view.
 """
 
 import functools
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-# Methods that change sizes and strides; the second ones may change how much memory there is, too.
+# Methods that change sizes and strides; those in _RESIZING may also resize the storage.
 _RESHAPING = ("as_strided_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_")
 _RESIZING = ("resize_", "resize_as_")
 RESHAPING = _RESHAPING + _RESIZING
@@ -25,7 +25,7 @@ _data: Any = torch._C.TensorBase.data
 
 
 def keeping_views(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A method of ``RESHAPING`` after which every view still shows the same elements."""
+    """A method in ``RESHAPING``, wrapped so that every view keeps its elements."""
 
     resizes = method.__name__ in _RESIZING
 
@@ -64,9 +64,9 @@ def _views_of(base: Any) -> list[torch.Tensor]:
 
 
 def _follows(view: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether autograd takes the history of a view from its base, by size and strides on the CPU."""
+    """Whether autograd would regenerate the view from its base; on the CPU, with ``as_strided``."""
     if torch._C._autograd._get_creation_meta(view) != _creation.DEFAULT:
-        return False  # autograd refuses it after the change
+        return False  # autograd raises after the change
     if base.layout is not torch.strided or (view.dtype != base.dtype and not _is_part(view, base)):
         return False  # autograd replays it on the CPU, too
     if view.is_conj() != base.is_conj() or view.is_neg() != base.is_neg():
@@ -88,9 +88,9 @@ def _refuses_changes(base: torch.Tensor) -> bool:
 
 
 def _take_by_strides(view: Any, base: Any, like: Any) -> None:
-    """Make ``view`` the view of ``base`` that has the size, strides and offset of ``like``.
+    """Make ``view`` an ``as_strided`` view of ``base`` with the size, strides and offset of ``like``.
 
-    Its values stay in its own memory: ``base.data = other`` may have moved the base to another.
+    Its values stay in their own memory: ``base.data = other`` may have given the base another one.
     """
     geometry = like.size(), like.stride(), like.storage_offset()
     with torch.enable_grad():
@@ -104,9 +104,9 @@ def _take_by_strides(view: Any, base: Any, like: Any) -> None:
 
 
 def swap_insides(tensor: Any, other: Any) -> None:
-    """Swap what two Python tensors are in C++.
+    """Swap the C++ tensors of two Python tensors.
 
-    Tensors whose gradient is ``tensor`` keep it, and ``tensor`` keeps its own.
+    Tensors whose gradient is ``tensor`` keep it, and ``tensor`` keeps its gradient.
     """
     grad, holders = _grad_of(tensor), holders_of(tensor)
     torch._C._swap_tensor_impl(tensor, other)
@@ -118,7 +118,7 @@ def swap_insides(tensor: Any, other: Any) -> None:
 
 def holders_of(grad: torch.Tensor) -> list[torch.Tensor]:
     """The tensors whose gradient is ``grad``."""
-    if grad._use_count() == 1:  # type: ignore[attr-defined, unused-ignore]  # C++ does not hold it
+    if grad._use_count() == 1:  # type: ignore[attr-defined, unused-ignore]  # no reference from C++
         return []
     tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
     return [one for one in tensors if _grad_of(one) is grad]
@@ -132,7 +132,7 @@ def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _set_grad(tensor: Any, grad: Any) -> None:
-    """``tensor.grad = grad``, also of another size, as a change in place makes it."""
+    """``tensor.grad = grad``, also if an in-place change has given them different sizes."""
     own = tensor.data
     if own.size() != grad.size():
         _data.__set__(tensor, grad.data)

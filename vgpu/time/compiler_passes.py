@@ -1,33 +1,33 @@
-"""Passes over the steps of a program: what ``torch.compile`` makes of them.
+"""Passes over the steps of a program that model ``torch.compile``.
 
 Fusion. An elementwise operation or a reduction is deferred until something else needs its result: a
 matrix product, a collective, another stream, or the host; or until its own stream waits for another,
-since compiled code ends there. Then one kernel reads what the chain began with and writes the result.
-Whatever else needs an intermediate result computes it again from the same beginnings, as
-torch.compile's partitioner has it between forward and backward pass; one that is never needed
-outside its chain is never written. The source of the limit on a chain's length is TorchInductor
+since compiled code ends there. Then one kernel reads the inputs of the chain and writes its result.
+Anything else that needs an intermediate result recomputes it from the same inputs, as torch.compile's
+partitioner does between forward and backward pass; an intermediate result that's never needed outside
+its chain is never written. The limit on a chain's length is TorchInductor's
 (torch/_inductor/config.py, ``realize_acc_reads_threshold``).
 
-Left out: what a compiled program saves of memory; templates that fuse into matrix products; CUDA
+Left out: the memory that a compiled program saves; templates that fuse into matrix products; CUDA
 graphs; kernels that are faster or slower than the ones they replace.
 
-Asynchronous tensor parallelism: a product's pieces run beside the pieces of its own collective,
-after torch.compile's pass (torch/_inductor/fx_passes/micro_pipeline_tp.py) and what it calls
+Asynchronous tensor parallelism: a product is split into pieces, which run concurrently with the pieces
+of its collective. Modeled on torch.compile's pass (torch/_inductor/fx_passes/micro_pipeline_tp.py) and
 (``_pipelined_multi_all_gather_and_consume`` and ``_pipelined_produce_and_all2all`` in
-torch/distributed/_symmetric_memory). It takes two patterns, each among n GPUs of one host:
+torch/distributed/_symmetric_memory). It matches two patterns, each among n GPUs of one host:
 
 - An all-gather whose result is the left factor of matrix products. Each GPU multiplies its own piece
-  while the next one comes from a neighbour. All products that read the gather share its pieces.
-- A matrix product that only a reduce-scatter reads. While a piece is sent the next one is computed;
-  at the end a kernel sums what came.
+  while it receives the next one from a neighbor. All products that read the gather share its pieces.
+- A matrix product that's read by a reduce-scatter only. While a piece is sent, the next one is computed;
+  at the end, a kernel sums the received pieces.
 
-If a piece takes c to be sent and p to be multiplied, that is (n - 1) · max(c, p) + p in place of
-(n - 1) · c + n · p. A copy that brings what was gathered, or what is to be scattered, in another
-order falls away if nothing else reads it: the pieces already have that order. What else reads a
-gather reads it after the products.
+If sending a piece takes c and multiplying it takes p, that's (n - 1) · max(c, p) + p instead of
+(n - 1) · c + n · p. A copy that reorders what was gathered, or what will be scattered, is eliminated if
+nothing else reads it: the pieces already have that order. Other readers of a gather run after the
+products.
 
-A piece's product costs what CostModel says of so many rows. Copy engines send a piece, at the rate
-of the group's ring, and take no multiprocessors.
+The cost of a piece's product is CostModel's for that number of rows. Copy engines send the pieces, at
+the rate of the group's ring, and occupy no multiprocessors.
 
 Compared with what torch's pass makes of a block of vgpu.plan.transformer, compiled for eight ranks with
 either kind of checkpoint (torch 2.15): it finds the same pairs, leaves the reduce-scatters of inputs'
@@ -70,7 +70,7 @@ from vgpu.time.steps import (
 
 
 class _Pass:
-    """Makes other steps of a program's. Each of its events has a new one, with another number."""
+    """Replaces steps of a program by others, and renumbers its events."""
 
     def __init__(self) -> None:
         self.number_of: list[int] = []
@@ -91,19 +91,19 @@ class _Pass:
 
 # Fusion
 
-# A chain that begins with more tensors than these has its inputs written first.
+# The inputs of a chain with more than this many are written to memory first.
 _MOST_READS = 8
 
-# Operations that only reorder what they read; a copy may change the type, and its size tells.
+# Operations that only reorder their input; a copy may also change the dtype, as its size shows.
 _MOVES = {"cat", "clone", "copy"}
 
-# What a chain begins with: bytes, and the event that wrote them, by who wrote them (or by their
-# block, where that was before the recording) and where in a block they are.
+# The inputs of a chain: bytes and the event that wrote them, by that event (or by their block, if they
+# were written before the recording) and by their offset in a block.
 _Reads = dict[tuple[bool, int, int], tuple[int, int | None]]
 
 
 class _Chain(NamedTuple):
-    """What launching one deferred operation takes."""
+    """One deferred operation, fused with the deferred operations that it reads."""
 
     stream: int
     reads: _Reads
@@ -112,12 +112,12 @@ class _Chain(NamedTuple):
 
 
 class Fusion(_Pass):
-    """Fuses a program's steps, which may be given in several parts, one after the other."""
+    """Fuses the steps of a program, which can be passed in several parts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._chains: dict[int, _Chain] = {}  # not launched, and not released
-        self._moved: dict[int, int] = {}  # of results that live: by their event, the kernel's
+        self._chains: dict[int, _Chain] = {}  # neither launched nor released
+        self._moved: dict[int, int] = {}  # of live results: by their event, the kernel's
 
     def steps(self, steps: Iterable[ProgramStep]) -> list[ProgramStep]:
         """The next steps of the program, with fused kernels in place of deferred operations."""
@@ -142,7 +142,7 @@ class Fusion(_Pass):
 
     @property
     def kept(self) -> frozenset[int]:
-        """``Program.kept``, once all steps have been given."""
+        """``Program.kept``, once all steps have been passed."""
         return frozenset(self._moved.values())
 
     def _defer(self, step: Deferred) -> None:
@@ -157,7 +157,7 @@ class Fusion(_Pass):
         self.number_of.append(self._begin(RecordEvent(step.stream)))
 
     def _beginnings(self, reads: Iterable[Read]) -> _Reads:
-        """What a chain that reads these begins with."""
+        """The inputs of a chain that reads these."""
         beginnings: _Reads = {}
         for read in reads:
             writer = read.writer
@@ -176,7 +176,7 @@ class Fusion(_Pass):
                 self._launch([event], by)
 
     def _launch_all(self, step: GraphBreak) -> None:
-        """One kernel for each stream makes what still lives."""
+        """Launch one kernel per stream, which writes all live results."""
         by_stream: dict[int, list[int]] = {}
         for event, chain in self._chains.items():
             if step.stream is None or chain.stream == step.stream:
@@ -185,7 +185,7 @@ class Fusion(_Pass):
             self._launch(events, step.by)
 
     def _launch(self, events: Sequence[int], by: Issuer) -> None:
-        """One kernel makes the results of these deferred operations of one stream."""
+        """Launch one kernel that writes the results of deferred operations of one stream."""
         chains = [self._chains.pop(event) for event in events]
         reads: _Reads = {}
         for chain in chains:
@@ -216,7 +216,7 @@ class Fusion(_Pass):
 
 
 def in_pieces(program: Program) -> Sequence[ProgramStep]:
-    """The program's steps, with pieces in place of such collectives and products."""
+    """The program's steps, with matching collectives and products split into pieces."""
     if not program.costs.async_tp:
         return program.steps
     pairs = _Pairs(program)
@@ -224,7 +224,7 @@ def in_pieces(program: Program) -> Sequence[ProgramStep]:
 
 
 class _Product(NamedTuple):
-    """A matrix product, and what it multiplies."""
+    """A matrix product and its factors."""
 
     kernel: Kernel
     factors: Factors
@@ -235,24 +235,24 @@ class _Product(NamedTuple):
         return self.kernel.work.product.written_bytes
 
     def piece(self, count: int) -> Kernel:
-        """One of ``count`` parts of its rows."""
+        """The product of one of ``count`` equal parts of the rows."""
         work = self.kernel.work.of_rows(count, self.factors.right_bytes)
         return self.kernel._replace(work=work)
 
 
 class _Pair(NamedTuple):
-    """The products that read one gather, or the one that a reduce-scatter reads."""
+    """The products that read an all-gather, or the one that a reduce-scatter reads."""
 
     products: list[_Product]
-    is_read: bool = False  # whether something else reads all that was gathered
+    is_read: bool = False  # whether something else reads what was gathered
 
 
 class _Pairs:
-    """Which collectives of a program go together with which products; all by their events."""
+    """Which collectives of a program are paired with which products; all by their events."""
 
     def __init__(self, program: Program) -> None:
         self.of: dict[int, _Pair] = {}
-        self.gone: set[int] = set()  # products, and copies that nobody needs any longer
+        self.gone: set[int] = set()  # products, and copies that are no longer needed
         self._kept = program.kept
         self._steps = [step for step in program.steps if isinstance(step, EventStep)]
         self._readers: dict[int, list[int]] = {}
@@ -312,7 +312,7 @@ class _Pairs:
             reader, writers = source, step.operands.writers
 
     def _product(self, event: int, collective: GroupCollective) -> _Product | None:
-        """The matrix product that a thread launches on a stream, if it launches the collective too."""
+        """The matrix product of an event, if it's launched by the collective's thread and stream."""
         step = self._steps[event]
         if not isinstance(step, Kernel) or step.operands.factors is None:
             return None
@@ -321,7 +321,7 @@ class _Pairs:
         return _Product(step, step.operands.factors)
 
     def _only_moves(self, event: int, size_bytes: int) -> bool:
-        """Whether a kernel does no more than to put so many bytes in another order."""
+        """Whether a kernel only reorders that many bytes."""
         step = self._steps[event]
         if not isinstance(step, Kernel) or not step.operands.moves:
             return False
@@ -333,7 +333,7 @@ def _is_in_a_host(collective: GroupCollective, costs: CostModel) -> bool:
 
 
 class _InPieces(_Pass):
-    """Makes pieces of the collectives and products that are pairs."""
+    """Splits paired collectives and products into pieces."""
 
     def __init__(self, pairs: _Pairs) -> None:
         super().__init__()

@@ -1,12 +1,11 @@
-"""Who issues an operation: which thread of the host, on which stream, in which module and pass.
+"""Who issues an operation: which host thread, on which stream, in which module and pass.
 
-The host has several threads: the program's own, DataParallel's, and the autograd engine's, one for
-each GPU, which launches from C++, without the interpreter's lock. ``backward()`` has no completion
-callback: whoever asks next, its caller or another pass, lets the caller's thread and streams wait
-for it.
+The host has several threads: the main thread, DataParallel's, and those of the autograd engine, one per
+GPU, which launch from C++, without the GIL. ``backward()`` has no completion callback, so the next
+operation, of its caller or of another pass, makes the caller's thread and streams wait for it.
 
-A module's name is its path below the outermost module that was called: ``layer1.0.conv1``. In
-backward it is that of the module whose forward made the node of autograd's graph.
+A module's name is its path below the outermost module that was called: ``layer1.0.conv1``. In a backward
+pass, it's the module whose forward created the node of autograd's graph.
 """
 
 import threading
@@ -47,11 +46,11 @@ class HostThread:
     def __init__(self, index: int, number: int, backward: bool) -> None:
         self.index = index  # among the threads of the recording
         self.number = number  # its row in a trace
-        self.by = Issuer(index, "", backward)  # who issues its next operation
-        self.compiled = False  # whether torch.compile has compiled it
+        self.by = Issuer(index, "", backward)  # the issuer of its next operation
+        self.compiled = False  # whether its next operation was compiled by torch.compile
 
     def enter(self, module: str, compiled: bool) -> None:
-        """Its next operation is issued in a module; compiled: by code that torch.compile made."""
+        """Its next operation is in this module. compiled: in code compiled by torch.compile."""
         self.compiled = compiled
         if self.by.module != module:
             self.by = Issuer(self.index, module, self.by.backward)
@@ -70,15 +69,15 @@ class HostThreads:
         self._engines: dict[int, HostThread] = {}  # those of the last backward pass
         self._of_thread = _Thread()
         self._of_thread.host = self.main
-        self._parent = self.main  # new threads start at its time
+        self._parent = self.main  # new threads start at its current time
         self._sharing = 1
         self._forked: list[HostThread] = []
-        self._last_pass = _BackwardPass(-1, 0)  # it runs, or has ended
-        # Of the last pass: the stream that its caller had made current on the same GPU.
+        self._last_pass = _BackwardPass(-1, 0)  # running or finished
+        # Streams used by the last pass, with the caller's current stream on the same GPU.
         self._callers_streams: dict[RecordedStream, RecordedStream] = {}
 
     def issuing(self) -> HostThread:
-        """The calling thread; in a backward pass, the engine's that runs the node."""
+        """The calling thread; in a backward pass, the engine's thread that runs the node."""
         if in_backward():
             self.begin_pass_if_new()
             return self.engine(gpus.current_index())
@@ -86,7 +85,7 @@ class HostThreads:
         return self._current()
 
     def _current(self) -> HostThread:
-        """The calling thread. One that is new here starts at its parent's time."""
+        """The calling thread; a new one starts at its parent's current time."""
         try:
             return self._of_thread.host
         except AttributeError:
@@ -97,7 +96,7 @@ class HostThreads:
             return host
 
     def engine(self, index: int) -> HostThread:
-        """The autograd engine's thread that launches the backward pass on the GPU ``index``."""
+        """The autograd engine's thread for the GPU ``index``."""
         engine = self._engines.get(index)
         if engine is None:
             caller = getattr(self._of_thread, "host", self.main)
@@ -108,16 +107,16 @@ class HostThreads:
     # DataParallel
 
     def fork(self, caller: HostThread, threads: int) -> None:
-        """Threads seen from now on start at the caller's time.
+        """Threads that appear from now on start at the caller's current time.
 
-        They share one interpreter, and each gets an equal part of it: by arithmetic, not by turns,
-        so that nothing depends on how the real threads interleave.
+        They share one interpreter, of which each gets an equal part: computed, not simulated turn by
+        turn, so that nothing depends on how the real threads interleave.
         """
         self._parent = self._program.begin_thread(0, caller, 1)
         self._sharing = threads
 
     def join(self, caller: HostThread) -> None:
-        """The caller goes on when all threads since ``fork`` have ended."""
+        """The caller waits for all threads since ``fork``."""
         self._program.join_threads(caller, self._forked)
         self._forked.clear()
         self._parent, self._sharing = self.main, 1
@@ -125,7 +124,7 @@ class HostThreads:
     # Backward passes
 
     def begin_pass_if_new(self) -> None:
-        """The engine is about to launch something: perhaps the first operation of another pass."""
+        """Called before the engine launches an operation, which may be the first one of a new pass."""
         if self._last_pass.has_ended and self._last_pass.number != graph_task():
             self._end_pass()
         if not self._engines:
@@ -133,7 +132,7 @@ class HostThreads:
             torch.autograd.Variable._execution_engine.queue_callback(self._last_pass.end)
 
     def end_pass_if_returned(self) -> None:
-        """If a pass of this thread has returned: its caller has waited for it."""
+        """If a backward pass called by this thread has returned, make the thread wait for it."""
         mine = self._engines and self._last_pass.thread == threading.get_ident()
         if mine and not in_backward():
             self._end_pass()
@@ -150,7 +149,7 @@ class HostThreads:
             self._callers_streams[stream] = self._program.stream(gpu, number)
 
     def join_callers_streams(self) -> None:
-        """The streams of a pass's caller wait for those on which gradients came."""
+        """The streams of a pass's caller wait for those on which gradients were computed."""
         ended, self._callers_streams = self._callers_streams, {}
         for stream in sorted(ended, key=lambda s: (s.device.index, s.number)):
             current = ended[stream]
@@ -160,8 +159,8 @@ class HostThreads:
 
 @dataclass
 class _BackwardPass:
-    number: int  # autograd's
-    thread: int  # the one that called it
+    number: int  # of autograd's graph task
+    thread: int  # the one that called backward()
     has_ended: bool = False
 
     def end(self) -> None:
@@ -182,14 +181,14 @@ _stack = _Stack()
 
 
 def current_module() -> str:
-    """The innermost module that is running in this thread; empty outside every module."""
+    """The innermost module running in this thread; empty outside every module."""
     names = _stack.names
     return names[-1] if names else ""
 
 
 @contextmanager
 def compiled_call() -> Iterator[None]:
-    """What this thread computes in the block is compiled code, and so is its backward."""
+    """Treat what this thread computes in the block, and its backward, as compiled code."""
     _stack.compiled_calls += 1
     try:
         yield
@@ -203,15 +202,15 @@ def in_compiled_call() -> bool:
 
 @contextmanager
 def modules_tracked() -> Iterator[None]:
-    """Follow every module's forward while the block runs."""
-    # always_call: also a forward that raises must leave the stack.
+    """Track which module is running, with global hooks."""
+    # always_call: a forward that raises must be removed from the stack, too.
     handles = [
         torch_module.register_module_forward_pre_hook(_enter),
         torch_module.register_module_forward_hook(_leave, always_call=True),
     ]
     try:
         with warnings.catch_warnings():
-            # The module that torch.compile makes warns of hooks that see it as well: _enter knows.
+            # A compiled module warns that global hooks also run for its wrapper; _enter handles that.
             message = r"Using `torch\.compile\(module\)` when there are global hooks"
             warnings.filterwarnings("ignore", message)
             yield
@@ -221,12 +220,12 @@ def modules_tracked() -> Iterator[None]:
         _stack.names.clear()
 
 
-_COMPILED = "_orig_mod"  # the module inside of the one that torch.compile makes
+_COMPILED = "_orig_mod"  # the original module inside torch.compile's wrapper
 
 
 def _enter(module: nn.Module, inputs: Any) -> None:
     if not _stack.names:
-        # Read again at each outermost call: a module may have changed, or its id be another's.
+        # Updated at each outermost call: modules may have changed, and ids may have been reused.
         _stack.of_module = {id(part): name for name, part in module.named_modules()}
     name = _stack.of_module.get(id(module), "")
     if _COMPILED in name:
@@ -245,12 +244,12 @@ _next_node_number = torch._C._autograd._get_sequence_nr
 
 
 class _LastNode(threading.local):
-    last = -1  # the number of the last node that was seen
-    is_fork = True  # whether the recording's own thread has started it
+    last = -1  # the number of the last node that was noted
+    is_fork = True  # whether it isn't the main thread
 
 
 class _Node(NamedTuple):
-    """A node of autograd's graph, by the operation that made it."""
+    """A node of autograd's graph, described by the operation that created it."""
 
     operation: str
     module: str
@@ -261,9 +260,9 @@ _NO_NODE = _Node("", "", False)
 
 
 class CallSites:
-    """Who issues the operations of one recording, and the nodes of autograd's graph that they make.
+    """Who issues the operations of one recording, and the autograd nodes that they create.
 
-    Each thread numbers its own nodes, so those of DataParallel's threads are kept apart.
+    Each thread numbers its own nodes, so those of DataParallel's threads are kept separately.
     """
 
     def __init__(self, program: "GrowingProgram") -> None:
@@ -272,15 +271,15 @@ class CallSites:
         self._of_forks: dict[int, _Node] = {}
         self._of_thread = _LastNode()
         self._of_thread.is_fork = False
-        self._of_thread.last = _next_node_number() - 1  # those before are none of these
+        self._of_thread.last = _next_node_number() - 1  # ignore nodes from before
 
     def of(
         self, name: str, gpu: VirtualGPU, note: bool = True
     ) -> "tuple[RecordedStream, HostThread]":
         """The stream of the next operation on ``gpu``, and the thread that issues it.
 
-        Sets the thread's module. note: False for the source of a copy, whose backward runs on the
-        target's stream.
+        Also sets the thread's module. note: False for the source of a copy, since the copy's backward
+        runs on the target's stream.
         """
         if in_backward():
             return self._of_backward(name, gpu, note)
@@ -298,13 +297,13 @@ class CallSites:
         threads = self._program.threads
         threads.begin_pass_if_new()
         _, module, compiled = self._running_node()
-        if torch._C._current_autograd_node() is None:  # behind the last one, in a callback
+        if torch._C._current_autograd_node() is None:  # after the last one, in a callback
             threads.join_callers_streams()
         engine = threads.engine(gpu.index)
         engine.enter(module, compiled or in_compiled_call())
         number_set = set_stream_number(gpu.index)
         number = stream_number_of_node(gpu.index) if number_set is None else number_set
-        if note:  # with create_graph, or in a checkpoint that computes its part again
+        if note:  # with create_graph, or in recomputation
             node = _Node(name, current_module() or module, engine.compiled)
             self._note(node, gpu.index, number)
         stream = self._program.stream(gpu, number)
@@ -313,14 +312,14 @@ class CallSites:
         return stream, engine
 
     def note(self, name: str, gpu: VirtualGPU) -> None:
-        """An operation launches nothing, but its node has a module and a stream as well."""
+        """Note the node of an operation that launches nothing: it has a module and a stream, too."""
         node = _Node(name, current_module(), in_compiled_call())
         self._note(node, gpu.index, current_stream_number(gpu.index))
 
     def _note(self, node: _Node, gpu: int, stream: int) -> None:
-        """Remember the node that was made last, if it is new: torch makes it before the kernel.
+        """Remember the most recent node, if it's new: torch creates it before it calls the kernel.
 
-        Without gradients as well: the node of a ``Function`` is made before its forward.
+        Also in no_grad mode: the node of a ``Function`` is created before its forward.
         """
         number, thread = _next_node_number() - 1, self._of_thread
         if number <= thread.last:
@@ -331,14 +330,14 @@ class CallSites:
             gpus.streams_of_nodes[number] = (gpu, stream)
 
     def _running_node(self) -> _Node:
-        """The node that runs; ``_NO_NODE`` behind the last one."""
+        """The running node; ``_NO_NODE`` after the last one."""
         node = torch._C._current_autograd_node()
         if node is None:
             return _NO_NODE
         noted = self._of_main.get(node._sequence_nr())
         if not self._of_forks:
             return noted or _NO_NODE
-        # Another thread may have used the same number: the name must fit as well.
+        # Another thread may have used the same number, so compare the name, too.
         name = node.name().lower()
         for candidate in (noted, self._of_forks.get(node._sequence_nr())):
             if candidate and name.startswith(candidate.operation.replace("_", "")):

@@ -182,7 +182,7 @@ class _Writer:
         # A kernel of NCCL begins when its own rank is ready, and waits for the others in it.
         start_s = event.start_s if event.ready_s is None else event.ready_s
         yield {**where, **_span(kind, name, start_s, event.end_s), "args": arguments}
-        at_us = start_s * 1e6
+        at_us = _whole_ns(start_s)
         yield {**_flow(launch, at_us), **where, "ph": "f", "bp": "e"}
 
     def _collective(self, event: "TraceEvent", name: str) -> Row:
@@ -225,8 +225,14 @@ class _Writer:
 
 
 def _span(category: str, name: str, start_s: float, end_s: float) -> Row:
-    times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
+    start_us, end_us = _whole_ns(start_s), _whole_ns(end_s)
+    times = {"ts": start_us, "dur": round(end_us - start_us, 3)}
     return {"ph": "X", "cat": category, "name": name, **times}
+
+
+def _whole_ns(time_s: float) -> float:
+    """µs. Readers count whole ns: if start and duration were rounded apart, spans would overlap."""
+    return round(time_s * 1e9) / 1e3
 
 
 def _flow(launch: Row, at_us: float) -> Row:

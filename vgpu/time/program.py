@@ -1,11 +1,11 @@
-"""The program that is being recorded: its steps so far, and which operations are ordered.
+"""The program that is being recorded: its steps so far, and which operations happen before others.
 
-Steps have no times. A simulator (simulator.py) computes them when somebody asks: at the end of the
-recording, if the program itself asks (``event.query()``), or for a value that may not be written yet
+Steps have no times. A simulator (simulator.py) computes times on demand: at the end of the recording,
+when the program itself asks (``event.query()``), or for a value that may not have been written yet
 (races.py). Nothing here depends on real time or on how threads interleave.
 
-Which operations are sure to have ended before others begin, vector clocks say (Lamport, 1978; Mattern,
-1989), apart from the times: a race is a race even if the times happen to fit.
+Happens-before is tracked by vector clocks (Lamport, 1978; Mattern, 1989), independently of the times: a
+race is a race even if the times happen to fit.
 """
 
 import threading
@@ -45,11 +45,11 @@ from vgpu.time.steps import (
 )
 
 VectorClock = dict["RecordedStream", int]
-"""For each stream, how many of its operations are sure to have ended."""
+"""For each stream, how many of its operations happen before a point."""
 
 
 class RecordedStream:
-    """One stream in a recording, and which operations are sure to have ended before its next."""
+    """One stream in a recording, with a vector clock: what happens before its next operation."""
 
     __slots__ = ("clock", "count", "device", "index", "number", "recording")
 
@@ -67,15 +67,15 @@ class Enqueued(NamedTuple):
 
     stream: RecordedStream
     position: int  # how many operations had been enqueued on the stream, this one included
-    event: int  # the number of its end, among the events of the recording
+    event: int  # its end: a number among the events of the recording
     operation: str
     backward: bool = False
-    clock: VectorClock | None = None  # what is sure to have ended before it, where that is kept
+    clock: VectorClock | None = None  # what happens before it, if that's kept
     deferred: "DeferredResult | None" = None
 
 
 class DeferredResult:
-    """The result of a deferred operation. It lives as long as a block of memory holds it."""
+    """The result of a deferred operation; alive as long as it is in a block of memory."""
 
     __slots__ = ("_program", "event", "is_needed")
 
@@ -91,7 +91,7 @@ class DeferredResult:
 
 
 class RecordedEvent:
-    """A ``torch.Event`` in a recording: its stream as it was then."""
+    """A ``torch.Event`` in a recording: the state of its stream when it was recorded."""
 
     __slots__ = ("operation", "time_s")
 
@@ -131,8 +131,8 @@ class GrowingProgram:
         self.threads = HostThreads(self)
 
     def end(self) -> Program:
-        """The program, when its block has ended."""
-        self.host()  # goes on when its last backward pass has returned
+        """The finished program, at the end of the block."""
+        self.host()  # the main thread waits for its last backward pass
         self.break_graph(None)
         for event in self._timed:
             event.time_s = self.time_s(event.operation.event)
@@ -141,21 +141,21 @@ class GrowingProgram:
         kept = self._fusion.kept if self._fusion else frozenset[int]()
         return Program(self.costs, self.rank, self._gpu, self._gpus, steps, kept=kept)
 
-    # Times, when somebody asks
+    # Times, on demand
 
     def time_s(self, event: int) -> float:
-        """When an event happens."""
+        """The time of an event."""
         simulator = self.simulated()
         return simulator.time_s(self._fusion.number_of[event] if self._fusion else event)
 
     def ready_s(self, stream: RecordedStream, host: HostThread) -> float:
-        """When the next operation could start on the stream at the earliest."""
+        """The earliest time at which the next operation could start on the stream."""
         simulator = self.simulated()
         thread = simulator.threads[host.index]
         return max(thread.now_s + thread.launch_s, simulator.streams[stream.index].free_s)
 
     def simulated(self) -> Simulator:
-        """All steps so far, simulated."""
+        """A simulator that has simulated all steps so far."""
         with self._lock:
             steps = self._steps_after_fusion()
             self._simulator.run(steps[self._simulated :])
@@ -173,45 +173,45 @@ class GrowingProgram:
     # Threads
 
     def host(self) -> HostThread:
-        """The calling thread; in a backward pass, the engine's that runs the node."""
+        """The calling thread; in a backward pass, the engine's thread that runs the node."""
         return self.threads.issuing()
 
     def begin_thread(self, number: int, parent: HostThread | None, sharing: int) -> HostThread:
-        """A thread of the host begins, as ``BeginThread`` says."""
+        """Start a thread of the host; see ``BeginThread``."""
         with self._lock:
             self.steps.append(BeginThread(number, parent.index if parent else None, sharing))
             self._threads += 1
             return HostThread(self._threads - 1, number, backward=not sharing)
 
     def join_threads(self, host: HostThread, others: Iterable[HostThread]) -> None:
-        """A thread goes on when the others have got as far."""
+        """Make a thread wait for the others."""
         self.steps.append(JoinThreads(host.index, tuple(other.index for other in others)))
 
     def spend(self, duration_s: float, name: str) -> None:
-        """The host computes something itself for so long."""
+        """Keep the calling thread busy for ``duration_s``."""
         check_seconds("duration_s", duration_s)
         self.steps.append(HostWork(self.host().index, duration_s, name))
 
     def begin_range(self, name: str) -> int:
-        """The calling thread enters a block that has a name; returns the thread's index."""
+        """The calling thread enters a named block; returns the thread's index."""
         host = self.host()
         self.steps.append(BeginRange(host.index, name))
         return host.index
 
     def end_range(self, thread: int) -> None:
         """A thread leaves the innermost block that it has entered."""
-        self.host()  # a backward pass that has returned ends first
+        self.host()  # waits for a backward pass that has returned
         self.steps.append(EndRange(thread))
 
     def host_waits(self, streams: Iterable[RecordedStream], name: str, host: HostThread) -> None:
-        """The thread goes on when all that is enqueued on the streams has ended."""
+        """Make a thread wait for everything enqueued on the streams."""
         for stream in streams:
             event = self._begin_event(RecordEvent(stream.index))
             self.steps.append(HostWait(host.index, event, name))
             _merge(self._host_clock, stream, stream.count, stream.clock)
 
     def synchronize(self, streams: Sequence[RecordedStream]) -> None:
-        """The calling thread goes on when all work given to the streams has ended."""
+        """Make the calling thread wait for everything enqueued on the streams."""
         for stream in streams:
             self.break_graph(stream)
         self.host_waits(streams, "synchronize", self.host())
@@ -219,7 +219,7 @@ class GrowingProgram:
     # Operations
 
     def enqueue(self, step: Kernel | GroupCollective, stream: RecordedStream) -> Enqueued:
-        """Append what is launched on a stream."""
+        """Launch an operation on a stream."""
         event = self._begin_event(step)
         stream.count += 1
         return Enqueued(stream, stream.count, event, step.name, step.by.backward)
@@ -227,7 +227,7 @@ class GrowingProgram:
     def enqueue_together(
         self, step: Copy | LocalCollective, streams: Sequence[RecordedStream]
     ) -> list[Enqueued]:
-        """Append what occupies all of the streams: what comes later on each starts after it."""
+        """Launch an operation that occupies all of the streams: later work on each starts after it."""
         event = self._begin_event(step)
         for stream in streams:
             stream.count += 1
@@ -240,11 +240,11 @@ class GrowingProgram:
 
     @property
     def has_deferred(self) -> bool:
-        """Whether some of the operations so far may have been deferred."""
+        """Whether any operation so far may have been deferred."""
         return self._fusion is not None
 
     def defer(self, step: Deferred, stream: RecordedStream) -> Enqueued:
-        """Append what is launched in one kernel with its neighbors, or never."""
+        """Append an operation that is launched in one kernel with its neighbors, or never."""
         with self._lock:
             self._fusion = self._fusion or Fusion()
         event = self._begin_event(step)
@@ -253,12 +253,12 @@ class GrowingProgram:
         return Enqueued(stream, stream.count, event, step.name, step.by.backward, None, result)
 
     def allocation(self, name: str, stream: RecordedStream, backward: bool) -> Enqueued:
-        """Memory is allocated on the stream: what came before there may still use it."""
+        """Memory is allocated on the stream: earlier operations on it may still use that memory."""
         event = self._begin_event(RecordEvent(stream.index))
         return Enqueued(stream, stream.count, event, name, backward)
 
     def break_graph(self, stream: RecordedStream | None) -> None:
-        """Compiled code ends here: nothing stays deferred on a stream, or on any for None."""
+        """End compiled code: launch what's deferred on a stream, or on all streams if None."""
         if self._fusion is not None:
             self.steps.append(GraphBreak(stream.index if stream else None, self.host().by))
 
@@ -285,31 +285,28 @@ class GrowingProgram:
         return stream
 
     def streams_of(self, gpu: VirtualGPU) -> list[RecordedStream]:
-        """Those on which something was enqueued in this recording."""
+        """The streams of a GPU that were used in this recording."""
         return [stream for stream in self._streams.values() if stream.device == gpu.device]
 
     def wait_stream(self, stream: RecordedStream, other: RecordedStream) -> None:
-        """What comes later on ``stream`` starts after all that is on ``other``: a program's wait.
-
-        Compiled code ends there, on both.
-        """
+        """``stream.wait_stream(other)``, called by the program; ends compiled code on both."""
         self.break_graph(stream)
         self.break_graph(other)
         self.wait_enqueued(stream, other)
 
     def wait_enqueued(self, stream: RecordedStream, other: RecordedStream) -> None:
-        """The same for a collective within compiled code: it goes on."""
+        """The same for a collective inside compiled code, which doesn't end there."""
         event = self._begin_event(RecordEvent(other.index))
         self.steps.append(WaitEvent(stream.index, event))
         _merge(stream.clock, other, other.count, other.clock)
 
     def wait_operation(self, stream: RecordedStream, done: Enqueued) -> None:
-        """What comes later on ``stream`` starts after one operation of another stream."""
+        """Later work on ``stream`` starts after one operation of another stream."""
         self.steps.append(WaitEvent(stream.index, done.event))
         _merge(stream.clock, done.stream, done.position, done.clock or {})
 
     def record_event(self, stream: RecordedStream, is_timed: bool) -> RecordedEvent:
-        """An event after what is on the stream so far. is_timed: whether its time may be asked."""
+        """Record an event on a stream. is_timed: whether the program can query its time."""
         self.break_graph(stream)
         event = self._begin_event(RecordEvent(stream.index, self.host().index))
         clock = dict(stream.clock)
@@ -319,26 +316,26 @@ class GrowingProgram:
         return recorded
 
     def wait_event(self, stream: RecordedStream, event: RecordedEvent | None) -> None:
-        """What comes later on the stream starts after the event, if this recording has it."""
-        self.break_graph(stream)  # what was enqueued before does not wait
+        """Later work on the stream starts after the event, if it belongs to this recording."""
+        self.break_graph(stream)  # what's already enqueued doesn't wait
         if event is not None and event.recording is self.recording:
             self.wait_operation(stream, event.operation)
 
     def host_waits_for_event(self, event: RecordedEvent | None) -> None:
-        """The calling thread goes on after the event, if this recording has it."""
+        """Make the calling thread wait for the event, if it belongs to this recording."""
         if event is not None and event.recording is self.recording:
             done = event.operation
             self.steps.append(HostWait(self.host().index, done.event, "synchronize"))
             _merge(self._host_clock, done.stream, done.position, done.clock or {})
 
     def query_stream(self, stream: RecordedStream) -> bool:
-        """Whether all that is enqueued on the stream has ended; then the host knows of it."""
+        """Whether everything enqueued on the stream has finished; if so, it happens before later host work."""
         self.break_graph(stream)
         event = self._begin_event(RecordEvent(stream.index))
         return self._query(Enqueued(stream, stream.count, event, "query", False, stream.clock))
 
     def query_event(self, event: RecordedEvent | None) -> bool:
-        """Whether the event has happened; one of no or another recording has."""
+        """Whether the event has happened; always true if it isn't of this recording."""
         if event is None or event.recording is not self.recording:
             return True
         return self._query(event.operation)
@@ -354,7 +351,7 @@ class GrowingProgram:
         return has_ended
 
     def happens_before(self, operation: Enqueued, stream: RecordedStream) -> bool:
-        """Whether the next operation of ``stream`` is sure to start after this one has ended."""
+        """Whether ``operation`` is guaranteed to finish before the next operation of ``stream`` starts."""
         return (
             operation.stream is stream
             or stream.clock.get(operation.stream, 0) >= operation.position
@@ -363,7 +360,7 @@ class GrowingProgram:
 
 
 def _merge(clock: VectorClock, stream: RecordedStream, position: int, other: VectorClock) -> None:
-    """``stream``'s first ``position`` operations have ended, and all that ``other`` says."""
+    """Merge into ``clock`` the first ``position`` operations of ``stream``, and the clock ``other``."""
     for key, count in ((stream, position), *other.items()):
         if clock.get(key, 0) < count:
             clock[key] = count

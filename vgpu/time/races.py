@@ -1,17 +1,17 @@
-"""Races: whether a stream uses memory that another has written or read, and forgot to wait.
+"""Races: a stream uses memory that another stream has written or read, without waiting for it.
 
-On CUDA a forgotten wait gives right values on some days and garbage on others. Here it is always
-reported, whatever the times are: vector clocks say what happens before what (program.py). If
-the times say that a value is not written yet when it is read, the reader gets NaN (or the smallest
-number of a type that has no NaN).
+On CUDA, a missing wait gives correct values sometimes and garbage at other times. Here it's always
+reported, whatever the times: vector clocks determine what happens before what (program.py). If,
+according to the times, a value is read before it has been written, the reader gets NaN (or the smallest
+number of a dtype without NaN).
 
-No block is used twice here, but on CUDA the caching allocator reuses a freed one, on the
-stream on which it was allocated. So two more races are reported, with right values: a block that is
-freed while another stream may still use it, without ``record_stream``; and a stream that uses new
-memory without waiting for the one on which it was allocated.
+Virtual GPUs never reuse a block, but CUDA's caching allocator reuses a freed one, on the stream on which
+it was allocated. So two more races are reported, with correct values: a block that is freed while
+another stream may still use it, without ``record_stream``; and a stream that uses new memory without
+waiting for the stream on which it was allocated.
 
-Not seen: blocks and reads from before the recording; a host that reads a copy before it has ended;
-and a hook of a backward pass that makes a stream current which does not wait for the gradient.
+Not detected: races with blocks and reads from before the recording; a host that reads a copy before it
+has finished; and a backward hook that makes a stream current that doesn't wait for the gradient.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,15 +32,15 @@ from vgpu.time.timeline import FreedInUse, Race, Timeline
 
 
 class Uses:
-    """Who has used a block of memory since it was allocated, in recordings of virtual time."""
+    """The uses of a block of memory since it was allocated, in recordings of virtual time."""
 
     __slots__ = ("accesses", "reads", "recorded", "write")
 
     def __init__(self) -> None:
         self.write: Enqueued | None = None  # the last one
-        self.reads: dict[RecordedStream, Enqueued] = {}  # the last of each stream, since then
-        self.recorded: set[RecordedStream] = set()  # given to record_stream
-        self.accesses: Accesses | None = None  # where it matters when the block is freed
+        self.reads: dict[RecordedStream, Enqueued] = {}  # the last of each stream since that write
+        self.recorded: set[RecordedStream] = set()  # passed to record_stream
+        self.accesses: Accesses | None = None  # set if a race is possible when the block is freed
 
     @staticmethod
     def of(block: Block) -> "Uses":
@@ -69,8 +69,7 @@ class Accesses:
     def __init__(self, program: GrowingProgram, timeline: Timeline) -> None:
         self._program = program
         self._timeline = timeline
-        # Of blocks freed since the last operation: who wrote one on its own stream, and who used
-        # it on another.
+        # For blocks freed since the last operation: a write on its own stream, and a use on another.
         self.freed_in_use: list[tuple[Enqueued, Enqueued]] = []
 
     def check(
@@ -81,10 +80,10 @@ class Accesses:
         stream: RecordedStream,
         host: HostThread,
     ) -> list[VirtualTensor]:
-        """Whether what the next operation of ``stream`` uses is ready.
+        """Report races of the next operation of ``stream``.
 
-        In a backward pass the autograd engine makes streams wait. Elsewhere a race is reported.
-        Returns the tensors that are not written yet when the operation starts.
+        In a backward pass, the autograd engine makes streams wait instead. Returns the tensors that
+        haven't been written yet when the operation starts.
         """
         late: list[VirtualTensor] = []
         if not self._program.several_streams:
@@ -108,7 +107,7 @@ class Accesses:
         return late
 
     def _races(self, name: str, stream: RecordedStream, before: Enqueued) -> bool:
-        """Whether the stream's next operation may start before ``before`` has ended."""
+        """Whether the stream's next operation may start before ``before`` has finished."""
         if not self._is_of_this(before) or self._program.happens_before(before, stream):
             return False
         if in_backward():
@@ -130,9 +129,9 @@ class Accesses:
         read: Iterable[VirtualTensor],
         written: Iterable[VirtualTensor],
     ) -> None:
-        """Remember what an operation has read and changed."""
+        """Record what an operation has read and written."""
         reading = _without_result(operation)
-        for used in read:  # also while there is one stream: others may write it later
+        for used in read:  # even if there's only one stream so far: others may write it later
             block = tensor.block_of(used)
             reads = Uses.of(block).reads
             if reads and next(iter(reads)).recording is not self._program.recording:
@@ -145,25 +144,25 @@ class Accesses:
             uses.write = operation
             uses.reads.clear()
             if block.made is not None and is_whole(used):
-                block.made = _without_result(block.made)  # nobody reads it any more
+                block.made = _without_result(block.made)  # overwritten
             self._watch(block, operation)
 
     def note_allocations(self, operation: Enqueued, results: Iterable[VirtualTensor]) -> None:
-        """Remember for which operation new tensors were allocated."""
+        """Record for which operation new tensors were allocated."""
         for result in results:
             tensor.block_of(result).made = operation
 
     def _watch(self, block: Block, operation: Enqueued) -> None:
-        """Look at a block when it is freed, if another stream than its own has used it."""
+        """Check a block when it's freed, if another stream than its own has used it."""
         if block.made is not None and block.made.stream is not operation.stream:
             Uses.of(block).accesses = self
 
     def record_stream(self, used: VirtualTensor, stream: RecordedStream) -> None:
-        """``Tensor.record_stream``: the block stays until what is on the stream so far ends."""
+        """``Tensor.record_stream``: the block isn't reused until the stream's current work has finished."""
         Uses.of(tensor.block_of(used)).recorded.add(stream)
 
     def last_write(self, tensor_: VirtualTensor) -> Enqueued | None:
-        """What wrote the tensor last in this recording."""
+        """The last write to the tensor in this recording."""
         write = _last_write(tensor.block_of(tensor_))
         return write if write is not None and self._is_of_this(write) else None
 
@@ -171,11 +170,10 @@ class Accesses:
         return operation.stream.recording is self._program.recording
 
     def _check_freed(self, stream: RecordedStream) -> None:
-        """Whether the stream has waited for those that used its freed blocks.
+        """Check whether the stream has waited for the streams that used its freed blocks.
 
-        It is asked when the stream gets its next work, which may get one of these blocks: a stream
-        that waits before then reuses the memory in good time, as those of a backward pass and
-        of FSDP do.
+        Called with the stream's next operation, which may be given one of these blocks: it's safe to wait
+        just before that, as the backward pass and FSDP do.
         """
         freed, self.freed_in_use = self.freed_in_use, []
         for writer, use in freed:
@@ -189,17 +187,17 @@ class Accesses:
 
 
 def is_whole(part: VirtualTensor) -> bool:
-    """Whether a tensor takes all of its block."""
+    """Whether a tensor fills its block."""
     return memory.rounded(touched_bytes(part)) >= tensor.block_of(part).size_bytes
 
 
 def _without_result(operation: Enqueued) -> Enqueued:
-    """Without the result that it defers, which must not outlive the blocks that hold it."""
+    """The operation without its deferred result, which must not outlive the blocks that hold it."""
     return operation if operation.deferred is None else operation._replace(deferred=None)
 
 
 def _last_write(block: Block) -> Enqueued | None:
-    """What wrote the block last, if a recording has seen it."""
+    """The last write to the block, if it was recorded."""
     written: Enqueued | None = None if block.uses is None else block.uses.write
     return written or block.made
 
@@ -214,9 +212,9 @@ def poisoned(value: VirtualTensor) -> VirtualTensor:
 def replaced(
     late: Sequence[VirtualTensor], written: Sequence[torch.Tensor], args: Args, kwargs: Kwargs
 ) -> tuple[Args, Kwargs]:
-    """The arguments with garbage for the ``late`` tensors.
+    """The arguments, with garbage in place of the ``late`` tensors.
 
-    One that is to be changed in place holds garbage itself from now on, as its memory would.
+    A tensor that will be written in place is itself overwritten with garbage.
     """
     substitutes = {}
     for value in late:

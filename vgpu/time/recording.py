@@ -1,11 +1,11 @@
-"""``record()``: what happens on virtual GPUs in its block, as steps; and ``spend()``.
+"""``record()``: record what happens on virtual GPUs inside a block, as steps; and ``spend()``.
 
-A recording is told of every operation, before and after it has run, with values or as shapes only
-(vgpu/tensor/observer.py). It finds out who issued it (host_threads.py), whether what it reads is ready
-(races.py) and what it costs (costs.py), and appends one step to the program (program.py). If the costs
-say ``fuses``, and in what torch.compile compiled, elementwise operations are deferred: their steps say
-what a pass has to know (compiler_passes.py), which is what each of them reads, and when somebody
-needs a result in memory.
+A recording is called before and after every operation, with values or as shapes
+(vgpu/tensor/observer.py). It determines who issued the operation (host_threads.py), whether its inputs
+are ready (races.py) and what it costs (costs.py), and appends one step to the program (program.py). If
+the cost model says ``fuses``, and in code compiled by torch.compile, elementwise operations are deferred:
+their steps contain what a compiler pass needs (compiler_passes.py), namely what each of them reads, and
+when a result is needed in memory.
 
 Left out: operations on the CPU take no virtual time (``spend`` adds some).
 """
@@ -55,20 +55,19 @@ from vgpu.time.steps import (
 from vgpu.time.timeline import HOST, Timeline
 
 assumed: dict[str, Any] = {}
-"""Fields of CostModel that a virtual cluster gives to every recording."""
+"""Fields of CostModel that a virtual cluster sets for every recording."""
 
 under_way: "Recording | None" = None
 
 
 @contextmanager
 def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]:
-    """Record the virtual time of what the block computes on virtual GPUs.
+    """Record what the block computes on virtual GPUs, and predict its times.
 
-    costs: times from this model in place of the enabled GPU's. Any of its fields can be given by
-    name, such as ``arithmetic_share=0.3`` or ``link="PCIe 4"``, as in ``replay``. The timeline is
-    complete when the block ends. What the program asks for before that (``event.elapsed_time``) is,
-    with ``async_tp``, of collectives and products in one piece. RuntimeError inside another recording,
-    or without virtual GPUs.
+    costs: a cost model to use instead of the enabled GPU's. Its fields can be given by name, such as
+    ``arithmetic_share=0.3`` or ``link="PCIe 4"``, as in ``replay``. The timeline is complete when the
+    block ends. Times that the program queries before that (``event.elapsed_time``) ignore ``async_tp``.
+    RuntimeError inside another recording, or without virtual GPUs.
     """
     costs = (costs or CostModel(gpus.by_index(0).spec)).changed(assumed).changed(changes)
     devices = [gpus.by_index(index).device for index in range(gpus.device_count())]
@@ -76,7 +75,7 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     timeline.ranks = [rank]
     if under_way is not None:
-        raise RuntimeError("a recording is under way already: end its block before the next one")
+        raise RuntimeError("a recording is already active: end its block before you start another")
     recording = Recording(costs, timeline, rank)
     with rarely_collected():
         try:
@@ -93,9 +92,9 @@ def record(costs: CostModel | None = None, **changes: Any) -> Iterator[Timeline]
 
 
 def spend(duration_s: float, name: str = "host work") -> None:
-    """In a recording, let the host compute for so long: making a batch, say. Else nothing.
+    """In a recording, keep the host busy for ``duration_s``, for example to load a batch.
 
-    name: what a trace shows for it.
+    name: shown in traces. Does nothing outside of a recording.
     """
     if under_way is not None:
         under_way.program.spend(duration_s, name)
@@ -103,7 +102,7 @@ def spend(duration_s: float, name: str = "host work") -> None:
 
 @contextmanager
 def compiled() -> Iterator[None]:
-    """In a recording, elementwise operations of the block are fused, and those of its backward."""
+    """In a recording, fuse the elementwise operations of the block, and those of its backward."""
     with compiled_call():
         yield
     if under_way is not None and not in_compiled_call():
@@ -111,7 +110,7 @@ def compiled() -> Iterator[None]:
 
 
 def sharing_the_interpreter(parallel_apply: Callable[..., Any]) -> Callable[..., Any]:
-    """``parallel_apply``, whose threads share one interpreter in a recording as well."""
+    """Wrap ``parallel_apply``, so that in a recording its threads share one interpreter."""
 
     @functools.wraps(parallel_apply)
     def applied(modules: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +128,7 @@ def sharing_the_interpreter(parallel_apply: Callable[..., Any]) -> Callable[...,
 
 @contextmanager
 def _switched_to(recording: "Recording | None") -> Iterator[None]:
-    """Another recording, or none, is on in the block, in all threads."""
+    """Make another recording, or none, the active one in the block, in all threads."""
     global under_way
     before = under_way
     observer.recording = under_way = recording
@@ -141,7 +140,7 @@ def _switched_to(recording: "Recording | None") -> Iterator[None]:
 
 @contextmanager
 def _ranges_noted(program: GrowingProgram) -> Iterator[None]:
-    """Blocks of ``torch.profiler.record_function`` are ranges of the recording."""
+    """Record blocks of ``torch.profiler.record_function`` as ranges."""
     plain_enter, plain_exit = record_function.__enter__, record_function.__exit__
     entered: dict[int, int] = {}  # id of a block → the thread that is in it
 
@@ -162,12 +161,12 @@ def _ranges_noted(program: GrowingProgram) -> Iterator[None]:
 
 
 def paused() -> Any:
-    """What happens in the block is not recorded, because the caller records it as a whole."""
+    """A context in which nothing is recorded, because the caller records the block as a whole."""
     return _switched_to(None)
 
 
 class Recording:
-    """One recording: what an operation tells it becomes a step."""
+    """One recording: turns operations, copies and collectives into steps (see ``Observer``)."""
 
     def __init__(self, costs: CostModel, timeline: Timeline, rank: int = 0) -> None:
         self.program = GrowingProgram(costs, rank)
@@ -177,10 +176,10 @@ class Recording:
         self._fuses = costs.fuses
         self._work: dict[tuple[Any, ...], Workload] = {}
 
-    # Operations, as vgpu/tensor/tensor.py tells of them
+    # Operations: called by run in vgpu/tensor/tensor.py
 
     def before(self, operation: Operation) -> None:
-        """Find the stream and the thread; what is read too early becomes garbage."""
+        """Determine the stream and the thread; replace what's read too early by garbage."""
         info, inputs, written = operation.info, operation.inputs, operation.written
         if info.launches_nothing:
             self.call_sites.note(info.name, operation.gpu)
@@ -195,7 +194,7 @@ class Recording:
             )
 
     def after(self, operation: Operation, outputs: Any, result: Result | None) -> None:
-        """Record it as one step."""
+        """Record the operation as one step."""
         info, inputs, written = operation.info, operation.inputs, operation.written
         if info.launches_nothing:
             if info.allocates:
@@ -217,7 +216,7 @@ class Recording:
             self.program.host_waits([stream], info.name, host)
 
     def _work_of(self, operation: Operation, outputs: Any, result: Result | None) -> Workload:
-        """What an operation costs; known by its signature, which shapes have looked up."""
+        """The cost of an operation, cached by its signature; for shapes, ``result`` has it."""
         info, args, kwargs = operation.info, operation.args, operation.kwargs
         if result is not None:
             work: Workload | None = result.work
@@ -247,7 +246,7 @@ class Recording:
         read: Sequence[VirtualTensor],
         work: Workload,
     ) -> Enqueued:
-        """Launch one operation, or defer it. fuses: whether it may be part of a chain."""
+        """Launch one operation, or defer it. fuses: whether it can be fused with others."""
         if not (fuses and (self._fuses or host.compiled)):
             operands = self._operands(name, read, host)
             work = work.with_current_tf32()
@@ -269,7 +268,7 @@ class Recording:
     # Copies
 
     def before_copy(self, source: torch.Tensor) -> torch.Tensor:
-        """What a copy reads: ``source``, or garbage where it is not written yet; a race is noted."""
+        """What a copy reads: ``source``, or garbage if it hasn't been written yet; reports a race."""
         if not isinstance(source, VirtualTensor) or gpu_of(source) is None:
             return source
         stream, host = self.call_sites.of("copy", source._gpu, note=False)
@@ -280,7 +279,7 @@ class Recording:
     def after_copy(
         self, source: torch.Tensor, target: torch.Tensor, in_place: bool, waits: bool
     ) -> None:
-        """Record a copy from tensor to tensor; each may be on a GPU or on the host."""
+        """Record a copy between two tensors, each on a GPU or on the host."""
         source_gpu, target_gpu = gpu_of(source), gpu_of(target)
         read = [source] if source_gpu and isinstance(source, VirtualTensor) else []
         written = [target] if target_gpu and isinstance(target, VirtualTensor) else []
@@ -319,7 +318,7 @@ class Recording:
     def _stream_to_write(
         self, gpu: VirtualGPU, overwritten: Sequence[VirtualTensor]
     ) -> tuple[RecordedStream, HostThread]:
-        """Where and by whom a copy that overwrites these tensors is launched."""
+        """The stream and the thread of a copy that overwrites these tensors."""
         stream, host = self.call_sites.of("copy", gpu)
         self._need_before(stream, host, [], overwritten)
         self._accesses.check("copy", [], overwritten, stream, host)
@@ -328,7 +327,7 @@ class Recording:
     # Collectives
 
     def local_collective(self, name: str, size_bytes: int, gpus: Sequence[VirtualGPU]) -> None:
-        """Record one collective of GPUs of this process, on their current streams."""
+        """Record a collective among GPUs of this process, on their current streams."""
         sites = [self.call_sites.of(name, gpu, note=False) for gpu in gpus]
         streams, by = [stream for stream, _ in sites], sites[0][1].by
         for stream in streams:
@@ -337,9 +336,9 @@ class Recording:
         self.program.enqueue_together(LocalCollective(name, by, indices, size_bytes), streams)
 
     def group_collective(self, call: Call, gpu: VirtualGPU, number: int) -> Enqueued:
-        """Record this rank's side of a collective, on its process group's stream of this number.
+        """Record this rank's side of a collective, on the stream ``number`` of its process group.
 
-        The stream waits for the current one, as NCCL's does.
+        That stream waits for the current one, as NCCL's does.
         """
         name = call.name
         current, host = self.call_sites.of(name, gpu, note=False)
@@ -362,14 +361,14 @@ class Recording:
         )
         done = self.program.enqueue(step, stream)._replace(clock=dict(stream.clock))
         self._accesses.note(done, read, [*written, *made])
-        for used in (*read, *written, *made):  # NCCL's side keeps them until it has ended
+        for used in (*read, *written, *made):  # ProcessGroupNCCL keeps them until it has finished
             self._accesses.record_stream(used, stream)
         return done
 
     def wait_for(self, done: Enqueued, gpu: VirtualGPU, by_host: bool = False) -> None:
-        """The current stream of the GPU, or the host, goes on when a collective has ended.
+        """Make the current stream of the GPU, or the host, wait for a collective.
 
-        A compiled program ends before it: what the stream has got so far does not wait.
+        It ends a compiled program: what's already enqueued on the stream doesn't wait.
         """
         current, host = self.call_sites.of("wait", gpu, note=False)
         if by_host:
@@ -379,9 +378,9 @@ class Recording:
             self.program.wait_operation(current, done)
 
     def wait_for_last_write(self, tensor: VirtualTensor) -> None:
-        """``wait_tensor``: the current stream goes on when the tensor has been written.
+        """``wait_tensor``: make the current stream wait until the tensor has been written.
 
-        It stands within compiled programs: chains go on across it.
+        It's part of compiled programs, so operations are fused across it.
         """
         done = self._accesses.last_write(tensor) if gpu_of(tensor) is not None else None
         if done is not None:
@@ -397,18 +396,18 @@ class Recording:
         read: Sequence[VirtualTensor],
         written: Sequence[VirtualTensor],
     ) -> None:
-        """What is deferred is needed, if an operation on ``stream`` cannot be fused with it."""
+        """Materialize deferred results with which an operation on ``stream`` can't be fused."""
         if not self.program.has_deferred:
             return
         if self.program.several_streams:  # nothing fuses across streams
             writes = self._writes_of(_on_gpus((*read, *written)))
             self._need([write for write in writes if write and write.stream is not stream], host)
-        if written:  # what was deferred for the rest of their blocks is not lost
+        if written:  # deferred results in the rest of their blocks must not get lost
             parts = [part for part in _on_gpus(written) if not is_whole(part)]
             self._need(self._writes_of(parts), host)
 
     def _operands(self, name: str, read: Sequence[VirtualTensor], host: HostThread) -> Operands:
-        """What an operation reads, which is needed in memory; ``name`` tells a product."""
+        """What an operation reads, and thus needs in memory; ``name`` identifies matrix products."""
         if not self.program.has_deferred:
             return UNKNOWN_OPERANDS
         on_gpus = _on_gpus(read)
@@ -416,7 +415,7 @@ class Recording:
         self._need(writes, host)
         writers = [None if write is None else write.event for write in writes]
         factors = None
-        # Not into a given tensor; one of float8 has two scales besides.
+        # Without out=; a float8 product also has two scales.
         if (name, len(on_gpus)) in (("mm", 2), ("_scaled_mm", 4)):
             left, right, *_ = on_gpus
             if left.layout is torch.strided and left.stride(1) == 1:
@@ -437,7 +436,7 @@ class Recording:
 
 
 def _elements_of(call: Call, made: Sequence[torch.Tensor]) -> Elements:
-    """What this rank puts into a collective, and what it gets."""
+    """How many elements this rank passes to a collective, and how many it gets."""
     sent, received = call.inputs, [*call.outputs, *made]
     dtypes = [tensor.dtype for tensor in (*sent, *received)]
     dtype = KINETO_DTYPES.get(dtypes[0], str(dtypes[0])) if dtypes else ""
@@ -449,7 +448,7 @@ def _numel(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _on_gpus(tensors: Iterable[VirtualTensor]) -> list[VirtualTensor]:
-    """Without those that are on the host, such as a number."""
+    """Those on a GPU, without those on the host, such as scalars."""
     return [tensor for tensor in tensors if isinstance(tensor._gpu, VirtualGPU)]
 
 

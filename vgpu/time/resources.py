@@ -1,9 +1,9 @@
-"""What work waits for in a simulation: resources, its turn on a stream, an event, and other ranks.
+"""What work waits for in a simulation: resources, its stream's queue, events, and other ranks.
 
-A resource does one thing at a time: a GPU's multiprocessors, one direction of a link. A collective
-starts when all of its ranks are ready for it and its wires are free: each GPU sends and receives one
-thing at a time inside its host, and one out of it. A message waits for its receiver, as with NCCL.
-Ranks that are not in the simulation are taken to be ready as soon as those that are.
+A resource, such as a GPU's multiprocessors or one direction of a link, does one thing at a time. A
+collective starts when all of its ranks are ready and its wires are free: each GPU has one outgoing and
+one incoming transfer at a time inside its host, and as many to other hosts. A message waits for its
+receiver, as with NCCL. Ranks that aren't in the simulation are assumed to be ready as soon as the others.
 """
 
 import bisect
@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # a rank arrives with its simulator
 class Resource:
     """Something that does one thing at a time.
 
-    Streams take turns. One whose turn comes late leaves a gap, and work that is launched later but
-    can start earlier may fill it.
+    Streams take turns. If work starts late, it leaves a gap, which work that's launched later but can
+    start earlier may fill.
     """
 
     __slots__ = ("ends", "starts")
@@ -34,7 +34,7 @@ class Resource:
         self.ends: list[float] = []
 
     def free_from(self, ready_s: float, duration_s: float) -> float:
-        """When the first ``duration_s`` begin that are free from ``ready_s`` on."""
+        """The start of the first free interval of ``duration_s`` from ``ready_s`` on."""
         starts, ends = self.starts, self.ends
         index = bisect.bisect_right(ends, ready_s)
         start_s = ready_s
@@ -44,31 +44,31 @@ class Resource:
         return start_s
 
     def free_at(self, ready_s: float) -> float:
-        """The first time from ``ready_s`` on that is free."""
+        """The first free time from ``ready_s`` on."""
         index = bisect.bisect_right(self.ends, ready_s)
         taken = index < len(self.starts) and self.starts[index] <= ready_s
         return self.ends[index] if taken else ready_s
 
     def worked_until(self, start_s: float, duration_s: float, lost: float = 1.0) -> float:
-        """When work of ``duration_s`` ends that begins at ``start_s`` and uses all free time.
+        """The end of work that starts at ``start_s``, uses all free time and takes ``duration_s`` of it.
 
-        lost: the share of its speed that it loses where the time is not free.
+        lost: the fraction of its speed that it loses while the resource isn't free.
         """
         end_s = start_s + duration_s
         index = bisect.bisect_right(self.ends, start_s)
         while index < len(self.starts) and self.starts[index] < end_s:
             begin_s = max(start_s, self.starts[index])
             taken_s = self.ends[index] - begin_s
-            if end_s - begin_s <= taken_s * (1 - lost):  # it ends in there
+            if end_s - begin_s <= taken_s * (1 - lost):  # it ends in this interval
                 return begin_s + (end_s - begin_s) / (1 - lost)
             end_s += taken_s * lost
             index += 1
         return end_s
 
     def delay(self, start_s: float, end_s: float) -> None:
-        """From ``start_s`` on nothing is done until ``end_s``: what was to be done then is late.
+        """Do nothing between ``start_s`` and ``end_s``: work that was placed there is delayed.
 
-        It takes up gaps behind it. What comes after a gap is late where the gap was too short.
+        The delay is absorbed by later gaps. Work after a gap is delayed if the gap was too short.
         """
         starts, ends = self.starts, self.ends
         index = bisect.bisect_right(ends, start_s)
@@ -80,7 +80,7 @@ class Resource:
             ends[index] = ends.pop(index + 1) + late_s
 
     def place(self, ready_s: float, duration_s: float) -> float:
-        """Take the first ``duration_s`` that are free from ``ready_s`` on; returns their start."""
+        """Occupy the first free interval of ``duration_s`` from ``ready_s`` on; returns its start."""
         starts, ends = self.starts, self.ends
         start_s = self.free_from(ready_s, duration_s)
         index = bisect.bisect_right(ends, start_s)
@@ -100,22 +100,22 @@ class Resource:
 class Processors:
     """The multiprocessors of a GPU.
 
-    Kernels take turns, and one on a stream with priority overtakes: it starts when it is ready, and
-    whatever is running ends later by the time that it takes. (CUDA lets its blocks go first wherever
-    a running one ends, which lasts far less than a kernel; CUDA C++ programming guide, Stream
-    priorities.) Priorities among such streams are taken to be equal.
+    Kernels take turns. A kernel on a stream with priority overtakes others: it starts when it's ready,
+    and the running kernel ends later by its duration. (CUDA schedules its thread blocks first whenever a
+    running block ends, and a block takes far less time than a kernel; CUDA C++ programming guide, Stream
+    priorities.) All streams with priority are treated alike.
 
-    Beside a collective, kernels without priority lose a share of their speed. One that was placed
-    before the collective keeps its times.
+    While a collective runs, kernels without priority lose a fraction of their speed. A kernel that was
+    placed before the collective keeps its times.
     """
 
     __slots__ = ("_collectives", "_lost", "_others", "_prior")
 
     def __init__(self, lost: float = 0.0) -> None:
-        """lost: the share of the multiprocessors that a collective takes for itself."""
+        """lost: the fraction of the multiprocessors that a collective occupies."""
         self._prior = Resource()  # kernels with priority
-        self._others = Resource()  # the rest, each with what overtook it
-        self._collectives = Resource(), Resource()  # inside the host, and out of it
+        self._others = Resource()  # the rest, each including what overtook it
+        self._collectives = Resource(), Resource()  # inside the host, and between hosts
         self._lost = lost
 
     @property
@@ -125,7 +125,7 @@ class Processors:
         return ends[-1] if ends else 0.0
 
     def place(self, ready_s: float, duration_s: float) -> tuple[float, float]:
-        """A kernel takes the first time that is free from ``ready_s`` on; returns start and end."""
+        """Place a kernel at the first free time from ``ready_s`` on; returns its start and end."""
         prior = self._prior
         if not self._lost and (not prior.ends or prior.ends[-1] <= ready_s):
             start_s = self._others.place(ready_s, duration_s)
@@ -160,7 +160,7 @@ class Processors:
 
 
 def place_together(resources: Sequence[Resource], ready_s: float, duration_s: float) -> float:
-    """Take the first ``duration_s`` that are free in all ``resources``; returns their start."""
+    """Occupy the first interval of ``duration_s`` that's free in all ``resources``; returns its start."""
     start_s = ready_s
     while True:
         later_s = max(resource.free_from(start_s, duration_s) for resource in resources)
@@ -184,12 +184,12 @@ class SimulatedStream:
     compute: Processors  # shared by all streams of the device
     has_priority: bool  # whether its kernels overtake those of others
     free_s: float = 0.0
-    last_kernel: int | None = None  # its place among the simulator's trace events
-    queue: "deque[QueuedWork]" = field(default_factory=deque)  # the first one waits for something
+    last_kernel: int | None = None  # its index in the simulator's trace
+    queue: "deque[QueuedWork]" = field(default_factory=deque)  # the first one is waiting
 
 
 class QueuedWork(NamedTuple):
-    """Work that is queued on each of some streams, and runs when it is first on all of them."""
+    """Work that is queued on several streams, and runs when it's first on all of them."""
 
     streams: Sequence[SimulatedStream]
     run: Callable[[], bool]  # returns False as long as it has to wait
@@ -219,15 +219,15 @@ class Queues:
             self._woken.extend(self._waiting.pop(event, ()))
 
     def wake_at(self, event: int, stream: SimulatedStream) -> None:
-        """What is first in a stream's queue waits for an event."""
+        """The first item of a stream's queue waits for an event."""
         self._waiting.setdefault(event, []).append(stream)
 
     def wake_later(self, stream: SimulatedStream) -> None:
-        """What is first in a stream's queue need not wait any longer."""
+        """The first item of a stream's queue can run now."""
         self._woken.append(stream)
 
     def enqueue(self, streams: Sequence[SimulatedStream], run: Callable[[], bool]) -> None:
-        """Run something now, or when all that is queued before it on these streams has run."""
+        """Run something now, or after everything that's already queued on these streams."""
         work = QueuedWork(streams, run)
         for stream in streams:
             stream.queue.append(work)
@@ -235,7 +235,7 @@ class Queues:
             self._go_on(streams[0])
 
     def wake(self) -> bool:
-        """Go on with the streams whose events have happened; returns whether there were any."""
+        """Resume the streams whose events have happened; returns whether there were any."""
         some = bool(self._woken)
         while self._woken:
             self._go_on(self._woken.popleft())
@@ -259,7 +259,7 @@ Key = tuple[Any, ...]
 
 @dataclass(eq=False, slots=True)
 class PendingCollective:
-    """One rank's side of a collective that has not ended."""
+    """One rank's side of a collective that hasn't finished."""
 
     simulator: "Simulator"
     step: GroupCollective
@@ -271,12 +271,12 @@ class PendingCollective:
 
     @property
     def peers(self) -> list[int]:
-        """The other ranks that take part."""
+        """The other participating ranks."""
         return [rank for rank in self.step.ranks if rank != self.simulator.rank]
 
 
 class Rendezvous:
-    """The ranks that are simulated together, and the collectives in which some wait."""
+    """The ranks that are simulated together, and the collectives in which some are waiting."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = frozenset(ranks)
@@ -284,7 +284,7 @@ class Rendezvous:
         self._counts: Counter[Key] = Counter()
 
     def arrive(self, collective: PendingCollective) -> None:
-        """A rank is ready. When all are, the collective starts, and each side gets its times."""
+        """A rank is ready. Once all are, the collective starts, and its times are set on each side."""
         key = self._key(collective)
         sides = self._arrived.setdefault(key, [])
         if sides:
@@ -298,7 +298,7 @@ class Rendezvous:
                 side.simulator.wake_later(side.stream)
 
     def _key(self, collective: PendingCollective) -> Key:
-        """The same for all sides of one collective: a group's collectives have an order."""
+        """A key that's the same on all sides of a collective: a group's collectives are numbered."""
         step, rank = collective.step, collective.simulator.rank
         ends = sorted(step.ranks)
         if step.name == "send":
@@ -327,7 +327,7 @@ def _start(sides: list[PendingCollective]) -> None:
 
 
 def _check_alike(one: PendingCollective, other: PendingCollective) -> None:
-    """ValueError where two ranks come to one collective with different ones."""
+    """ValueError if two ranks call different collectives."""
     first, second = one.step, other.step
     same_name = {first.name, second.name} == {"send", "recv"} or first.name == second.name
     same_size = first.size_bytes == second.size_bytes or first.name == "all_to_all"

@@ -17,12 +17,12 @@ from vgpu.time.timeline import Timeline, TraceEvent, in_order
 
 
 class Deadlock(RuntimeError):
-    """Ranks that are simulated together wait for one another, or for one that has ended."""
+    """Ranks that are simulated together wait for each other, or for one that has finished."""
 
 
 @contextmanager
 def rarely_collected() -> Iterator[None]:
-    """Fewer garbage collections: looking through many records that stay is wasted work."""
+    """Collect garbage less often: scanning many long-lived records is wasted work."""
     thresholds = gc.get_threshold()
     gc.set_threshold(100_000, *thresholds[1:])
     try:
@@ -32,54 +32,54 @@ def rarely_collected() -> Iterator[None]:
 
 
 def simulate(programs: Sequence[Program]) -> Timeline:
-    """The timeline of a program, by its steps and its costs; of several, as ``joined`` gives it."""
+    """The timeline of one program, or of several ranks' programs together (see ``joined``)."""
     return _alone(programs[0]) if len(programs) == 1 else _together(programs)
 
 
 def replay(timeline: Timeline, **changes: Any) -> Timeline:
-    """The same operations simulated again: what one more run of the program would give.
+    """Simulate the same operations again, with other costs.
 
     changes: fields of CostModel by name, such as ``arithmetic_share=0.3``, ``link="PCIe 4"`` or
-    ``network="Ethernet 100"``; ``gpu``, a preset or a GPUSpec, for another kind of GPU, with its own
-    link unless one was given. Without changes the timeline comes out as it was, to the last bit.
+    ``network="Ethernet 100"``; ``gpu``, a preset or a GPUSpec, for another GPU, with its own link unless
+    one is given. Without changes, the new timeline is identical, bit for bit.
 
-    What the program itself decided by the time (``stream.query()``) stays as it was recorded, and
-    so do races, the kernel that attention took on the GPU of the recording (an older one may have
-    only a slower one), and which operations were fused; ``async_tp`` may change where they were.
-    ValueError for a timeline that no ``record()`` made.
+    Decisions that the program based on times (``stream.query()``) stay as recorded, and so do races, the
+    attention kernel chosen on the recorded GPU (an older GPU may only have a slower one), and which
+    operations were fused; for a program with fused operations, ``async_tp`` can be changed.
+    ValueError for a timeline that wasn't recorded with ``record()``.
     """
     if "fuses" in changes:
         raise ValueError(
-            "what is fused is decided while a program runs: call record(fuses=...) for a timeline "
-            "with and one without"
+            "fusion is decided while a program runs, so replay() can't change it: call "
+            "record(fuses=...) once with and once without"
         )
     if not timeline.programs:
         raise ValueError(
-            "this timeline has no recorded steps to replay: record() makes one that has"
+            "this timeline has no recorded steps to replay: use a timeline from record()"
         )
     return simulate([replace(p, costs=p.costs.changed(changes)) for p in timeline.programs])
 
 
 def replay_beside(timeline: Timeline, others: Iterable[TraceEvent]) -> Timeline:
-    """What one rank did again, while collectives of its GPU go on that were begun before.
+    """Replay what one rank did while earlier collectives of its GPU are still running.
 
-    others: their times are seconds since the timeline began, and may be less than 0. Their device
-    does not count: they may be recordings of a rank that does the same.
+    others: those collectives; their times are seconds since the start of the timeline, and can be
+    negative. Their device is ignored: they can come from the recording of an equivalent rank.
     """
     (program,) = timeline.programs
     return _alone(program, others)
 
 
 def joined(timelines: Sequence[Timeline]) -> Timeline:
-    """One timeline of ranks that each made a recording, with what they wait for one another.
+    """One timeline of ranks that were recorded separately, including the times they wait for each other.
 
-    Their clocks begin together and meet in collectives and messages: each starts when all of its
-    ranks that are here are ready, and ranks that are not here are taken to be ready with them. So
-    it suffices to record one rank of those that do the same; but a message needs both its ends.
-    The ranks are the timeline's devices, in order of rank: ``timeline.ranks[k]`` is ``vgpu:k``.
+    Their clocks start together and synchronize at collectives and messages: each starts when all of its
+    recorded ranks are ready; ranks without a recording are assumed to be ready, too. So it's enough to
+    record one of several equivalent ranks, but a message needs both sender and receiver. The ranks
+    become the timeline's devices, in order of rank: ``timeline.ranks[k]`` is ``vgpu:k``.
 
-    ValueError for no or several recordings of a rank, for a message from or to a rank without a
-    recording, and for calls that do not match. Deadlock names who waits for whom.
+    ValueError if there are no recordings, several of one rank, a message from or to a rank without one,
+    or calls that don't match. Deadlock says who waits for whom.
     """
     return _together([program for timeline in timelines for program in timeline.programs])
 
@@ -136,10 +136,10 @@ def _together(programs: Sequence[Program]) -> Timeline:
 
 
 def _run_all(runs: dict[Simulator, Iterator[None]]) -> None:
-    """Let each rank go on until it waits for another, and the next ones meanwhile.
+    """Simulate each rank until it has to wait for another, then switch to the next.
 
-    So a rank's steps come in their own order, as if it were alone, wherever the ranks come to their
-    collectives in one order. Where they do not, one of them looks ahead: its host launches more.
+    If all ranks reach their collectives in the same order, each rank's steps are simulated in the order
+    in which they'd be alone. Otherwise one rank's host runs ahead and launches more.
     """
     going = dict(runs)
     while able := [simulator for simulator in going if not simulator.host_waits]:
@@ -156,11 +156,11 @@ _ENDED = object()
 
 
 def _who_waits(simulators: Sequence[Simulator]) -> str:
-    lines = ["the joined ranks wait for one another, and none can go on:"]
+    lines = ["the joined ranks wait for each other, and none can continue:"]
     for simulator in simulators:
         pending = list(simulator.pending.values())
         arrived = [collective for collective in pending if collective.ready_s is not None]
-        what = f"waits in {_named((arrived or pending)[0])}" if pending else "has ended"
+        what = f"waits in {_named((arrived or pending)[0])}" if pending else "has finished"
         lines.append(f"  rank {simulator.rank} {what}")
     lines.append("All ranks of a group must call the same collectives in the same order.")
     return "\n".join(lines)
@@ -177,12 +177,12 @@ def _named(collective: PendingCollective) -> str:
 
 def _check(programs: Sequence[Program]) -> None:
     if not programs:
-        raise ValueError("no recordings to join: give the timelines of at least one rank")
+        raise ValueError("no recordings to join: pass the timeline of at least one rank")
     ranks = [program.rank for program in programs]
     if len(set(ranks)) < len(ranks):
         twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
         raise ValueError(
-            f"several recordings are of rank {twice[0]}: join one of each rank (their ranks: {ranks})"
+            f"there are several recordings of rank {twice[0]}: join one per rank (got ranks {ranks})"
         )
     for program in programs:
         used = {step.gpu for step in program.steps if isinstance(step, BeginStream)}
@@ -196,6 +196,6 @@ def _check(programs: Sequence[Program]) -> None:
                 lonely = [rank for rank in step.ranks if rank not in ranks]
                 if lonely and len(programs) > 1:
                     raise ValueError(
-                        f"rank {program.rank} calls {step.name} with rank {lonely[0]}, of which "
-                        f"there is no recording: join it too (joined are {ranks})"
+                        f"rank {program.rank} calls {step.name} with rank {lonely[0]}, which has no "
+                        f"recording: join it, too (joined ranks: {ranks})"
                     )

@@ -1,16 +1,16 @@
-"""Simulates one process: when its threads, streams and copies do what.
+"""Simulates one process: what its threads and streams do when.
 
-The host needs a few microseconds to launch an operation. The operation starts on its stream when
-the host has launched it, the stream is free, and the events it waits for have happened. A copy
-between GPUs occupies the current streams of both. A host that asks for a value waits.
+The host needs a few microseconds to launch an operation. The operation starts on its stream when the
+host has launched it, the stream is free, and the events it waits for have happened. A copy between GPUs
+occupies the current streams of both. A host that reads a value waits for it.
 
-A kernel on a stream with priority overtakes the others (resources.py). What it delays may have its
-times already, since it was launched before. Then the last of them ends so much later, and what is
-launched from then on comes behind it; what waited for one of them before keeps its times.
+A kernel on a stream with priority overtakes others (resources.py). The kernels that it delays may already
+have been simulated, since they were launched before. Then the last of them ends later by that delay, and
+kernels launched from then on start after it; what has already waited for one of them keeps its times.
 
-Alone, a rank never waits for others: they are taken to be where it is. Together with them
-(simulate.py) an event may not have happened yet. Then what its stream gets later is queued, and the
-host goes on until it needs that event itself.
+Simulated alone, a rank never waits for others: they're assumed to be ready whenever it is. Simulated
+together with others (simulate.py), an event may not have happened yet. Then later work on its stream is
+queued, and the host continues until it needs the event itself.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,19 +50,17 @@ from vgpu.time.timeline import HOST, HostRange, TraceEvent
 
 @dataclass(slots=True)
 class SimulatedThread:
-    """One thread of the host: its time, and how long it takes to launch an operation."""
+    """One host thread: its current time, and how long it takes to launch an operation."""
 
     number: int
     now_s: float
     launch_s: float
-    backward: bool  # whether it is one of the autograd engine
-    ranges: list[tuple[str, float]] = field(
-        default_factory=list
-    )  # entered and not left, with times
+    backward: bool  # whether it's a thread of the autograd engine
+    ranges: list[tuple[str, float]] = field(default_factory=list)  # open ones, with their starts
 
 
 class Simulator(Queues):
-    """The time of one program. All times are seconds since it began."""
+    """Simulates one program. All times are seconds since it started."""
 
     def __init__(
         self,
@@ -71,7 +69,7 @@ class Simulator(Queues):
         rendezvous: Rendezvous | None = None,
         position: int | None = None,
     ) -> None:
-        """rendezvous: where ranks wait for one another; alone in one unless given.
+        """rendezvous: where ranks wait for each other; by default, this rank is alone.
 
         position: in a timeline of several ranks, the number of this rank's only GPU and of its host.
         """
@@ -109,13 +107,13 @@ class Simulator(Queues):
         }
 
     def run(self, steps: Iterable[ProgramStep]) -> None:
-        """Simulate steps of a rank that is alone: it never has to wait for others."""
+        """Simulate steps of a single rank, which never waits for others."""
         handlers = self._handlers
         for step in steps:
             handlers[type(step)](step)
 
     def run_beside_others(self, steps: Iterable[ProgramStep]) -> Iterator[None]:
-        """Simulate all steps; yields where a collective or the host has to wait for other ranks."""
+        """Simulate all steps; yields when a collective or the host has to wait for other ranks."""
         handlers = self._handlers
         for step in steps:
             kind = type(step)
@@ -130,16 +128,16 @@ class Simulator(Queues):
 
     @property
     def host_waits(self) -> bool:
-        """Whether the host waits for an event that has not happened."""
+        """Whether the host is waiting for an event that hasn't happened yet."""
         return self._awaited is not None and self.happened_s[self._awaited] is None
 
     def end(self) -> tuple[float, float]:
-        """Seconds until the first thread had ended, and until everything had."""
+        """Seconds until the main thread has finished, and until everything has."""
         host_s = self.threads[0].now_s if self.threads else 0.0
         return host_s, max([host_s, *(stream.free_s for stream in self.streams)])
 
     def occupy(self, others: Iterable[TraceEvent], gpu: int) -> None:
-        """Collectives were begun before the program, and still occupy what they use of a GPU."""
+        """Let collectives from before the program occupy the wires and multiprocessors of a GPU."""
         for event in sorted(others, key=lambda event: event.start_s):
             start_s = max(0.0, event.start_s)
             for wire in self.wires(gpu, event):
@@ -189,7 +187,7 @@ class Simulator(Queues):
     def _query_event(self, step: QueryEvent) -> None:
         thread = self.threads[step.thread]
         if thread.now_s < self.time_s(step.event):
-            thread.now_s += self.costs.python_launch_s  # so that a loop that asks ends
+            thread.now_s += self.costs.python_launch_s  # so that a polling loop terminates
 
     # Streams
 
@@ -233,7 +231,7 @@ class Simulator(Queues):
         stream = self.streams[step.stream]
         if stream.queue:
             self.enqueue((stream,), lambda: self._run_kernel(step, stream, thread, launch_s, event))
-        else:  # nearly always, and quicker
+        else:  # nearly always, and faster
             self._run_kernel(step, stream, thread, launch_s, event)
 
     def _run_kernel(
@@ -277,7 +275,7 @@ class Simulator(Queues):
         return True
 
     def _overtake(self, stream: SimulatedStream, ready_s: float, duration_s: float) -> float:
-        """Run a kernel before those of streams without priority; returns its start."""
+        """Run a kernel ahead of those on streams without priority; returns its start."""
         compute = stream.compute
         busy_until_s = compute.busy_until_s
         start_s = compute.place_prior(ready_s, duration_s)
@@ -314,7 +312,7 @@ class Simulator(Queues):
     def _transfer(
         self, streams: Sequence[SimulatedStream], traced: TraceEvent, link: Resource | None = None
     ) -> None:
-        """Occupy all of the streams at once, and the link. traced: its times begin at 0."""
+        """Occupy all of the streams, and the link. traced: its start is 0, its end the duration."""
         event, duration_s = self.begin_event(), traced.end_s
 
         def run() -> bool:
@@ -328,12 +326,12 @@ class Simulator(Queues):
         self.enqueue(streams, run)
 
     def _link(self, source: SimulatedStream | None, target: SimulatedStream | None) -> Resource:
-        """The way from one device to another; copies in one direction take turns on it."""
+        """The link from one device to another; copies in one direction take turns on it."""
         key = tuple(end.device.index if end else None for end in (source, target))
         return self._links.setdefault(key, Resource())
 
     def _finish(self, streams: Sequence[SimulatedStream], traced: TraceEvent, event: int) -> None:
-        """A copy or a collective has its times, on each of its streams."""
+        """Record a copy or collective, whose times are known now, on each of its streams."""
         for stream in streams:
             self.trace.append(traced._replace(device=stream.device, stream=stream.number))
             stream.free_s = traced.end_s
@@ -357,13 +355,13 @@ class Simulator(Queues):
         return collective.has_ended
 
     def wires(self, gpu: int, step: GroupCollective | TraceEvent) -> list[Resource]:
-        """What a collective occupies of this rank: the ways out of and into its GPU, or one of them."""
+        """What a collective occupies of this rank: its GPU's outgoing or incoming link, or both."""
         between = self._is_between_hosts(step.ranks)
         ways = {"send": ("out",), "recv": ("in",)}.get(step.name, ("out", "in"))
         return [self._wires.setdefault((gpu, between, way), Resource()) for way in ways]
 
     def end_collective(self, collective: PendingCollective, start_s: float, end_s: float) -> None:
-        """A collective has its times."""
+        """Finish a collective, whose times are known now."""
         step, stream = collective.step, collective.stream
         thread = self.threads[step.by.thread]
         traced = _traced(step, "collective", end_s, thread)._replace(
@@ -381,7 +379,7 @@ class Simulator(Queues):
         self._finish([stream], traced, collective.event)
 
     def _take_processors(self, compute: Processors, traced: TraceEvent) -> None:
-        """A collective takes multiprocessors from the kernels beside it."""
+        """A collective takes multiprocessors from concurrent kernels."""
         if traced.name not in ("send", "recv", "permute"):  # copy engines do those
             between = self._is_between_hosts(traced.ranks)
             compute.note_collective(max(0.0, traced.start_s), traced.end_s, between)
@@ -396,7 +394,7 @@ def _traced(
     end_s: float,
     thread: SimulatedThread,
 ) -> TraceEvent:
-    """What is known of a copy or a collective before it starts."""
+    """What's known about a copy or a collective before it starts."""
     return TraceEvent(
         name=step.name,
         kind=kind,

@@ -1,10 +1,10 @@
-"""The steps of a recorded program, without any times: what virtual time is simulated from.
+"""The steps of a recorded program, without times: the input of the simulation.
 
-A program is a list of steps. Threads, streams and events are numbered in the order in which steps
-begin them: ``BeginThread`` begins a thread of the host, ``BeginStream`` a stream, and each kernel,
-copy, collective, deferred operation or recorded event an event: the moment when it has ended. Nothing
-here depends on the GPU or the network, so the same program can be simulated on others (simulate.py).
-Compiled code has other steps: compiler_passes.py makes them.
+A program is a list of steps. Threads, streams and events are numbered in the order in which steps create
+them: ``BeginThread`` creates a thread of the host, ``BeginStream`` a stream, and each kernel, copy,
+collective, deferred operation or recorded event creates an event, which happens when it has finished.
+Nothing here depends on the GPU or the network, so the same program can be simulated on others
+(simulate.py). For compiled code, compiler_passes.py replaces steps by others.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from vgpu.time.costs import CostModel, Workload
 
 
 class Issuer(NamedTuple):
-    """Who launches something."""
+    """Who launches an operation."""
 
     thread: int
     module: str  # "layer1.0.conv1"; empty outside every module
@@ -22,7 +22,7 @@ class Issuer(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """The factors of a matrix product whose left one is stored row by row."""
+    """The factors of a matrix product whose left factor is stored in row-major order."""
 
     left: int | None  # the event that wrote it; None if that was before the recording
     left_bytes: int
@@ -30,9 +30,9 @@ class Factors(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What an operation reads; known only where operations are fused."""
+    """What an operation reads; only known if operations are fused."""
 
-    writers: tuple[int, ...] = ()  # the events that wrote it
+    writers: tuple[int, ...] = ()  # the events that wrote its inputs
     moves: bool = False  # whether the operation only reorders it
     factors: Factors | None = None
 
@@ -41,7 +41,7 @@ UNKNOWN_OPERANDS = Operands()
 
 
 class BeginThread(NamedTuple):
-    """A thread of the host begins, at the time that its parent has reached."""
+    """A thread of the host starts, at the current time of its parent."""
 
     number: int  # its row in a trace
     parent: int | None
@@ -49,14 +49,14 @@ class BeginThread(NamedTuple):
 
 
 class JoinThreads(NamedTuple):
-    """A thread goes on when the others have got as far."""
+    """A thread waits for the others."""
 
     thread: int
     others: tuple[int, ...]
 
 
 class HostWork(NamedTuple):
-    """A thread computes something itself."""
+    """A thread of the host is busy."""
 
     thread: int
     duration_s: float
@@ -118,7 +118,7 @@ class LocalCollective(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """What a rank puts into a collective and gets from it, as Kineto counts it."""
+    """What a rank passes to a collective and gets from it, as counted by Kineto."""
 
     dtype: str = ""  # as C++ writes it: "BFloat16"
     sent: int = 0
@@ -134,7 +134,7 @@ class GroupCollective(NamedTuple):
     size_bytes: int
     ranks: tuple[int, ...]  # of a message: this rank, and the one at its other end
     group: str
-    issued_on: int  # the stream that was current, for which the group's has waited
+    issued_on: int  # the current stream, for which the group's stream waits
     operands: Operands = UNKNOWN_OPERANDS
     elements: Elements = Elements()
 
@@ -144,21 +144,24 @@ class GroupCollective(NamedTuple):
 
 
 class RecordEvent(NamedTuple):
-    """What is on a stream so far has ended, and the thread, if one is given, has got here."""
+    """An event that happens once everything enqueued on a stream has finished.
+
+    If a thread is given, not before that thread gets here.
+    """
 
     stream: int
     thread: int | None = None
 
 
 class WaitEvent(NamedTuple):
-    """What is enqueued on a stream from now on starts after an event."""
+    """Work enqueued on a stream from now on starts after an event."""
 
     stream: int
     event: int
 
 
 class HostWait(NamedTuple):
-    """A thread goes on after an event."""
+    """A thread waits for an event."""
 
     thread: int
     event: int
@@ -172,14 +175,14 @@ class QueryEvent(NamedTuple):
     event: int
 
 
-# Where elementwise operations are fused there are four more, which a pass replaces.
+# If elementwise operations are fused, there are four more, which a pass replaces.
 
 
 class Read(NamedTuple):
     """A tensor on a GPU that a deferred operation reads."""
 
     writer: int | None  # the event that wrote it; None if that was before the recording
-    block: int  # a number that tells its block of memory from others
+    block: int  # identifies its block of memory
     offset: int  # in elements
     size_bytes: int
 
@@ -202,7 +205,7 @@ class NeedResults(NamedTuple):
 
 
 class GraphBreak(NamedTuple):
-    """A compiled program ends: what is deferred on a stream, or on all if None, is launched."""
+    """A compiled program ends: what's deferred on a stream, or on all if None, is launched."""
 
     stream: int | None
     by: Issuer
@@ -215,7 +218,7 @@ class Release(NamedTuple):
 
 
 EventStep = Kernel | Copy | LocalCollective | GroupCollective | RecordEvent | Deferred
-"""The steps that begin an event."""
+"""The steps that create an event."""
 
 ProgramStep = (
     EventStep
@@ -236,12 +239,12 @@ ProgramStep = (
 
 @dataclass
 class Program:
-    """What one process did in a recording, and the costs it was timed with. Can be pickled."""
+    """What one process did in a recording, and its cost model. Can be pickled."""
 
     costs: CostModel
     rank: int
-    gpu: int  # the index of the one that was current when it began
-    gpus: int  # how many the process had
+    gpu: int  # the index of the current GPU when the recording started
+    gpus: int  # how many GPUs the process had
     steps: list[ProgramStep] = field(default_factory=list)
     # Each race with the index of its GPU in place of the device: devices don't leave a process.
     races: list[tuple[int, Any]] = field(default_factory=list)

@@ -1,8 +1,8 @@
 """``torch.vgpu.Stream`` and ``torch.vgpu.Event``.
 
-An operation has ended when its call returns, so waiting never takes real time here. What is kept is
-which stream is current on which device in which thread, and when an event was recorded: by the host's
-clock or, in a recording, in virtual time.
+An operation has finished when its call returns, so waiting takes no real time. These classes only track
+each thread's current streams, and when an event was recorded: by the host's clock or, in a recording, in
+virtual time.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from vgpu.time.program import GrowingProgram, RecordedEvent, RecordedStream
 
 _PlainStream, _PlainEvent = torch.Stream, torch.Event
 _stream_ids = itertools.count(1)
-_HIGHEST_PRIORITY = -3  # as many as c10/cuda/CUDAStream.h has: max_compile_time_stream_priorities
+_HIGHEST_PRIORITY = -3  # c10/cuda/CUDAStream.h: max_compile_time_stream_priorities
 
 
 class Stream(torch.Stream):
@@ -44,28 +44,28 @@ class Stream(torch.Stream):
 
     @property
     def priority(self) -> int:
-        """0, or less for a stream whose kernels overtake those of others, as in CUDA."""
+        """0, or negative if the stream's kernels overtake those of others, as in CUDA."""
         return gpus.stream_priorities.get(self.stream_id, 0)
 
     def query(self) -> bool:
-        """Whether all work given to this stream has ended."""
+        """Whether all work submitted to this stream has finished."""
         program = _program()
         return program is None or program.query_stream(_recorded(self, program))
 
     def synchronize(self) -> None:
-        """Wait until all work given to this stream has ended."""
+        """Wait until all work submitted to this stream has finished."""
         program = _program()
         if program is not None:
             program.synchronize([_recorded(self, program)])
 
     def wait_event(self, event: torch.Event) -> None:
-        """Work given later starts after ``event`` has happened."""
+        """Make future work submitted to this stream wait for ``event``."""
         program = _program()
         if program is not None:
             program.wait_event(_recorded(self, program), getattr(event, "_recorded", None))
 
     def wait_stream(self, stream: torch.Stream) -> None:
-        """Work given later starts after all work that ``stream`` has got so far."""
+        """Make future work submitted to this stream wait for all work submitted to ``stream`` so far."""
         program = _program()
         if program is not None:
             program.wait_stream(_recorded(self, program), _recorded(stream, program))
@@ -93,11 +93,11 @@ class Stream(torch.Stream):
 
 
 class Event(torch.Event):
-    """An event of a stream; with ``enable_timing`` its time can be asked."""
+    """An event of a stream; with ``enable_timing``, its time can be queried."""
 
     _enable_timing: bool
-    _host_time_s: float | None  # where it was recorded outside of a recording
-    _recorded: RecordedEvent | None  # where it was recorded in one
+    _host_time_s: float | None  # if it was recorded outside of a recording
+    _recorded: RecordedEvent | None  # if it was recorded in one
 
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
@@ -108,7 +108,7 @@ class Event(torch.Event):
         return event
 
     def record(self, stream: torch.Stream | None = None) -> None:
-        """The event happens when what ``stream``, or the current one, has got so far has ended."""
+        """Record the event on ``stream``, or on the current stream."""
         program = _program()
         self._host_time_s = self._recorded = None
         if program is None:
@@ -118,12 +118,12 @@ class Event(torch.Event):
             self._recorded = program.record_event(of, self._enable_timing)
 
     def query(self) -> bool:
-        """Whether the event has happened; one that was never recorded has."""
+        """Whether the event has happened; True if it was never recorded."""
         program = _program()
         return program is None or program.query_event(self._recorded)
 
     def wait(self, stream: torch.Stream | None = None) -> None:
-        """Work given later to ``stream``, or to the current one, starts after the event."""
+        """Make future work submitted to ``stream``, or to the current stream, wait for the event."""
         program = _program()
         if program is not None:
             waiting = _recorded(current_stream() if stream is None else stream, program)
@@ -136,7 +136,7 @@ class Event(torch.Event):
             program.host_waits_for_event(self._recorded)
 
     def elapsed_time(self, end_event: "Event") -> float:  # type: ignore[override]
-        """Milliseconds between two events that have happened, by the clock that was used."""
+        """Milliseconds between two events, in virtual time if they belong to a recording."""
         if not (self._enable_timing and end_event._enable_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if not (self._is_recorded and end_event._is_recorded):
@@ -145,7 +145,7 @@ class Event(torch.Event):
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
         if self._recording is not end_event._recording:
             raise RuntimeError(
-                "one event was recorded by virtual time and the other by the host's clock, or in "
+                "one event was recorded in virtual time and the other by the host's clock, or in "
                 "another recording: record both in one vgpu.record() block, or both outside of one"
             )
         return (end_event._time_s() - self._time_s()) * 1000
@@ -156,14 +156,14 @@ class Event(torch.Event):
 
     @property
     def _recording(self) -> object:
-        """What tells the recording whose virtual time it is; None: it is the host's time."""
+        """Identifies the recording whose virtual time it is; None for the host's time."""
         return None if self._recorded is None else self._recorded.recording
 
     def _time_s(self) -> float:
         if self._recorded is None:
             assert self._host_time_s is not None
             return self._host_time_s
-        if self._recorded.time_s is None:  # the recording is under way
+        if self._recorded.time_s is None:  # the recording is still active
             program = _program()
             assert program is not None
             return program.time_s(self._recorded.operation.event)
@@ -178,12 +178,12 @@ def _index(device: Any) -> int:
 
 
 def default_stream(device: Any = None) -> Stream:
-    """The stream that a device uses unless told otherwise."""
+    """The default stream of a device."""
     return Stream(_index(device), stream_id=0)
 
 
 def current_stream(device: Any = None) -> Stream:
-    """The stream that is current on a device in this thread."""
+    """The current stream of a device in this thread."""
     index = _index(device)
     return set_streams().get(index) or Stream(index, stream_id=current_stream_number(index))
 
@@ -197,7 +197,7 @@ def set_stream(stream: Stream) -> None:
 
 
 def _program() -> GrowingProgram | None:
-    """That of the recording that is under way, if there is one."""
+    """The program of the active recording, if any."""
     return None if recording.under_way is None else recording.under_way.program
 
 
@@ -206,7 +206,7 @@ def _recorded(stream: torch.Stream, program: GrowingProgram) -> RecordedStream:
 
 
 def make_stream(*args: Any, **kwargs: Any) -> torch.Stream:
-    """What ``torch.Stream(device, priority)`` makes while virtual GPUs are enabled."""
+    """``torch.Stream(device, priority)`` while virtual GPUs are enabled."""
     device = args[0] if args else kwargs.get("device")
     if "stream_id" in kwargs or not _is_virtual(device):
         return _PlainStream(*args, **kwargs)
@@ -214,7 +214,7 @@ def make_stream(*args: Any, **kwargs: Any) -> torch.Stream:
 
 
 def make_event(device: Any = None, **options: Any) -> torch.Event:
-    """What ``torch.Event(device, enable_timing=...)`` makes while virtual GPUs are enabled."""
+    """``torch.Event(device, enable_timing=...)`` while virtual GPUs are enabled."""
     return Event(**options) if _is_virtual(device) else _PlainEvent(device, **options)
 
 

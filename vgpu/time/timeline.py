@@ -1,4 +1,4 @@
-"""Records of virtual time: what ran where and when. Figures and reports only read them."""
+"""The result of a simulation: what ran where and when. Figures and reports only read it."""
 
 import functools
 import json
@@ -27,20 +27,22 @@ class TraceEvent(NamedTuple):
     stream: int  # 0 is the default stream; for a wait, the host's thread
     start_s: float
     end_s: float
-    launch_s: float  # when the host had launched it
+    launch_s: float  # when the host finished launching it
     module: str = ""  # "layer1.0.conv1"; empty outside every module
     backward: bool = False  # whether autograd's engine asked for it
     flop: int = 0
     size_bytes: int = 0  # what it reads and writes; for a copy, what it moves
     source: torch.device | None = None  # of a copy
     target: torch.device | None = None
-    ranks: tuple[int, ...] = ()  # of a collective over process groups: who takes part
-    link: str = ""  # and what it goes over
-    ready_s: float | None = None  # of the same: when this rank was ready; it starts when all are
-    group: str = ""  # of the same
+    # Of a collective of a process group: its ranks, the link or network it uses, when this rank was
+    # ready (it starts when all ranks are), and the group.
+    ranks: tuple[int, ...] = ()
+    link: str = ""
+    ready_s: float | None = None
+    group: str = ""
     elements: Elements = Elements()
-    thread: int = 0  # of the host, that launched it
-    launching_s: float = 0.0  # how long it took that thread
+    thread: int = 0  # the host thread that launched it
+    launching_s: float = 0.0  # how long that took
 
     @property
     def duration_s(self) -> float:
@@ -48,30 +50,30 @@ class TraceEvent(NamedTuple):
 
     @property
     def waited_s(self) -> float:
-        """How long a collective over process groups waited for other ranks, or for its link."""
+        """How long a collective of a process group waited for other ranks, or for its link."""
         return 0.0 if self.ready_s is None else self.start_s - self.ready_s
 
     @property
     def label(self) -> str:
-        """The module, or the operation if no module asked for it."""
+        """The module, or the operation if it's outside every module."""
         return (self.module or self.name) + (" (backward)" if self.backward else "")
 
 
 class HostRange(NamedTuple):
-    """A stretch of one thread of the host: a block of ``record_function``, or ``vgpu.spend``."""
+    """A range of time of one host thread: a block of ``record_function``, or ``vgpu.spend``."""
 
     name: str
     kind: str  # "range" or "work"
     device: torch.device  # the current GPU of its rank
     thread: int
-    backward: bool  # whether the thread is one of the autograd engine
+    backward: bool  # whether it's a thread of the autograd engine
     start_s: float
     end_s: float
 
 
 @dataclass(frozen=True)
 class Race:
-    """An operation used memory that another stream had written or read, and did not wait."""
+    """An operation used memory that another stream had written or read, without waiting for it."""
 
     operation: str
     device: torch.device
@@ -93,8 +95,8 @@ class Race:
 class FreedInUse(Race):
     """Memory of ``operation`` is freed while another stream may still use it.
 
-    The caching allocator reuses it on ``stream``, where it was allocated, and knows of another
-    stream only by ``record_stream``.
+    The caching allocator reuses it on ``stream``, where it was allocated, and only knows about other
+    streams from ``record_stream``.
     """
 
     def __str__(self) -> str:
@@ -108,29 +110,29 @@ class FreedInUse(Race):
 
 @dataclass
 class Timeline:
-    """What ``record()`` saw. Complete when its block has ended."""
+    """What ``record()`` recorded; complete at the end of its block."""
 
-    gpu: str  # the model of GPU whose datasheet set the times
+    gpu: str  # the model of GPU whose datasheet determined the times
     devices: list[torch.device]
     events: list[TraceEvent] = field(default_factory=list)  # by start, device, stream
     races: list[Race] = field(default_factory=list)
-    makespan_s: float = 0.0  # until host, kernels and copies had all ended
-    host_s: float = 0.0  # until the host's code had ended; what a clock without synchronize reads
-    # Where several ranks are joined: the rank of each of the devices. One number for a rank alone.
+    makespan_s: float = 0.0  # until host, kernels and copies have all finished
+    host_s: float = 0.0  # until the host has finished; what a clock without synchronize measures
+    # For joined ranks: the rank of each of the devices. For a single rank: one number.
     ranks: list[int] = field(default_factory=lambda: [0])
-    programs: tuple[Program, ...] = field(default=(), repr=False)  # from which it can be replayed
+    programs: tuple[Program, ...] = field(default=(), repr=False)  # what replay() simulates again
     host_ranges: list[HostRange] = field(default_factory=list)  # by their end
 
     def busy_s(self, device: torch.device | str) -> float:
-        """Seconds in which at least one kernel ran on ``device``; copies do not count."""
+        """Seconds during which at least one kernel ran on ``device``; copies don't count."""
         return covered_s(e for e in self.of(device) if e.kind == "kernel")
 
     def copying_s(self, device: torch.device | str) -> float:
-        """Seconds in which ``device`` sent or received, in a copy or a collective."""
+        """Seconds during which ``device`` sent or received data, in a copy or a collective."""
         return covered_s(e for e in self.of(device) if e.kind in ("copy", "collective"))
 
     def utilisation(self, device: torch.device | str) -> float:
-        """The share of the makespan in which ``device`` computed."""
+        """The fraction of the makespan during which ``device`` computed."""
         return self.busy_s(device) / self.makespan_s if self.makespan_s else 0.0
 
     def of(self, device: torch.device | str) -> list[TraceEvent]:
@@ -139,7 +141,7 @@ class Timeline:
         return [event for event in self.events if event.device == wanted]
 
     def streams(self, device: torch.device | str) -> list[int]:
-        """The streams of a device that did something."""
+        """The streams of a device that were used."""
         return sorted({event.stream for event in self.of(device)})
 
     @property
@@ -147,14 +149,15 @@ class Timeline:
         return sum(event.flop for event in self.events)
 
     def to_chrome_trace(self, path: str | Path, rank: int | None = None) -> None:
-        """Write the JSON that ``torch.profiler`` writes (Kineto's), with virtual times.
+        """Write JSON in the format of ``torch.profiler`` (Kineto's), with virtual times.
 
-        https://ui.perfetto.dev opens it, and Holistic Trace Analysis, which wants one file a rank:
-        rank is the one to write; all of them, unless given. ValueError for one that is not here.
+        https://ui.perfetto.dev opens it, and so does Holistic Trace Analysis, which expects one file per
+        rank. rank: the rank to write; by default all of them. ValueError for a rank that isn't in the
+        timeline.
         """
         if rank is not None and rank not in self.ranks:
             raise ValueError(
-                f"rank must be one of those in this timeline, {self.ranks}, got {rank!r}"
+                f"rank must be one of the ranks in this timeline, {self.ranks}, got {rank!r}"
             )
         Path(path).write_text(json.dumps(kineto.trace_of(self, rank)), encoding="utf-8")
 
@@ -173,7 +176,7 @@ def in_order(events: Iterable[TraceEvent]) -> list[TraceEvent]:
     return sorted(events, key=lambda e: (e.start_s, _name(e.device), e.stream, e.launch_s))
 
 
-_name = functools.cache(str)  # of a device: events are many
+_name = functools.cache(str)  # of a device; cached because there are many events
 
 
 def covered_s(events: Iterable[TraceEvent]) -> float:

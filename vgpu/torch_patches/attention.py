@@ -1,11 +1,11 @@
-"""``scaled_dot_product_attention`` on a virtual GPU: fused where CUDA fuses it.
+"""``scaled_dot_product_attention`` on a virtual GPU: fused whenever CUDA would fuse it.
 
-In C++ the choice is made by device type, and there ours is not known. Here it is CUDA's: the first
-kernel, in torch's order, that ``torch.nn.attention.sdpa_kernel`` leaves on and that can do it on
-this GPU, else an error. On an A100 that is flash attention for float16 and bfloat16 without a
-mask, memory-efficient attention for float32 and masks, and the plain formula for float64. cuDNN's
-is played by the other two, which keep as many bytes. What the CPU's fused kernel cannot do, such as
-dropout, is computed unfused, whatever was chosen.
+C++ chooses the kernel by device type, and doesn't know ours. This file chooses as for CUDA: the first
+kernel, in torch's order, that's enabled (``torch.nn.attention.sdpa_kernel``) and supports the inputs on
+this GPU; otherwise it raises an error. On an A100, that's flash attention for float16 and bfloat16 without
+a mask, memory-efficient attention for float32 and masks, and the math implementation for float64. In place
+of cuDNN's kernel, one of the other two runs, which save as many bytes. Whatever the CPU's fused kernel
+doesn't support, such as dropout, is computed unfused.
 """
 
 import functools
@@ -31,7 +31,7 @@ _IS_ENABLED = {
 
 
 def install(changes: Changes) -> None:
-    # CausalBias overrides it, and knows it by this name; C++ hands on what torch._C._nn has.
+    # CausalBias overrides it by this name; torch._C._nn has the C++ function.
     changes.wrap_function("scaled_dot_product_attention", _fused, F, torch._C._nn)
 
 
@@ -73,7 +73,7 @@ def _fused(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
             groups = query.size(-3) // key.size(-3)
             parts[1:] = [part.repeat_interleave(groups, -3) for part in parts[1:]]
         chosen = _choose(parts, attn_mask, is_causal)
-        if chosen == SDPBackend.MATH or not _can_be_played(parts, attn_mask, dropout_p):
+        if chosen == SDPBackend.MATH or not _has_cpu_kernel(parts, attn_mask, dropout_p):
             return unfused()
         if chosen != SDPBackend.EFFICIENT_ATTENTION and attn_mask is None:
             return torch.ops.aten._scaled_dot_product_flash_attention(
@@ -88,12 +88,12 @@ def _fused(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _choose(parts: list[torch.Tensor], mask: torch.Tensor | None, is_causal: bool) -> SDPBackend:
-    """The kernel that CUDA takes: select_sdp_backend in ATen/native/transformers/cuda/sdp_utils.cpp.
+    """CUDA's choice: select_sdp_backend in ATen/native/transformers/cuda/sdp_utils.cpp.
 
-    RuntimeError, as there, where those that are enabled cannot do it.
+    RuntimeError, as on CUDA, if no enabled kernel supports the inputs.
     """
     gpu = gpus.resolve(parts[0].device)
-    assert gpu is not None, "attention of tensors that lie on no virtual GPU"
+    assert gpu is not None, "attention of tensors that aren't on a virtual GPU"
     capability = gpu.spec.compute_capability
     possible = {SDPBackend.MATH}
     if _are_regular(parts):
@@ -112,14 +112,14 @@ def _choose(parts: list[torch.Tensor], mask: torch.Tensor | None, is_causal: boo
     names = ", ".join(one.name for one in enabled)
     raise RuntimeError(
         "No available kernel. Aborting execution. "
-        f"Of the kernels that are enabled ({names or 'none'}) none can do it on a "
+        f"None of the enabled kernels ({names or 'none'}) supports these inputs on a "
         f"{gpu.spec.name}: {query.dtype}, queries {list(query.size())}, keys {list(key.size())}, "
         f"{'no mask' if mask is None else 'a mask'}. Let sdpa_kernel allow another."
     )
 
 
 def _are_regular(parts: list[torch.Tensor]) -> bool:
-    """What every fused kernel asks for."""
+    """The requirements of every fused kernel."""
     query, key, value = parts
     return (
         all(part.dim() == 4 and part.layout is torch.strided for part in parts)
@@ -170,8 +170,8 @@ def _suit_cudnn(parts: list[torch.Tensor], capability: tuple[int, int]) -> bool:
     )
 
 
-def _can_be_played(parts: list[torch.Tensor], mask: torch.Tensor | None, dropout_p: float) -> bool:
-    """Whether the CPU's fused kernel can do it."""
+def _has_cpu_kernel(parts: list[torch.Tensor], mask: torch.Tensor | None, dropout_p: float) -> bool:
+    """Whether the CPU's fused kernel supports the inputs."""
     query, _, value = parts
     return (
         dropout_p == 0.0
@@ -181,7 +181,7 @@ def _can_be_played(parts: list[torch.Tensor], mask: torch.Tensor | None, dropout
 
 
 def _bias(mask: torch.Tensor | None, parts: list[torch.Tensor]) -> torch.Tensor | None:
-    """What is added to the scores: a mask of bools leaves out what is False."""
+    """The bias that's added to the scores; a boolean mask excludes where it's False."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     bias = torch.zeros_like(mask, dtype=parts[0].dtype)

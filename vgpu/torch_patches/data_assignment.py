@@ -1,8 +1,7 @@
-"""``tensor.data = other`` across devices, with which ``Module.to`` keeps each parameter's identity.
+"""``tensor.data = other`` across devices, with which ``Module.to`` preserves parameters' identities.
 
-Between a CPU and a CUDA tensor torch replaces the contents of a C++ tensor. A virtual tensor is an
-instance of another Python class and needs other dispatch keys, so here the two Python objects swap
-what they stand for.
+For CPU and CUDA tensors, torch replaces the contents of the C++ tensor. A virtual tensor has another Python
+class and other dispatch keys, so here the two Python objects swap their C++ tensors and classes.
 """
 
 from collections.abc import Callable
@@ -23,7 +22,7 @@ def install(changes: Changes) -> None:
 
 
 def data_across_devices(plain: Any) -> property:
-    """The property ``Tensor.data``, of virtual tensors too."""
+    """The property ``Tensor.data``, also for virtual tensors."""
 
     def set(tensor: torch.Tensor, source: torch.Tensor) -> None:
         if _of_other_kind(tensor, source):
@@ -39,16 +38,16 @@ def data_across_devices(plain: Any) -> property:
                 setattr(tensor, name, getattr(source, name))
             tensor._given_data = True
             if type(tensor) is VirtualTensor:
-                # The same memory, but a later change of one tensor's shape leaves the other's.
+                # The same memory, but changing one tensor's shape later doesn't affect the other's.
                 tensor._inner = source._inner.detach()
 
     return property(plain.__get__, set)
 
 
 def has_compatible_type(plain: Callable[..., bool]) -> Callable[..., bool]:
-    """Whether ``input.data = from_`` works; torch asks before it moves a module's parameters."""
+    """Whether ``input.data = from_`` works; torch checks that before it moves a module's parameters."""
 
-    # The parameters are named as torch's own are: torch.compile compares the signatures.
+    # Parameters must have the same names as torch's: torch.compile compares the signatures.
     def _has_compatible_shallow_copy_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
         if _of_other_kind(input, from_):
             return input.layout is torch.strided and from_.layout is torch.strided
@@ -58,16 +57,16 @@ def has_compatible_type(plain: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _of_other_kind(tensor: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether C++ takes the two for tensors of different types."""
+    """Whether C++ considers the tensors to be of different types."""
     if isinstance(tensor, VirtualTensor) and isinstance(source, VirtualTensor):
-        # Other keys: a shape on the host, what was made in inference mode.
+        # Keys differ for a shape on the host, and for inference tensors.
         strided = tensor.layout is source.layout is torch.strided
         return strided and _keys(tensor) != _keys(source)
     return isinstance(tensor, VirtualTensor) != isinstance(source, VirtualTensor)
 
 
 def _keys(tensor: torch.Tensor) -> int:
-    """The dispatch keys by which C++ compares two tensors, but for marks that it can change."""
+    """The dispatch keys by which C++ compares two tensors, without those that it can change."""
     keys = torch._C._dispatch_keys(tensor)
     for mark in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative):
         keys = keys.remove(mark)
@@ -75,12 +74,11 @@ def _keys(tensor: torch.Tensor) -> int:
 
 
 def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Make ``tensor`` a tensor of the kind and contents of ``source``; it stays the same object.
+    """Give ``tensor`` the class and contents of ``source``; it stays the same object.
 
-    The two are of different kinds: one is virtual and the other not, one is a shape on the host, or
-    one was made in inference mode. ``requires_grad`` and other attributes stay; a gradient follows
-    to the device.
-    RuntimeError for a tensor that autograd computed, and for another's gradient.
+    The two are of different kinds: only one is virtual, or a shape on the host, or an inference tensor.
+    ``requires_grad`` and other attributes are kept; the gradient is moved to the same device.
+    RuntimeError if ``tensor`` isn't a leaf, or is the gradient of another tensor.
     """
     if not tensor.is_leaf:
         raise RuntimeError(
@@ -111,7 +109,7 @@ def become(tensor: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _swap(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """The two exchange their contents; a tensor that cannot is left as it was."""
+    """Exchange the contents of two tensors; if that fails, they're unchanged."""
     content: Any = source.data.requires_grad_(tensor.requires_grad)
     if not content.is_inference() and not tensor.is_inference():  # the count of changes stays
         torch._C._increment_version([content] * tensor._version)
@@ -124,7 +122,7 @@ def _swap(tensor: torch.Tensor, source: torch.Tensor) -> None:
         new_class = torch.nn.Parameter
     if held:
         new_class = type(content)
-    # The other object now stands for the old contents, which a graph may still need.
+    # The other object now has the old contents, which a graph may still need.
     old_class, old_attributes = tensor.__class__, dict(vars(tensor))
     try:
         torch._C._swap_tensor_impl(tensor, content)
@@ -145,24 +143,24 @@ def _swap(tensor: torch.Tensor, source: torch.Tensor) -> None:
         target.__class__ = kind
         vars(target).clear()
         vars(target).update(names)
-    # The hooks' dicts stay with the Python object; C++ must be told of them again.
+    # The hooks' dicts stay with the Python object; set them again in C++.
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if (hooks := getattr(tensor, name)) is not None:
             setattr(tensor, name, hooks)
 
 
 def _accumulates(tensor: torch.Tensor) -> Node:
-    """What graphs made so far hand the tensor's gradient to."""
+    """The node that accumulates the tensor's gradient in existing graphs."""
     with torch.inference_mode(False):
         return torch.autograd.graph.get_gradient_edge(tensor).node
 
 
 def _refuse_backward(node: Node) -> None:
-    """Graphs made before the move would send their gradient to contents that nobody sees."""
+    """Existing graphs would accumulate their gradient into the old contents, which nobody sees."""
 
     def refuse(grad_outputs: Any) -> None:
         raise RuntimeError(
-            "backward through a graph that was made before its parameters were moved to another "
+            "backward through a graph that was created before its parameters were moved to another "
             "device: run the forward pass again, or move the module before it"
         )
 

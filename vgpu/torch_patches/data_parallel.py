@@ -1,9 +1,9 @@
-"""What ``nn.DataParallel`` calls for GPUs: its copies between them, its streams and its threads.
+"""What ``nn.DataParallel`` needs: its copies between GPUs, its streams and its threads.
 
-``scatter``, ``gather``, ``broadcast_coalesced`` and ``reduce_add`` replace the functions of the same
-name in ``torch.nn.parallel.comm``, which CUDA does in C++, under autograd's own ``Scatter``,
-``Gather`` and ``Broadcast``. In a recording of virtual time, a broadcast or a reduce costs what
-NCCL's costs, which torch uses on CUDA.
+``scatter``, ``gather``, ``broadcast_coalesced`` and ``reduce_add`` replace the functions of the same name
+in ``torch.nn.parallel.comm``, which for CUDA are in C++; autograd's ``Scatter``, ``Gather`` and
+``Broadcast`` call them. In a recording of virtual time, a broadcast or reduce costs the same as NCCL's,
+which torch uses on CUDA.
 """
 
 import functools
@@ -33,7 +33,7 @@ def install(changes: Changes) -> None:
     changes.set(torch.nn.parallel._functions, "_get_stream", copy_stream)
     parallel_apply = recording.sharing_the_interpreter(torch.nn.parallel.parallel_apply)
     changes.set(torch.nn.parallel, "parallel_apply", parallel_apply)
-    # Alone of torch.nn.parallel it asks torch.cuda for an index, which takes no other devices.
+    # Unlike the rest of torch.nn.parallel, it uses torch.cuda's function, which takes no other devices.
     module = sys.modules["torch.nn.parallel.parallel_apply"]
     changes.set(module, "_get_device_index", torch._utils._get_device_index)
     for name in ("data_parallel", "parallel_apply"):
@@ -42,9 +42,9 @@ def install(changes: Changes) -> None:
 
 
 def nccl_is_available(plain: Callable[..., bool]) -> Callable[..., bool]:
-    """``torch.cuda.nccl.is_available``: never for virtual tensors.
+    """``torch.cuda.nccl.is_available``: False for virtual tensors.
 
-    torch's own warns where it was built without NCCL.
+    torch's own warns if it was built without NCCL.
     """
 
     def is_available(tensors: Iterable[object]) -> bool:
@@ -67,9 +67,9 @@ def scatter(
     dim: int = 0,
     streams: Any = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Chunks of ``tensor`` along ``dim``, one per device; fewer if the size does not suffice.
+    """Chunks of ``tensor`` along ``dim``, one per device; fewer if the dimension is too small.
 
-    streams: on which to copy, one per device or None for the current one. The host does not wait.
+    streams: the streams for the copies, one per device, None for the current one. The host doesn't wait.
     """
     tensor = _handle_complex(tensor)
     targets = [_device(d) for d in devices]
@@ -85,9 +85,9 @@ def scatter(
 
 
 def gather(tensors: Sequence[torch.Tensor], dim: int = 0, destination: Any = None) -> torch.Tensor:
-    """The tensors side by side along ``dim`` on ``destination``; -1 is the CPU.
+    """The tensors concatenated along ``dim`` on ``destination``; -1 is the CPU.
 
-    Each tensor is copied straight into its place, so no second copy takes memory there.
+    Each tensor is copied directly into the result, so there's no second copy on that device.
     """
     tensors = [_handle_complex(tensor) for tensor in tensors]
     sizes = [tensor.size(dim) for tensor in tensors]
@@ -111,9 +111,9 @@ def gather(tensors: Sequence[torch.Tensor], dim: int = 0, destination: Any = Non
 def broadcast_coalesced(
     tensors: Sequence[torch.Tensor], devices: Any, buffer_size: int = 10485760
 ) -> list[list[torch.Tensor]]:
-    """The tensors on every device: on their own device themselves, copies elsewhere.
+    """The tensors on every device: copies, except on their own device.
 
-    The copies have no history, like those that C++ makes: autograd's ``Broadcast`` gives them one.
+    The copies have no autograd history, as those from C++; autograd's ``Broadcast`` adds it.
     """
     targets = [_device(device) for device in devices]
     tensors = [_handle_complex(tensor) for tensor in tensors]
@@ -126,7 +126,7 @@ def broadcast_coalesced(
 
 
 def reduce_add(inputs: Sequence[torch.Tensor], destination: Any = None) -> torch.Tensor:
-    """The sum on one device; torch's own, which counts as one reduce in a recording."""
+    """The sum on one device: torch's own function, recorded as one reduce."""
     devices = [tensor.device for tensor in inputs]
     first = inputs[0]
     parts = (first,) if first.layout is torch.strided else (first._indices(), first._values())
@@ -144,9 +144,9 @@ def _device(index_or_device: Any) -> torch.device:
 def _as_collective(
     name: str, size_bytes: int, devices: Sequence[torch.device], buffer_bytes: int
 ) -> Iterator[None]:
-    """In a recording, what the block copies counts as NCCL's collective, one for each buffer.
+    """In a recording, record the copies in the block as one collective of NCCL per buffer.
 
-    size_bytes: of one GPU's part.
+    size_bytes: per GPU.
     """
     now = recording.under_way
     if now is None or len(devices) < 2 or size_bytes == 0:

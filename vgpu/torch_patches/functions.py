@@ -1,8 +1,9 @@
 """Functions and classes of torch that C++ answers without an operator, so that no dispatch sees them.
 
-``torch.accelerator`` is one, with Generator, Stream and Event. A function goes here when it compares or names devices, or asks for a tensor's class, before it calls
-an operator. An operator (``torch.ops.aten``) or a method of a tensor belongs in ``vgpu/tensor``, a name
-of ``torch.vgpu`` in ``device_module.py``.
+``torch.accelerator`` is an example, and so are Generator, Stream and Event. A function belongs here if it
+compares or names devices, or checks a tensor's class, before it calls an operator. Operators
+(``torch.ops.aten``) and methods of tensors belong in ``vgpu/tensor``, names of ``torch.vgpu`` in
+``device_module.py``.
 """
 
 import functools
@@ -28,8 +29,8 @@ from vgpu.time import streams
 from vgpu.torch_patches import device_module
 from vgpu.torch_patches.undo import Changes
 
-# What compares devices in C++ before it reaches any kernel: functions that classes and modes may
-# override (__torch_function__), and the rest.
+# Functions that compare devices in C++ before they reach a kernel: those that can be overridden
+# (__torch_function__), and the rest.
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _CHECK_IN_CPP = ("grid_sampler", "tensor_split")
 _ALSO_IN_CPP = (
@@ -55,7 +56,7 @@ _FUNCTIONS = {
     "_accelerator_getDeviceStats": device_module.memory_stats,
     "_accelerator_resetPeakStats": device_module.reset_peak_memory_stats,
 }
-# Classes of which C++ could not make an object for a virtual GPU.
+# Classes of which C++ can't create an instance for a virtual GPU.
 _CLASSES: dict[str, Callable[..., Any]] = {
     "Generator": generators.make_generator,
     "Stream": streams.make_stream,
@@ -99,10 +100,10 @@ def _install_accelerator(changes: Changes) -> None:
 
 
 def stand_in_for(torch_class: Any, make: Callable[..., Any]) -> Any:
-    """A class to put in the place of one of torch's.
+    """A class that replaces one of torch's.
 
-    Calling it calls ``make``; ``isinstance`` and ``issubclass`` ask torch's class; classes that a
-    user derives from it are made as usual.
+    Calling it calls ``make``; ``isinstance`` and ``issubclass`` use torch's class; subclasses can be defined
+    and instantiated as usual.
     """
 
     class Meta(type(torch_class)):  # type: ignore[misc]
@@ -127,12 +128,12 @@ def stand_in_for(torch_class: Any, make: Callable[..., Any]) -> Any:
 
 
 def recurrent(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.lstm`` and its kind: the cast of autocast, and the check in C++."""
+    """``torch.lstm`` and the like: autocast's cast, and device names in errors from C++."""
     return casting.recurrent(naming_devices(plain))
 
 
 def as_tensor(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``torch.as_tensor``; C++ would copy, because it compares its own name of the device."""
+    """``torch.as_tensor``; C++ would copy, because it compares C++ devices."""
 
     @functools.wraps(plain)
     def as_tensor(data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
@@ -157,7 +158,7 @@ def asarray(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def ctc_loss(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``torch.ctc_loss``; C++ reads lengths that lie on the CPU only for tensors of its own."""
+    """``torch.ctc_loss``; C++ reads lengths on the CPU for its own tensors only."""
 
     @functools.wraps(plain)
     def ctc_loss(log_probs: Any, targets: Any, *lengths: Any, **options: Any) -> torch.Tensor:
@@ -171,7 +172,7 @@ def ctc_loss(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def resize_storage(
     plain: Callable[..., torch.UntypedStorage],
 ) -> Callable[..., torch.UntypedStorage]:
-    """``UntypedStorage.resize_``, which the bytes of a virtual GPU follow."""
+    """``UntypedStorage.resize_``, which also updates the bytes of a virtual GPU."""
 
     @functools.wraps(plain)
     def resize_(storage: torch.UntypedStorage, size_bytes: int) -> torch.UntypedStorage:
@@ -186,7 +187,7 @@ def resize_storage(
 def without_size(plain: Callable[..., Any]) -> Callable[..., Any]:
     """``__new__`` of a lazy module's parameters and buffers: RuntimeError for a virtual GPU.
 
-    To move such a module there, torch itself refuses: "Attempted to use an uninitialized parameter".
+    Moving such a module there raises torch's error: "Attempted to use an uninitialized parameter".
     """
 
     @functools.wraps(plain)
@@ -194,23 +195,23 @@ def without_size(plain: Callable[..., Any]) -> Callable[..., Any]:
         device = torch.empty(0, device=kwargs.get("device")).device
         if gpus.resolve(device) is not None:
             raise RuntimeError(
-                f"a lazy module cannot be made on {device}, a virtual GPU: make it on the CPU, call "
-                "forward with a batch there, which gives its parameters their size, then move it"
+                f"a lazy module cannot be created on {device}, a virtual GPU: create it on the CPU, "
+                "call forward with a batch there, which initializes its parameters, then move it"
             )
         return plain(cls, *args, **kwargs)
 
     return __new__
 
 
-# Optimizers and clipping have a loop and a form of ``torch._foreach_*``. Unless told, they take the
-# latter on a GPU, and only for tensors of the classes that they know.
+# Optimizers and gradient clipping are implemented with a loop and with ``torch._foreach_*``. By default,
+# they use the latter on a GPU, if the classes of all tensors are known.
 
 
 def _of_plain_tensors(plain: Callable[..., bool]) -> Callable[..., bool]:
-    """Whether tensors are of a class for which torch takes ``foreach`` by itself.
+    """Whether torch uses ``foreach`` for tensors by default.
 
-    Here it takes plain tensors, such as gradients, and no Parameter; a virtual one of either is a
-    VirtualTensor.
+    Clipping does for plain tensors, such as gradients, but not for Parameters; both are VirtualTensors
+    here.
     """
 
     @functools.wraps(plain)
@@ -226,7 +227,7 @@ def _is_plain(tensor: object) -> bool:
 
 
 def _grouping_by_name(plain: Callable[..., dict[Any, Any]]) -> Callable[..., dict[Any, Any]]:
-    """What the ``foreach`` forms ask first; C++ sorts tensors by its own name of a device."""
+    """The grouping of tensors for ``foreach``, whose keys are C++ devices."""
 
     @functools.wraps(plain)
     def grouped(*args: Any, **kwargs: Any) -> dict[Any, Any]:

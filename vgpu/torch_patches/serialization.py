@@ -1,13 +1,12 @@
-"""Tensors of virtual GPUs in files, in the format of CUDA's checkpoints, and sent to other processes.
+"""Save and load tensors on virtual GPUs, and send them to other processes.
 
-A file holds storages, each tagged with its device (``vgpu:1``), so ``map_location`` and
-``weights_only=True`` work as ever, and a file can be read without this package by mapping it to
-the CPU. A storage cannot itself lie on a virtual GPU: one that is read for it carries a mark, and
-the tensors rebuilt from it are wrapped.
+Files have the format of CUDA's checkpoints: storages are tagged with their device (``vgpu:1``), so
+``map_location`` and ``weights_only=True`` work as usual, and a file can be read without this package if it's
+mapped to the CPU. A storage itself can't be on a virtual GPU: when it's loaded, it's marked, and tensors that
+are rebuilt from it are wrapped.
 
-With torch.multiprocessing, as with CUDA, a tensor arrives on the device that it was sent from, and both
-processes see the same memory. The process that receives it must have enabled virtual GPUs; it counts
-the bytes as its own.
+With torch.multiprocessing, as with CUDA, a tensor arrives on the device that it was sent from, and shares its
+memory with the sender. The receiving process must have enabled virtual GPUs, and counts the bytes as its own.
 """
 
 import copyreg
@@ -40,7 +39,7 @@ def install(changes: Changes) -> None:
 
 
 def reduce(tensor: VirtualTensor) -> tuple[Any, ...]:
-    """What ``__reduce_ex__`` returns: torch's own function to rebuild, and its arguments."""
+    """For ``__reduce_ex__``: torch's own function to rebuild the tensor, and its arguments."""
     warn_if_has_hooks(tensor)
     state = {k: v for k, v in vars(tensor).items() if k not in OWN_ATTRIBUTES}
     if isinstance(tensor, torch.nn.Parameter):
@@ -54,10 +53,10 @@ def reduce(tensor: VirtualTensor) -> tuple[Any, ...]:
         function, args = inner._reduce_ex_internal(2)
         args = (*args[:4], tensor.requires_grad, *args[5:])
     else:
-        # Through a CPU tensor, as torch does for devices without storages; such a tensor always
-        # comes back to the device that it was saved from.
+        # As a CPU tensor, as torch does for devices without storages; such a tensor is always loaded
+        # to the device that it was saved from.
         function = torch._utils._rebuild_device_tensor_from_cpu_tensor
-        # A sparse tensor comes back without requires_grad, as one of the CPU does.
+        # A sparse tensor is loaded without requires_grad, as on the CPU.
         requires_grad = tensor.requires_grad and tensor.layout is torch.strided
         args = (tensor.detach().cpu(), tensor.dtype, str(tensor.device), requires_grad)
     if state:
@@ -69,12 +68,12 @@ copyreg.pickle(VirtualTensor, reduce)
 
 
 def tag(storage: Any) -> str | None:
-    """The device that a storage is saved for; None for any storage that is not ours."""
+    """The device tag for a storage; None if it isn't ours."""
     return getattr(storage, "_vgpu_location", None)
 
 
 def restore(storage: Any, location: str) -> Any:
-    """Mark a loaded storage for the device that its tag or ``map_location`` names."""
+    """Mark a loaded storage with the device of its tag or ``map_location``."""
     if location.partition(":")[0] != gpus.DEVICE_TYPE:
         return None
     device = torch.serialization._validate_device(location, gpus.DEVICE_TYPE)
@@ -83,9 +82,9 @@ def restore(storage: Any, location: str) -> Any:
 
 
 def wrapping(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch._utils._rebuild_tensor``, with tensors of marked storages put on their GPU.
+    """``torch._utils._rebuild_tensor``, which puts tensors of marked storages on their GPU.
 
-    ``copy.copy`` comes here with the storage of a virtual tensor, whose block knows the GPU.
+    ``copy.copy`` calls it with the storage of a virtual tensor, whose block knows the GPU.
     """
 
     def _rebuild_tensor(storage: Any, storage_offset: int, size: Any, stride: Any) -> torch.Tensor:
@@ -103,7 +102,7 @@ def wrapping(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reduce_tensor(tensor: VirtualTensor) -> tuple[Any, ...]:
-    """How to send a tensor: a function that makes it there, and its arguments."""
+    """How to send a tensor: a function that rebuilds it in the other process, and its arguments."""
     if tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError(
             "Cowardly refusing to serialize non-leaf tensor which requires_grad, since autograd "
@@ -144,9 +143,9 @@ def _as_sent(tensor: torch.Tensor, requires_grad: bool, is_parameter: bool) -> t
 
 
 def reduce_storage(storage: torch.UntypedStorage) -> Any:
-    """``torch.multiprocessing``'s own, but not for the storage behind a virtual tensor.
+    """``torch.multiprocessing``'s own; RuntimeError for the storage of a virtual tensor.
 
-    It would arrive as one of the CPU. RuntimeError: send the tensor.
+    It'd arrive as a storage on the CPU.
     """
     if hasattr(storage, "_vgpu_block"):
         raise RuntimeError(

@@ -1,7 +1,7 @@
-"""What virtual GPUs change in torch, and how it is undone.
+"""Replace names in torch, and undo it.
 
-Each file that replaces something of torch's has a function ``install(changes)`` that says what;
-``backend.py`` calls them all, and undoes everything when virtual GPUs are disabled.
+Each file that replaces something in torch has a function ``install(changes)``; ``backend.py`` calls all of
+them, and reverts everything when virtual GPUs are disabled.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class Changes(contextlib.ExitStack):
     def __init__(self) -> None:
         super().__init__()
         self.missing: list[str] = []
-        """What was to be replaced and is not there, for ``torch_releases.report_missing``."""
+        """Names that were to be replaced but don't exist, for ``torch_releases.report_missing``."""
 
     def _lacks(self, owner: Any, name: str) -> bool:
         if hasattr(owner, name):
@@ -38,7 +38,7 @@ class Changes(contextlib.ExitStack):
         return True
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Replace an attribute of a module or class, or add it; a private one must be there."""
+        """Set an attribute of a module or class; a private one must already exist."""
         if re.match("_[^_]", name) and self._lacks(owner, name):
             return
         before = vars(owner).get(name, _MISSING)
@@ -49,17 +49,17 @@ class Changes(contextlib.ExitStack):
             self.callback(setattr, owner, name, before)
 
     def wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace an attribute by what ``make`` makes of torch's own."""
+        """Replace an attribute by ``make(attribute)``."""
         if not self._lacks(owner, name):
             self.set(owner, name, make(getattr(owner, name)))
 
     def wrap_function(
         self, name: str, make: Callable[[Any], Any], *owners: Any, for_classes: bool = True
     ) -> None:
-        """Replace a function in all modules that have it; classes and modes can override it still.
+        """Replace a function in all modules that have it; ``__torch_function__`` can still override it.
 
-        They are told which function it is, and compare that with what the modules have now.
-        Without ``for_classes``, modes alone: torch.overrides.get_ignored_functions.
+        It's passed the new function, which is also what the modules have, so it can compare them. Without
+        ``for_classes``, only modes can override it: torch.overrides.get_ignored_functions.
         """
         if self._lacks(owners[0], name):
             return
@@ -67,7 +67,7 @@ class Changes(contextlib.ExitStack):
 
         @functools.wraps(made)
         def public(*args: Any, **kwargs: Any) -> Any:
-            # Torch asks modes only where there is something that a class could override.
+            # has_torch_function only considers modes if there are arguments.
             given = (*args, *kwargs.values()) if for_classes else (None,)
             if has_torch_function(given):
                 return handle_torch_function(public, given, *args, **kwargs)
@@ -86,17 +86,17 @@ class Changes(contextlib.ExitStack):
             self.callback(table.__setitem__, key, before)
 
     def append(self, items: list[Any], value: object) -> None:
-        """Add to a list, to whose end others may add too."""
+        """Append to a list, to which others may append, too."""
         items.append(value)
         self.callback(items.remove, value)
 
     def add(self, items: MutableSet[Any], value: object) -> None:
-        """Add to a set what it does not have yet."""
+        """Add an item to a set."""
         items.add(value)
         self.callback(items.discard, value)
 
     def library(self, namespace: str) -> torch.library.Library:
-        """A library whose registrations go when the changes are undone."""
+        """A library whose registrations are removed when the changes are undone."""
         library = torch.library.Library(namespace, "IMPL")
         self.callback(library._destroy)
         return library

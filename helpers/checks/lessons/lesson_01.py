@@ -45,7 +45,7 @@ def check_to_device(to_device: Callable[[Any, torch.device], Any]) -> dict[str, 
         with for_input(given):
             if _shape_of(batch) != untouched:
                 raise Wrong(
-                    yours="the batch that was handed in has changed",
+                    yours="the batch that was passed in has changed",
                     expected="the batch as it was, and a new one beside it",
                     hint="Build new containers; do not write into the old ones.",
                 )
@@ -54,7 +54,7 @@ def check_to_device(to_device: Callable[[Any, torch.device], Any]) -> dict[str, 
                 raise Wrong(
                     yours=f"{calls.copies} copies",
                     expected=f"{crossing} copies",
-                    hint="One tensor that has to move is one copy: .to(device) alone does it.",
+                    hint="Each tensor that has to move takes one copy: .to(device) alone makes it.",
                 )
         copied, asked = copied + calls.copies, asked + crossing
     return {
@@ -63,10 +63,10 @@ def check_to_device(to_device: Callable[[Any, torch.device], Any]) -> dict[str, 
     }
 
 
-_TENSOR = "A tensor goes to the device that your function was given: tensor.to(device)."
+_TENSOR = "Move a tensor to the device that your function was given: tensor.to(device)."
 _CONTAINERS = (
-    "Ask what the batch is before you touch it: a tensor, a dict, a namedtuple, a list, a tuple, or "
-    "something else that goes through as it is."
+    "First check what the batch is: a tensor, a dict, a namedtuple, a list, a tuple, or "
+    "something else, which you return unchanged."
 )
 
 
@@ -95,7 +95,7 @@ def _compare(yours: Any, given: Any, device: torch.device, place: str) -> None:
     elif isinstance(given, (list, tuple, dict)):
         if yours is given and any(tensor.device != device for tensor in _tensors(given)):
             raise Wrong(
-                yours=f"{place}: the {type(given).__name__} that was handed in, as it was",
+                yours=f"{place}: the {type(given).__name__} that was passed in, unchanged",
                 expected=f"a new {type(given).__name__}, with its tensors on {device}",
                 hint=f"A {type(given).__name__} has no .to(): go through its entries.",
             )
@@ -119,7 +119,7 @@ def _compare(yours: Any, given: Any, device: torch.device, place: str) -> None:
         raise Wrong(
             yours=f"{place}: {describe(yours)}",
             expected=f"{place}: {describe(given)}, the same object",
-            hint="What is neither a tensor nor a container is handed on as it is.",
+            hint="Return anything that is neither a tensor nor a container unchanged.",
         )
 
 
@@ -206,7 +206,7 @@ def check_repaired(answer: Any) -> dict[str, Any]:
                     expected="the loss as a NumPy number, as in the script",
                     hint="Keep the script's last step; .numpy() needs a tensor on the CPU.",
                 )
-            hint = "The class weights and the centring by `mean` stay as the script has them."
+            hint = "Keep the class weights and the centering by `mean` as in the script."
             expect_close(torch.as_tensor(loss), expected, hint=hint, rtol=1e-4, atol=1e-5)
         losses[device] = f"{float(loss):.4f} on {device}, within {abs(loss - expected.item()):.1g}"
     return {"your losses": "\n".join(losses.values()), "tried on": f"{len(losses)} devices"}
@@ -218,7 +218,7 @@ def _two_callables(answer: Any) -> tuple[Any, Any]:
             yours=answer,
             expected="the pair (Net, run), a class and a function",
             given='check("1.2", (Net, run))',
-            hint="Hand over both names.",
+            hint="Pass both names.",
         )
     return answer
 

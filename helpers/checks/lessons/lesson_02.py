@@ -39,7 +39,7 @@ def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
         hint = "The value must stay what loss_2017 gives, for images below 0 as well. Only its "
         expect_close(loss.detach(), right, hint=hint + "gradient was wrong.")
         gradient = _gradient_of(loss, weight)
-        hint = "The gradient of weight is off."
+        hint = "The gradient of weight is wrong."
         if torch.allclose(gradient, hidden_gradient):
             hint = "This is still the gradient of loss_2017: one edit is hidden from autograd."
         expect_close(gradient, right_gradient, hint=hint)
@@ -60,7 +60,7 @@ def _gradient_of(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         raise Wrong(
             yours="a loss without a graph",
             expected="a loss whose backward() reaches weight",
-            hint="Something between weight and the loss was cut off: detach, data or no_grad.",
+            hint="Something between weight and the loss cuts the graph: detach, data or no_grad.",
         )
     try:
         return torch.autograd.grad(loss, weight)[0]
@@ -166,7 +166,7 @@ def head_loss(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
     right = torch.autograd.grad(expected, head.weight)[0]
     backbone.seen.clear()
 
-    hint = "A head computes its gradient from what it is given; inference_mode's may not be saved."
+    hint = "Backward needs the head's input, and inference_mode's tensors can't be saved for it."
     with for_input(f"{batch} images of {size} numbers, {width} features, {classes} classes", hint):
         loss = _with_recording_restored(answer, backbone, head, images, labels)
         if not isinstance(loss, torch.Tensor) or loss.dim():
@@ -181,7 +181,7 @@ def head_loss(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
                 hint="Call the head outside of the block that records nothing.",
             )
         loss.backward()
-        expect_close(head.weight.grad, right, hint="The gradient of the head's weight is off.")
+        expect_close(head.weight.grad, right, hint="The gradient of the head's weight is wrong.")
     return {"your graph": "the head's alone", "graphs in the backbone": "0, the budget"}
 
 
@@ -207,12 +207,12 @@ def _expect_backbone_untouched(backbone: WatchedScores) -> None:
     if not all(parameter.requires_grad for parameter in backbone.parameters()):
         raise Wrong(
             yours="parameters of the backbone that no longer require a gradient",
-            expected="parameters as they came",
+            expected="parameters as before the call",
             hint="requires_grad_(False) changes the caller's network for good.",
         )
     if backbone.seen[0][1]:
         raise Wrong(
             yours="a graph was recorded in the backbone",
             expected="no graph",
-            hint="Cutting the result off comes too late. Which block records nothing?",
+            hint="Detaching the result comes too late. Which block records nothing?",
         )

@@ -73,7 +73,7 @@ def _check_one_evaluation(
             yours=f"{'train' if model.training else 'eval'} mode",
             expected=f"{mode} mode",
             given=f"the model's mode afterwards; {given}",
-            hint="Note model.training before model.eval(), and go back to it at the end.",
+            hint="Save model.training before model.eval(), and restore it at the end.",
         )
     return expected
 
@@ -260,7 +260,7 @@ def _compare_epoch(part: Trainer, whole: Trainer, done: int, ends: int, given: s
         epoch = {item for batch in part.items for item in batch}
         left = {item for batch in expected for item in batch}
         if len(part.items) != len(expected):
-            hint = "Pass over exactly the batches that are done: no more, no fewer."
+            hint = "Skip exactly the batches that are done: no more, no fewer."
         elif epoch != left:
             hint = (
                 "Another shuffle: some items come twice in the epoch, others never. Put "
@@ -274,8 +274,8 @@ def _compare_epoch(part: Trainer, whole: Trainer, done: int, ends: int, given: s
         given = f"the items of the batches; {given}"
         raise Wrong(yours=part.items, expected=expected, given=given, hint=hint)
     hint = (
-        "The right items with other noise. Passing over the done batches drew from torch's CPU "
-        "random state: note it before, restore it after, and draw each batch only when it is asked "
+        "The right items with other noise. Skipping the done batches drew from torch's CPU "
+        "random state: save it before, restore it after, and draw each batch only when it is asked "
         "for."
     )
     for mine, theirs in zip(part.noisy, whole.noisy[done:ends], strict=True):

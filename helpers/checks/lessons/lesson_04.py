@@ -97,7 +97,7 @@ def other_dimension(
         used = sorted({str(device) for device, _ in seen})
         if not seen:
             raise Wrong(
-                yours="the lstm that was handed in never ran",
+                yours="the lstm that was passed in never ran",
                 expected="a module around that lstm",
                 hint="Wrap the model that you are given, not another.",
             )

@@ -37,7 +37,7 @@ def all_reduce_of_two_halves(answer: Callable[[torch.Tensor], torch.Tensor]) -> 
                 hint = "The numbers are right; the budget is these two calls, once each."
                 if set(names) == {"all_gather"}:
                     hint = (
-                        "The numbers are right, at more than the budget. Collecting whole tensors "
+                        "The numbers are right, but over the budget. Collecting whole tensors "
                         "sends n - 1 of them to each rank; parts of the sum are enough."
                     )
                 elif "all_to_all" in names:
@@ -92,7 +92,7 @@ def mean_over_unequal_shards(answer: Callable[[torch.Tensor], Any]) -> dict[str,
                     yours=spent or "no collective",
                     expected="one collective, of at most two numbers",
                     given=f"{given}; on rank {rank}",
-                    hint="The mean is right, at more than the budget. Put the two numbers that "
+                    hint="The mean is right, but over the budget. Put the two numbers that "
                     "the ranks must add into one tensor.",
                 )
     return {
@@ -125,13 +125,15 @@ def _hint_for_mean(
     if yours.isnan():
         return "The mean of no values is not a number. Add sums and counts instead of means."
     if near(means.mean()):
-        return "This is the mean of the ranks' means: it counts a short shard as much as a long."
+        return (
+            "This is the mean of the ranks' means: it counts a short shard as much as a long one."
+        )
     if near(means.nan_to_num().mean()):
         return "A rank without values must not count, and a short shard less than a long one."
     if near(means[rank]) or near(shards[rank].sum()):
         if talked:
-            return "This is the rank's own value, although the ranks talked: return the other one."
-        return "This is the rank's own value: the ranks have to talk."
+            return "This is the rank's own value, although the ranks communicated: return the other one."
+        return "This is the rank's own value: the ranks have to communicate."
     if near(torch.cat(shards).sum()):
         return "This is the sum of all values: divide by how many there are on all ranks."
     if near(torch.cat(shards).sum() / len(shards)):

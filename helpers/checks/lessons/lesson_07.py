@@ -57,9 +57,7 @@ def handmade_ddp(answer: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
         ) -> Any:
             return count_collectives_on_gpu(rank, world_size, steps_of, x, y, wrap)
 
-        given = (
-            f"{ranks} ranks with seeds of their own, 3 steps of {len(x[0]) // ranks} samples each"
-        )
+        given = f"{ranks} ranks with different seeds, 3 steps of {len(x[0]) // ranks} samples each"
         results = on_ranks(run_counted, ranks, x, y, answer, given=given, gpu=GPU)
         [(single, steps)] = on_ranks(steps_of, 1, x, y, None, given=given, gpu=GPU)
         unsaved = "the buffer with persistent=False"
@@ -131,7 +129,7 @@ def sum_or_average(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, 
             loss = answer((parallel(own_x)[:, 0] - own_y).square())
             if not isinstance(loss, torch.Tensor):
                 raise TypeError(f"loss_for_ddp returned {loss!r}; it must return a tensor")
-            run_backward(loss, instead="hand it a tensor without a graph, such as a count")
+            run_backward(loss, instead="pass it a tensor without a graph, such as a count")
             if model.weight.grad is None:
                 raise ValueError("backward() left no gradient: is the loss detached?")
             return model.weight.grad.cpu()
@@ -186,7 +184,7 @@ def validation_sampler(answer: Callable[..., Any]) -> dict[str, Any]:
             expect_equal(lengths, sizes, given=f"the lengths, {given}", hint=hint)
             again = [sorted(sampler) for sampler in samplers]
             walked = [sorted(part) for part in parts]
-            hint = "A sampler is walked through once in every epoch: __iter__ must start anew."
+            hint = "A sampler is iterated once per epoch: __iter__ must start over."
             expect_equal(again, walked, given=f"a second epoch, {given}", hint=hint)
             loader: DataLoader[int] = DataLoader(
                 data,  # type: ignore[arg-type]
@@ -209,7 +207,7 @@ def _judge_parts(parts: list[list[int]], data: list[int]) -> list[int]:
         hint = f"Padding repeats samples {twice}: they would be counted twice."
         raise Wrong(yours=parts, expected="no sample twice", hint=hint)
     if sorted(dealt) != data:
-        hint = "Some samples are dealt to nobody, or do not exist."
+        hint = "Some samples go to no rank, or don't exist."
         raise Wrong(yours=parts, expected=f"every sample from 0 to {len(data) - 1}", hint=hint)
     sizes = [len(part) for part in parts]
     if max(sizes) - min(sizes) > 1:

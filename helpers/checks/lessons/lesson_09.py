@@ -133,7 +133,7 @@ def _judge_overlap(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
                 except vgpu.NoValueError as error:
                     raise Wrong(
                         yours="a loop that asks for a value of a tensor on a GPU",
-                        expected="a loop that hands over all pieces and waits for none",
+                        expected="a loop that launches all pieces and waits for none",
                         given=given,
                         hint=waiting,
                     ) from error
@@ -148,7 +148,7 @@ def _judge_overlap(answer: Callable[..., torch.Tensor]) -> dict[str, str]:
             given=given,
             hint=waiting
             if waits
-            else "A piece's copy to the next GPU is handed over behind the next pieces' work. Take "
+            else "A piece's copy to the next GPU is queued behind the next pieces' work. Take "
             "each piece through all stages, then begin the next.",
         )
     return {
@@ -276,7 +276,7 @@ def _use_memory(rows: int, weight: torch.Tensor) -> None:
         part.sum()
 
 
-@exercise("9.3", "Find the missing synchronisation")
+@exercise("9.3", "Find the missing synchronization")
 def repaired(
     answer: Callable[[list[torch.Tensor], torch.Tensor], list[torch.Tensor]],
 ) -> dict[str, str]:
@@ -327,7 +327,7 @@ def _judge_products(products: Any, expected: list[torch.Tensor], timeline: Timel
         race = timeline.races[0]
         if isinstance(race, vgpu.FreedInUse):
             hint = (
-                "A batch's memory is given away while its product may still read it. Keep the two "
+                "A batch's memory is reused while its product may still read it. Keep the two "
                 "buffers, or call record_stream."
             )
         elif race.other_operation not in ("mm", "copy", "copy_"):

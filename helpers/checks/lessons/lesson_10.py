@@ -44,7 +44,7 @@ def _judge_order(schedule: Schedule, micro_batches: int) -> str:
     except DeadlockError as error:
         raise Wrong(
             yours=drawn,
-            expected="four rows that do not wait for each other in a circle",
+            expected="four rows without a circular wait",
             hint=f"{error}. How many forwards must a stage take before its first backward?",
         ) from error
     budget = [min(_STAGES - stage, micro_batches) for stage in range(_STAGES)]
@@ -76,7 +76,7 @@ def _rows_as_schedule(rows: Any, micro_batches: int) -> Schedule:
         raise Wrong(
             yours=repr(rows),
             expected='for each stage a list such as ["F0", "F1", "B0", "B1"]',
-            hint=f"These rows are no schedule: {error}.",
+            hint=f"These rows aren't a schedule: {error}.",
         ) from error
     kinds = {action.kind for action in schedule.actions}
     if schedule.micro_batches != micro_batches or schedule.chunks != 1 or kinds != {"F", "B"}:
@@ -215,9 +215,9 @@ def _expect_one_wait(timeline: Timeline) -> None:
     launched_s = max(e.launch_s for e in timeline.events if e.name == "mean")
     early = [wait for wait in waits if wait.start_s < launched_s]
     if early or len(waits) > 1:
-        hint = "Each .item() is a wait of its own: make one tensor of all losses first."
+        hint = "Each .item() waits: make one tensor of all losses first."
         if early:
-            hint = "Python waited before it had handed over the last step: no .item() in the loop."
+            hint = "Python waited before it had launched the last step: no .item() in the loop."
         raise Wrong(
             yours=f"{len(waits)} waits",
             expected="one wait, after the last step",

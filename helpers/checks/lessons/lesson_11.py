@@ -36,8 +36,8 @@ def peak_of_a_step(answer: Callable[[list[int], int, str], float]) -> dict[str, 
                 yours=f"an answer that has PyTorch compute: {len(calls.names)} operations",
                 expected="no tensors, arithmetic with the sizes alone",
                 given=given,
-                hint="Measured after the run, it is not said before. Which tensors are there, and "
-                "how many numbers has each?",
+                hint="That measures a run instead of predicting it. Which tensors are there, and "
+                "how many numbers does each have?",
             )
         peak = _peak(sizes, batch_size, name)
         off = yours / peak.total_bytes - 1
@@ -182,7 +182,7 @@ def _judge_rank(
         raise Wrong(
             yours=f"DDP sent gradients {sent} times, and your own code {max(by_hand, 0)} times",
             expected="DDP sends them once",
-            hint="Let the last backward be outside of no_sync, its forward too.",
+            hint="Run the last backward outside of no_sync, and its forward, too.",
         )
     if not torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6):
         hint = _scale_hint(gradient, expected, batches)
@@ -255,7 +255,7 @@ def fit_a_budget(answer: Callable[[list[int], int, int], Any]) -> dict[str, str]
                 )
             elif yours is not None:
                 least = format_bytes(min(peaks) * _UNIT_BYTES)
-                hint = "No choice fits: say so by None. With every stage checkpointed the peak is "
+                hint = "No choice fits: return None. With every stage checkpointed the peak is "
                 raise Wrong(yours=repr(yours), expected="None", hint=f"{hint}{least}.")
     return shown
 
@@ -273,7 +273,7 @@ def _judge_choice(yours: Any, layers: Sequence[int], budget: int, fits: Sequence
         raise Wrong(
             yours="None",
             expected=f"a choice that fits, such as {_in_words(layers, fitting)}",
-            hint="It need not hold for a sum over all stages: backward frees a stage before it "
+            hint="The sum over all stages may be above it: backward frees a stage before it "
             "brings the one before it back.",
         )
     indices = list(yours) if isinstance(yours, set | frozenset | list | tuple | range) else None
@@ -295,7 +295,7 @@ def _judge_choice(yours: Any, layers: Sequence[int], budget: int, fits: Sequence
         raise Wrong(
             yours=chose,
             expected=f"{fewest} layers computed twice",
-            hint="It fits, and so does a choice that computes less. Mind which stages come late.",
+            hint="It fits, and so does a choice that computes less. Consider which stages come late.",
         )
     return chose
 

@@ -189,7 +189,7 @@ def what_to_wrap(answer: Callable[[list[int], int], Any]) -> dict[str, str]:
         with for_input(given, "Return the sizes of the units, or None."):
             yours = answer(list(layers), budget)
             if not fits and yours is not None:
-                hint = f"With every layer alone, neighbours take {format_bytes(least)}: too much."
+                hint = f"With every layer alone, neighbors take {format_bytes(least)}: too much."
                 raise Wrong(yours=repr(yours), expected="None", hint=hint)
             if fits:
                 _judge_units(yours, layers, budget, fits)
@@ -228,7 +228,7 @@ def _judge_units(
         raise Wrong(
             yours=f"{list(yours)}: {format_bytes(at_once)} at once",
             expected=as_best,
-            hint="Over the budget. The next unit is gathered while one computes: add neighbours.",
+            hint="Over the budget. The next unit is gathered while one computes: add neighbors.",
         )
     if len(yours) > fewest:
         raise Wrong(
@@ -300,7 +300,7 @@ def fill_from_checkpoint(answer: Callable[[Any, Path], None]) -> dict[str, str]:
                         hint="The model is as it was before: dcp.load fills the tensors of the "
                         "dictionary that it is given. Are they the model's own?"
                         if torch.equal(yours, untouched)
-                        else "Other numbers than the checkpoint's.",
+                        else "The numbers are not the checkpoint's.",
                     )
                 if gathers:
                     raise Wrong(

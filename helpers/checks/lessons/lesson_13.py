@@ -90,7 +90,7 @@ def _hint_for_rows(yours: Any, whole: torch.Tensor) -> str:
         return "Return all of the output, (B, O), on every rank."
     off = yours - whole.detach()
     if all(torch.allclose(row, off[0], atol=1e-4) for row in off):
-        return "Only the bias is off: it must count once, after the sum, and not on each rank."
+        return "Only the bias is wrong: it must count once, after the sum, and not on each rank."
     return "Each rank's product is one part of the sum: add the parts over the ranks."
 
 
@@ -104,7 +104,7 @@ def _hint_for_gradient(yours: Any, right: torch.Tensor, ranks: int) -> str:
         )
     if torch.allclose(ranks * yours, right, rtol=1e-3, atol=1e-4):
         return f"{ranks} times too small: what forward divides by the ranks, backward divides too."
-    return "Every rank goes on with the same output: its gradient comes back unchanged."
+    return "Every rank continues with the same output: its gradient comes back unchanged."
 
 
 def _expect_budget(
@@ -122,7 +122,7 @@ def _expect_budget(
             yours=f"{phase} sends {_in_words(calls)}",
             expected=f"{phase} sends {budget}",
             given=where,
-            hint="The numbers are right, at more than the budget.",
+            hint="The numbers are right, but over the budget.",
         )
 
 
@@ -146,7 +146,7 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
             yours=answer,
             expected="a dict from names of modules to how to split them",
             given=given,
-            hint="Begin with {**faulty, ...}.",
+            hint="Start with {**faulty, ...}.",
         )
     known = {name for name, _ in block.named_modules()}
     if unknown := [name for name in answer if not any(_matches(each, name) for each in known)]:
@@ -154,7 +154,7 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
             yours=f"a plan for {', '.join(unknown)}",
             expected=f"names among {', '.join(sorted(filter(None, known)))}",
             given=given,
-            hint="PyTorch passes over a name that no module has, with a warning.",
+            hint="PyTorch ignores a name that no module has, with a warning.",
         )
     try:
         results = on_ranks(
@@ -169,7 +169,7 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
         )
     except Wrong as wrong:
         wrong.hint = (
-            "The block does not run: somewhere a layer gets another part than it takes. Follow "
+            "The block does not run: somewhere a layer gets a different part than it expects. Follow "
             f"the tensors: ColwiseParallel takes all of its input, RowwiseParallel a part.\n{wrong.hint}"
         )
         raise
@@ -186,7 +186,7 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
                 "pairs the wrong ones."
                 if paired
                 else "An output that is a part of a sum, or a part of a row, must not be taken for "
-                "the whole: what does each layer hand out?",
+                "the whole: what does each layer output?",
             )
         if whole:
             raise Wrong(
@@ -201,7 +201,7 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
                 yours=f"sends {_in_words(calls)}",
                 expected=f"sends {_in_words(wanted)}",
                 given=where,
-                hint="The numbers are right, at more than the budget: which input becomes a DTensor "
+                hint="The numbers are right, but over the budget: which input becomes a DTensor "
                 "more than once? And what is gathered, only to be cut again?",
             )
     return {
@@ -298,7 +298,7 @@ def split_cross_entropy(answer: Callable[..., Any]) -> dict[str, Any]:
         gathered = 4 * tokens * words * (ranks - 1) / ranks
         used = 3 * 2 * (ranks - 1) / ranks * 4 * tokens
         shown[given] = (
-            f"loss and gradient equal; {format_bytes(used)} sent, three numbers a token, where "
+            f"loss and gradient equal; {format_bytes(used)} sent, three numbers per token, where "
             f"gathering the logits would be {format_bytes(gathered)}, and more with each word"
         )
     return shown

@@ -64,8 +64,8 @@ def _hint_for_groups(
     if sorted(groups) == sorted(
         mirrored.movedim(turned, -1).reshape(-1, sizes[dimension]).tolist()
     ):
-        return "The last dimension counts fastest, not the first: its ranks are neighbours."
-    return "Two ranks are in one group if they differ in their place in this dimension only."
+        return "The last dimension varies fastest, not the first: its ranks are neighbors."
+    return "Two ranks are in one group if only their index in this dimension differs."
 
 
 @exercise("14.2", "The running softmax")
@@ -158,7 +158,7 @@ def _hint_for_softmax(
         )
     own = [F.scaled_dot_product_attention(query, k, v) for k, v in blocks]
     if torch.allclose(yours, torch.stack(own).mean(0), atol=1e-3):
-        return "The mean of the blocks' results is not it: a block with higher scores counts more."
+        return "The mean of the blocks' results is wrong: a block with higher scores counts more."
     if torch.allclose(yours, own[-1], atol=1e-3):
         return "This is the last block alone."
     unscaled = [(k * 8**0.5, v) for k, v in blocks]
@@ -195,7 +195,7 @@ def balanced(answer: Callable[[int, int], Sequence[int]]) -> dict[str, Any]:
                 yours=f"rank {busiest} computes {max(work):g} chunks' products ({dealt})",
                 expected=f"the mean, {mean:g}, on each rank",
                 given=given,
-                hint="Later chunks look at more. Give each rank one of the early and one of the "
+                hint="Later chunks attend to more. Give each rank one of the early and one of the "
                 "late.",
             )
         in_order = 4 * ranks - 2
@@ -272,9 +272,11 @@ def _hint_for_capacity(yours: Any, expected: torch.Tensor) -> str:
     if not isinstance(yours, torch.Tensor) or yours.shape != expected.shape:
         return "Return a tensor of booleans, one for each token."
     if yours.device != expected.device:
-        return "Make it where chosen is: device=chosen.device."
+        return "Create it where chosen is: device=chosen.device."
     if int(yours.sum()) == int(expected.sum()):
-        return "As many are kept as should be, but others: the first ones that come are."
+        return (
+            "The right number is kept, but the wrong ones: an expert keeps those that come first."
+        )
     if int(yours.sum()) > int(expected.sum()):
         return "Too many are kept: count from 1, and each expert takes capacity tokens, no more."
     return "Too few are kept: an expert takes its first tokens even if more come later."

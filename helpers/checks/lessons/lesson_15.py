@@ -187,7 +187,7 @@ def best_interval(answer: Callable[..., Any]) -> dict[str, Any]:
             }
             otherwise = "Too often: it writes more than it loses."
             if yours > best:
-                otherwise = "Too seldom: more is computed again than writing would cost."
+                otherwise = "Too rarely: more is computed again than writing would cost."
             share = f", {lasts(yours):.1%} lasts" if 0 < yours < 50 * between_s else ""
             raise Wrong(
                 yours=f"every {yours:,.0f} s{share}",
@@ -280,7 +280,7 @@ def _state_hint(mine: float, plan: Plan) -> str:
     if math.isclose(mine, 16 * count / parts, rel_tol=0.05):
         return "Gradients come and go: parameters and Adam's state are 12 bytes, not 16."
     if math.isclose(mine, 12 * count, rel_tol=0.05):
-        return "Divide by the GPUs that share one copy of it."
+        return "Divide by the number of GPUs that share one copy."
     return "12 bytes a parameter, over dp_shard times tp."
 
 

@@ -126,7 +126,7 @@ def six_faults(answer: Any) -> dict[str, Any]:
         if fault not in _FAULTS:
             names = ", ".join(_FAULTS)
             raise Wrong(
-                yours=fault, expected=f"one of {names}", given=given, hint="A name of the table."
+                yours=fault, expected=f"one of {names}", given=given, hint="A name from the table."
             )
         if fault != trace.fault:
             raise Wrong(
@@ -213,10 +213,10 @@ def _number_hint(fault: str, number: float, found: float, timeline: Timeline) ->
         "That is the other share: one minus it.": 1 - found
         if fault in ("launches", "bubble")
         else -1,
-        "In per cent; give a share, from 0 to 1.": 100 * found,
+        "In percent; give a share, from 0 to 1.": 100 * found,
         "In µs; give ms.": 1000 * found,
         "In seconds; give ms.": found / 1000,
-        "That is with what runs beside kernels: only where GPU 0 computes nothing.": (
+        "That includes what overlaps with kernels: only where GPU 0 computes nothing.": (
             timeline.copying_s("vgpu:0") * 1e3 / steps
         ),
     }
@@ -330,6 +330,13 @@ def _check_arrows(rows: list[Row], pids: list[set[Any]], given: str) -> None:
         if row["ph"] in ("s", "f"):
             arrows.setdefault(row["id"], []).append((row["ph"], rank_of.get(row["pid"], -1)))
     for name, ends in arrows.items():
+        if not isinstance(name, int):
+            raise Wrong(
+                yours=f"an arrow with the id {name!r}",
+                expected="a whole number",
+                given=given,
+                hint="Perfetto drops arrows whose id is no whole number.",
+            )
         if sorted(end for end, _ in ends) != ["f", "s"] or len({rank for _, rank in ends}) > 1:
             raise Wrong(
                 yours=f"{len(ends)} ends of the arrow {name!r}",
@@ -430,7 +437,7 @@ def _peak_hint(yours: dict[str, int], trace: list[Row]) -> str:
     if sum(yours.values()) > everything:
         return "Segments are what blocks are cut from: only alloc and free_completed count."
     if sum(yours.values()) == right:
-        return "The bytes are right, and not whose they are: add up each name's blocks."
+        return "The bytes are right, but not whose they are: add up each name's blocks."
     return "A block lives from its alloc to the free_completed of the same address."
 
 

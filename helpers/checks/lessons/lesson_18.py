@@ -48,7 +48,7 @@ def cache_of_one_gpu(answer: Callable[..., Any]) -> dict[str, Any]:
 
 def _hint_for_cache(found: float, right: int, sizes: TransformerSizes, tp: int, bits: int) -> str:
     if isinstance(found, float) and found == right:
-        return "The number is right; make it a whole one, with //."
+        return "The number is right; make it an integer, with //."
     group = sizes.heads // sizes.key_value_heads
     copies = max(1, tp // sizes.key_value_heads)
     whole_heads = {
@@ -60,7 +60,7 @@ def _hint_for_cache(found: float, right: int, sizes: TransformerSizes, tp: int, 
         "That is for all GPUs together; each has some heads only.": right * tp,
         "The cache has key-value heads, fewer than the heads of queries.": right * group,
         "A number of so many bits has bits / 8 bytes.": right * 8,
-        "A number takes as many bits as said, not 16 always.": right * 16 / bits,
+        "A number takes as many bits as given, not always 16.": right * 16 / bits,
         "Every layer has a cache of its own.": right / sizes.layers,
     }
     return hint_by_value(
@@ -109,7 +109,7 @@ def draw_from_split_vocabulary(answer: Callable[..., Any]) -> dict[str, Any]:
                     yours=f"{format_bytes(spent)} in {len(calls)} collectives",
                     expected=f"at most two numbers a sequence from each rank, {2 * 8 * batch * ranks} B",
                     given=where,
-                    hint="The words are right, at more than the budget: choose on each rank first.",
+                    hint="The words are right, but over the budget: choose on each rank first.",
                 )
         shown[given] = (
             f"{format_bytes(spent)} gathered; all logits would be {format_bytes(4 * batch * words)}, "
@@ -171,7 +171,7 @@ def _hint_for_batch(
     if found < 0:
         return "Where not even the weights fit, or are read in time, the answer is 0."
     if found == right and not isinstance(found, int):
-        return "The number is right; return a whole one."
+        return "The number is right; return an integer."
     if found in (time_bytes / each, room_bytes / each) or right < found <= right + 1:
         return "Round down: one more sequence would be too late, or would not fit."
     if found == int(time_bytes // each) > right:
@@ -228,19 +228,19 @@ def _check_forward(tokens: Any, generations: Sequence[Generation]) -> None:
         raise Wrong(
             yours=tokens,
             expected="a list with a whole number for each generation, in their order",
-            hint="Return how many tokens each gets, [12, 1, 1], also those that generate.",
+            hint="Return how many tokens each gets, as in [12, 1, 1], including those that decode.",
         )
     for n, g in zip(tokens, generations, strict=True):
         if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= (g.prompt_left or 1):
             raise Wrong(
                 yours=f"{n!r} tokens for one with prompt_left {g.prompt_left}",
                 expected="a whole number, no more than it has left",
-                hint="Who generates has one token; a prompt at most prompt_left.",
+                hint="A generation that decodes gets one token, a prompt at most prompt_left.",
             )
     idle = [n for n, g in zip(tokens, generations, strict=True) if not g.prompt_left and n == 0]
     if idle:
         raise Wrong(
-            yours=f"{len(idle)} of those who generate get no token",
+            yours=f"{len(idle)} of those that decode get no token",
             expected="one token for each of them",
             hint="Their users wait for the next token: they come first.",
         )
@@ -248,13 +248,13 @@ def _check_forward(tokens: Any, generations: Sequence[Generation]) -> None:
     if sum(tokens) > BUDGET:
         raise Wrong(
             yours=f"{sum(tokens)} tokens", expected=f"at most {BUDGET} in a forward",
-            hint="Those who generate count too. Share only what they leave.",
+            hint="Those that decode count, too. Share only what they leave.",
         )  # fmt: skip
     if starved := [g for n, g in prompts if n == 0]:
         raise Wrong(
             yours=f"a prompt with {starved[0].prompt_left} tokens left gets none",
             expected="some tokens for each prompt that waits",
-            hint="It may wait like this for long. Give each prompt a share of the forward.",
+            hint="It can wait a long time like this. Give each prompt a share of the forward.",
         )
     possible = min(BUDGET, len(generations) - len(prompts) + sum(g.prompt_left for _, g in prompts))
     if sum(tokens) < possible - len(prompts):

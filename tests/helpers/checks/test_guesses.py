@@ -69,7 +69,7 @@ def test_a_guess_is_shown_beside_the_outcome_and_counted(capsys):
     guess("4b", 8).compare(5, unit="GPUs")
     assert guesses.counts() == {"04": (2, 1)}
     shown = capsys.readouterr().out
-    assert "8 GPUs" in shown and "5 GPUs" in shown and "not as you said" in shown
+    assert "8 GPUs" in shown and "5 GPUs" in shown and "not as you predicted" in shown
     guess("4b", 5).compare(5)
     assert guesses.counts() == {"04": (2, 2)}, "a second try replaces the first"
     reset()
@@ -94,7 +94,7 @@ def test_a_button_makes_a_guess_and_opens_its_explanation(displayed):
     same, different, skip = controls.children[0].children
     different.click()
     comparison, opening = shown.outputs
-    assert "not as you said" in comparison["data"]["text/html"]
+    assert "not as you predicted" in comparison["data"]["text/html"]
     assert "details.why-4a" in opening["data"]["application/javascript"]
     assert same.disabled and different.disabled and skip.disabled
     assert guesses.counts() == {"04": (1, 0)}
@@ -117,7 +117,7 @@ def test_a_field_says_what_is_missing_and_takes_the_next_try(displayed):
     assert "asks for 2 numbers" in message.value and not field.disabled
     field.value = "8,0"
     assert "8, 0" in message.value and field.disabled
-    assert "as you said" in displayed[1].outputs[0]["data"]["text/plain"]
+    assert "as you predicted" in displayed[1].outputs[0]["data"]["text/plain"]
     assert guesses.counts() == {"04": (1, 1)}
 
 
@@ -125,4 +125,4 @@ def test_compare_reports_a_folder_that_cannot_be_written(tmp_path, monkeypatch, 
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("COURSE_PROGRESS_DIR", str(tmp_path / "file"))
     guess("4a", 3).compare(3)
-    assert "could not be noted" in capsys.readouterr().out
+    assert "could not be saved" in capsys.readouterr().out

@@ -33,7 +33,7 @@ def test_show_claims_says_that_nothing_was_found(monkeypatch):
     shown = []
     monkeypatch.setattr("helpers.widgets.claims.display", shown.append)
     show_claims(LEDGER, "nowhere")
-    assert len(shown) == 1 and "Fewer words" in shown[0]
+    assert len(shown) == 1 and "Try fewer" in shown[0]
 
 
 def test_typing_and_choosing_narrow_the_list():
@@ -55,4 +55,4 @@ def test_typing_and_choosing_narrow_the_list():
     words.value = "rings"
     assert listed() == ["X3"]
     words.value = "rings nowhere"
-    assert listed() == [] and "Fewer words" in shown.outputs[0]["data"]["text/plain"]
+    assert listed() == [] and "Try fewer" in shown.outputs[0]["data"]["text/plain"]

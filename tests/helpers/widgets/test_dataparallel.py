@@ -35,8 +35,8 @@ def test_share_sizes_add_up_and_never_grow(gpus):
 
 def test_describe_shares_counts_the_idle_gpus(gpus):
     assert share_sizes(10, gpus) == [2, 2, 2, 2, 2, 0, 0, 0]
-    assert describe_shares([2, 2, 0]).startswith("4 samples: 2 of 3 GPUs get something, 1 idle")
-    assert describe_shares([2, 2]) == "4 samples: 2 of 2 GPUs get something."
+    assert describe_shares([2, 2, 0]).startswith("4 samples: 2 of 3 GPUs get work, 1 idle")
+    assert describe_shares([2, 2]) == "4 samples: 2 of 2 GPUs get work."
 
 
 def test_share_sizes_refuses_an_empty_batch(gpus):

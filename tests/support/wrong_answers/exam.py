@@ -27,6 +27,55 @@ def statistics(x, gpu_count, momentum):
 _MEAN = "momentum * first.mean(0)"
 _VARIANCE = "(1 - momentum) + momentum * first.var(0)"
 
+_WAITS = """
+def waits_us(rows):
+    starts = {{}}
+    for row in {rows}:
+        if {counts}:
+            starts.setdefault(row["pid"] % 1000, []).append(row["ts"])
+    {last}
+    return [{wait} for rank in range(len(starts))]
+"""
+_RIGHT_WAITS = {
+    "rows": 'sorted(rows, key=lambda row: row["ts"])',
+    "counts": 'row["cat"] == "kernel" and row["name"].startswith("nccl")',
+    "last": "last = [max(times) for times in zip(*starts.values())]",
+    "wait": "sum(last) - sum(starts[rank])",
+}
+
+
+def _waits(**changes):
+    return _WAITS.format(**{**_RIGHT_WAITS, **changes})
+
+
+_SENT = """
+def sent(gradients, compress):
+    messages, rest = [], 0
+    for gradient in gradients:
+        whole = {whole}
+        messages.append({message})
+        rest = {rest}
+    return messages
+"""
+_RIGHT_SENT = {
+    "whole": "gradient + rest",
+    "message": "compress(whole)",
+    "rest": "whole - messages[-1].float()",
+}
+
+
+def _sent(**changes):
+    return _SENT.format(**{**_RIGHT_SENT, **changes})
+
+
+_PAGES = """
+def pages(prompts, size):
+    full = {full}
+    return len(full) + {others}
+"""
+_FULL = "{{tuple(p[:end]) for p in prompts for end in range(size, len(p){more}, size)}}"
+_OTHERS = "sum(len(p) % size > 0 for p in prompts)"
+
 _REMAINING = """
 def remaining(order, done, rank, world_size, batch_size):
     together = world_size * batch_size
@@ -142,7 +191,7 @@ WRONG = {
                 of_model="model.state_dict().values()",
                 change="old.copy_(decay * old + (1 - decay) * new.to(old.device))",
             ),
-            "A count is no average",
+            "Don't average a count",
         ),
     ],
     "99.4": [
@@ -178,7 +227,7 @@ WRONG = {
                 result="[rest[i : i + together][rank::world_size]"
                 " for i in range(0, len(rest), together)]",
             ),
-            "a beginning of the order",
+            "the first ones of the order",
         ),
         (
             _REMAINING.format(
@@ -186,7 +235,7 @@ WRONG = {
                 result="[rest[i : i + together][rank * batch_size :][:batch_size]"
                 " for i in range(0, len(rest), together)]",
             ),
-            "Share the last few",
+            "Spread the last few",
         ),
     ],
     "99.7": [
@@ -228,8 +277,53 @@ WRONG = {
             "    while peak(size) <= budget_bytes:\n"
             "        size += 500\n"
             "    return size - 500",
-            "two of its points",
+            "Two points determine a line",
         ),
         ("def largest_batch(peak, budget_bytes):\n    return 1500", "grows with it"),
+    ],
+    "99.11": [
+        (_waits(rows="rows"), "Rows come in any order"),
+        (_waits(counts='row["name"].startswith("nccl")'), "only kernels count"),
+        (_waits(counts='row["cat"] == "kernel"'), "only kernels count"),
+        (
+            _waits(
+                last="last = [min(times) for times in zip(*starts.values())]",
+                wait="sum(starts[rank]) - sum(last)",
+            ),
+            "The late one doesn't wait",
+        ),
+        ("def waits_us(rows):\n    return 3", "Return a list of numbers"),
+    ],
+    "99.12": [
+        (_sent(rest="0"), "The next step adds it"),
+        (_sent(rest="rest + whole - messages[-1].float()"), "The next step adds it, once"),
+        (_sent(rest="messages[-1].float() - whole"), "should have been sent and what was"),
+        (_sent(rest="gradient - messages[-1].float()"), "should have been sent and what was"),
+        (_sent(whole="gradient.add_(rest)"), "writes into the tensor"),
+        (_sent(message="compress(whole).float()"), "what compress returns"),
+        ("def sent(gradients, compress):\n    return []", "once for each step"),
+    ],
+    "99.13": [
+        (
+            _PAGES.format(full="[]", others="sum(-(-len(p) // size) for p in prompts)"),
+            "equal beginnings are shared",
+        ),
+        (
+            _PAGES.format(
+                full="{tuple(p[end - size : end]) for p in prompts "
+                "for end in range(size, len(p) + 1, size)}",
+                others=_OTHERS,
+            ),
+            "Keys depend on all tokens before",
+        ),
+        (
+            _PAGES.format(
+                full="{tuple(p[: end + size]) for p in prompts for end in range(0, len(p), size)}",
+                others="0",
+            ),
+            "it isn't shared",
+        ),
+        (_PAGES.format(full=_FULL.format(more=""), others=_OTHERS), "Eight tokens fill two pages"),
+        (_PAGES.format(full=_FULL.format(more=" + 1"), others="0"), "need a page, too"),
     ],
 } | exam_on_ranks.WRONG

@@ -50,13 +50,13 @@ WRONG = {
         ),
         (
             _LARGEST.format(room="20", stand_in="-torch.inf", result="everyone.topk(k).values"),
-            "not within the budget",
+            "but over the budget",
         ),
         (
             _LARGEST.format(
                 room="k", stand_in="-torch.inf", result="everyone.topk(k).values.cpu()"
             ),
-            "where the rank's tensor came from",
+            "on the device of the rank's tensor",
         ),
         (
             "def largest(scores, k):\n"
@@ -65,7 +65,7 @@ WRONG = {
             "    slots[dist.get_rank(), : len(best)] = best\n"
             "    dist.all_reduce(slots, dist.ReduceOp.MAX)\n"
             "    return slots.flatten().topk(k).values",
-            "not within the budget",
+            "but over the budget",
         ),
         ("def largest(scores, k):\n    return scores.topk(k).values", "out of range"),
     ],
@@ -125,7 +125,7 @@ WRONG = {
             "    everyone = logits.new_empty(dist.get_world_size(), rows, words)\n"
             "    dist.all_gather_single(everyone, logits)\n"
             "    return everyone.transpose(0, 1).reshape(rows, -1).argmax(-1)",
-            "not within the budget",
+            "but over the budget",
         ),
     ],
 }

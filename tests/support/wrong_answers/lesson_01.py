@@ -18,7 +18,7 @@ WRONG = {
         # The name of one kind of GPU.
         (
             "def to_device(batch, device):\n    return batch.to('gpu:1')\n",
-            "A tensor goes to the device",
+            "Move a tensor to the device",
         ),
         # Whatever has a method of that name.
         (
@@ -31,7 +31,7 @@ WRONG = {
             "        moved = [to_device(part, device) for part in batch]\n"
             "        return type(batch)(*moved) if hasattr(batch, '_fields') else type(batch)(moved)\n"
             "    return batch\n",
-            "is handed on as it is",
+            "container unchanged",
         ),
         # A copy where none is needed.
         (
@@ -110,12 +110,12 @@ WRONG = {
             "    if isinstance(batch, str) or batch is None:\n"
             "        return batch\n"
             "    return torch.tensor(batch).to(device)\n",
-            "handed on as it is",
+            "container unchanged",
         ),
     ],
     "1.2": [
         # Only the function, without the class.
-        ("Net = None\ndef run(*args):\n    return 0.0\n", "Hand over both names"),
+        ("Net = None\ndef run(*args):\n    return 0.0\n", "Pass both names"),
         # As the script stands, with the raise deleted: the first error it meets.
         (
             "class Net(nn.Module):\n"
@@ -228,7 +228,7 @@ WRONG = {
             "    model.to(device)\n"
             "    loss = F.cross_entropy(model(images.to(device)), labels.to(device))\n"
             "    return loss.detach().cpu().numpy()\n",
-            "stay as the script has them",
+            "centering by `mean` as in the script",
         ),
         # A Python number instead of NumPy's.
         (

@@ -42,7 +42,7 @@ WRONG = {
         ),
         (
             _LOSS.format(edit="hidden = hidden.masked_fill(hidden.abs() < 0.1, 0).detach()"),
-            "cut off",
+            "cuts the graph",
         ),
         (_LOSS.format(edit="pass"), "Only its gradient was wrong"),
         (
@@ -55,7 +55,7 @@ WRONG = {
             _LOSS.format(
                 edit="hidden = hidden.detach() * (hidden.abs() >= 0.1) + 0 * hidden.sum()"
             ),
-            "The gradient of weight is off",
+            "The gradient of weight is wrong",
         ),
         (
             "def loss_today(weight, images, labels):\n"
@@ -97,7 +97,7 @@ WRONG = {
     ],
     "2.3": [
         (_HEAD.format(block="torch.enable_grad()", end=".detach()"), "comes too late"),
-        (_HEAD.format(block="torch.inference_mode()", end=""), "may not be saved"),
+        (_HEAD.format(block="torch.inference_mode()", end=""), "can't be saved"),
         (
             _HEAD.format(block="torch.no_grad()", end="; images = head(features)").replace(
                 "head(features), labels", "images, labels"

@@ -76,7 +76,7 @@ def sum_over_ranks(tensor):
     dist.all_gather(everything, tensor)
     return sum(everything)
 """,
-            "more than the budget",
+            "over the budget",
         ),
         (
             """
@@ -149,7 +149,7 @@ def sum_over_ranks(tensor):
         ),
         ("def sum_over_ranks(tensor):\n    return tensor / 0 + missing", "line 2 of your cell"),
         ("def sum_over_ranks(tensor):\n    import os\n    os._exit(3)", "exit code 3"),
-        ("sum_over_ranks = torch.ones(3)", "Hand over the function itself"),
+        ("sum_over_ranks = torch.ones(3)", "Pass the function itself"),
     ],
     "6.2": [
         (
@@ -212,7 +212,7 @@ def mean_over_ranks(values):
         ),
         (
             "def mean_over_ranks(values):\n    return values.mean()",
-            "the ranks have to talk",
+            "the ranks have to communicate",
         ),
         (
             """
@@ -221,7 +221,7 @@ def mean_over_ranks(values):
     dist.all_reduce(total)
     return values.mean()
 """,
-            "although the ranks talked",
+            "although the ranks communicated",
         ),
         (
             """

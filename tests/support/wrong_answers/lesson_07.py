@@ -112,7 +112,7 @@ WRONG = {
             "not every rank returned",
         ),
         (_LOSS + "dist.all_reduce(losses)\n    return losses.mean()", "an answer from every rank"),
-        ("loss_for_ddp = torch.tensor(1.0)", "Hand over the function itself"),
+        ("loss_for_ddp = torch.tensor(1.0)", "Pass the function itself"),
     ],
     "7.3": [
         (
@@ -125,10 +125,10 @@ WRONG = {
             "class ValidationSampler(DistributedSampler):\n"
             "    def __init__(self, data, num_replicas, rank):\n"
             "        super().__init__(data, num_replicas, rank, shuffle=False, drop_last=True)",
-            "dealt to nobody",
+            "go to no rank",
         ),
-        (_sampler("range(rank, len(data) - len(data) % num_replicas, num_replicas)"), "to nobody"),
-        (_sampler("range(rank + 1, len(data) + 1, num_replicas)"), "do not exist"),
+        (_sampler("range(rank, len(data) - len(data) % num_replicas, num_replicas)"), "to no rank"),
+        (_sampler("range(rank + 1, len(data) + 1, num_replicas)"), "don't exist"),
         (_sampler("range(len(data)) if rank == 0 else range(0)"), "slowest rank decides"),
         (
             _sampler("iter(range(rank, len(data), num_replicas))", "self.indices", "0"),
@@ -141,13 +141,13 @@ WRONG = {
                 iterator="self.walk",
                 length="self.size",
             ),
-            "__iter__ must start anew",
+            "__iter__ must start over",
         ),
         (
             _sampler("random.sample(range(rank, len(data), num_replicas), 99)"),
             "name 'random' is not defined",
         ),
-        ("ValidationSampler = [0, 4, 8]", "Hand over the function itself"),
+        ("ValidationSampler = [0, 4, 8]", "Pass the function itself"),
     ],
     "7.4": [
         (

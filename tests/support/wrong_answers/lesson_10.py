@@ -32,7 +32,7 @@ WRONG = {
         # Backward before forward in the steady part: the last stage has nothing to go back with.
         (_order(loop=f'row.append(f"B{{i}}"); {_NEXT}'), "comes later in its own row"),
         # With one micro-batch, three forwards of warm-up.
-        (_order(warm="3 - stage"), "These rows are no schedule"),
+        (_order(warm="3 - stage"), "These rows aren't a schedule"),
         # Without the backwards at the end.
         # Numbers, not texts.
     ],

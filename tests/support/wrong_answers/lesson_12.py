@@ -74,7 +74,7 @@ WRONG = {
     "12.2": [
         (
             _UNITS.format(cuts="range(count)", most="gathered", otherwise="None"),
-            "neighbours",
+            "neighbors",
         ),
         (
             _UNITS.format(cuts="reversed(range(count))", most=_NEIGHBOURS, otherwise="None"),
@@ -127,7 +127,7 @@ WRONG = {
             "    dcp.load(state, checkpoint_id=folder)\n"
             "    for parameter in model.parameters():\n"
             "        parameter.data.mul_(2)",
-            "Other numbers than",
+            "The numbers are not the checkpoint's",
         ),
         (
             "def fill(model, folder):\n"

@@ -50,7 +50,7 @@ WRONG = {
             _ROWS.format(
                 backward="return gradient", result="SumForward.apply(F.linear(x, weight, bias))"
             ),
-            "Only the bias is off",
+            "Only the bias is wrong",
         ),
         (
             "def row_linear(x, weight, bias):\n    return F.linear(x, weight) + bias",
@@ -103,7 +103,7 @@ class Gather(torch.autograd.Function):
 def row_linear(x, weight, bias):
     return Gather.apply(F.linear(x, weight)) + bias
 """,
-            "more than the budget",
+            "over the budget",
         ),
         ("def row_linear(x, weight, bias):\n    return F.linear(x, weight)[:1]", "(B, O)"),
     ],
@@ -144,7 +144,7 @@ mended = {
             "only to be cut again",
         ),
         ('mended = {**faulty, "attention.keys": ColwiseParallel()}', "a name that no module has"),
-        ("mended = [ColwiseParallel()]", "Begin with {**faulty"),
+        ("mended = [ColwiseParallel()]", "Start with {**faulty"),
     ],
     "13.3": [
         (_LOSS.format(**{**_RIGHT, "largest": "pass"}), "the same largest logit"),
@@ -173,7 +173,7 @@ def split_loss(logits, targets):
     parts[dist.get_rank()] = logits
     return F.cross_entropy(torch.cat(parts, 1), targets)
 """,
-            "more than the budget",
+            "over the budget",
         ),
         (
             _LOSS.format(

@@ -36,7 +36,7 @@ WRONG = {
                 result="ranks.movedim(len(sizes) - 1 - dimension, -1)"
                 ".reshape(-1, sizes[dimension]).tolist()",
             ),
-            "The last dimension counts fastest",
+            "The last dimension varies fastest",
         ),
         (
             _GROUPS.format(shape="sizes", result="ranks.reshape(sizes[dimension], -1).tolist()"),
@@ -44,7 +44,7 @@ WRONG = {
         ),
         (
             _GROUPS.format(shape="sizes", result="ranks.reshape(-1, sizes[dimension]).tolist()"),
-            "its ranks are neighbours",
+            "its ranks are neighbors",
         ),
         (
             _GROUPS.format(
@@ -59,7 +59,7 @@ WRONG = {
                 shape="sizes",
                 result="ranks.movedim(dimension, 0).reshape(-1, sizes[dimension]).tolist()",
             ),
-            "differ in their place",
+            "only their index in this dimension differs",
         ),
         ("def groups_of(sizes, dimension):\n    return 3", "Return a list of groups"),
     ],
@@ -139,7 +139,7 @@ WRONG = {
             "def within_capacity(chosen, experts, capacity):\n"
             "    places = F.one_hot(chosen, experts).flip(0).cumsum(0).flip(0)\n"
             "    return places.gather(1, chosen[:, None])[:, 0] <= capacity",
-            "the first ones that come",
+            "keeps those that come first",
         ),
         (
             "def within_capacity(chosen, experts, capacity):\n"

@@ -94,11 +94,11 @@ WRONG = {
             "The root is missing",
         ),
         (_INTERVAL.format(gpus=" / gpus", interval="checkpoint_s"), "Too often"),
-        (_INTERVAL.format(gpus=" / gpus", interval="between_failures_s / 2"), "Too seldom"),
+        (_INTERVAL.format(gpus=" / gpus", interval="between_failures_s / 2"), "Too rarely"),
     ],
     "15.4": [
         (_defend(state="16 * sizes.parameters / gpus"), "12 bytes, not 16"),
-        (_defend(state="12 * sizes.parameters"), "Divide by the GPUs"),
+        (_defend(state="12 * sizes.parameters"), "Divide by the number of GPUs"),
         (_defend(state="'8 GiB'"), "a Plan and two numbers"),
         (_defend(speed="1.0"), "the whole peak"),
         (_defend(speed="0.5"), "four thirds"),

@@ -62,7 +62,7 @@ _RIGHT_PAGE = {
     "later": '(trace["baseTimeNanoseconds"] - first) / 1e3',
     "copy": "dict(row)",
     "pid": 'pids.setdefault((rank, row["pid"]), len(pids))',
-    "id": "f\"{rank}:{row['id']}\"",
+    "id": 'row["id"] * len(traces) + rank',
     "name": "f\"rank {rank}: {row['args']['name']}\"",
 }
 
@@ -112,7 +112,7 @@ WRONG = {
     "16.2": [
         ("my_reading = 3", "One entry for each trace"),
         ('my_reading = {"A": ("item", 3)}', "One entry for each trace"),
-        (_reading(A=("late", 15)), "A name of the table"),
+        (_reading(A=("late", 15)), "A name from the table"),
         (_reading(A="loader"), "Give the fault's name and a number"),
         (_reading(A=("item", 8)), "waits for a value 0 times"),
         (_reading(B=("gather", 3.9)), "The collectives of rank 0 are: all_reduce"),
@@ -122,7 +122,7 @@ WRONG = {
         (_reading(F=("launches", 0.7)), "right behind its launch"),
         (_reading(B=("straggler", 0)), "whose GPU computes longest"),
         (_reading(C=("launches", 0.66)), "one minus it"),
-        (_reading(C=("launches", 34)), "In per cent"),
+        (_reading(C=("launches", 34)), "In percent"),
         (_reading(D=("gather", 7.5)), "of all three steps"),
         (_reading(A=("loader", 15_000)), "In µs"),
         (_reading(A=("loader", 0.015)), "In seconds"),
@@ -137,6 +137,7 @@ WRONG = {
         (_page(pid='row["pid"]'), "number the pairs of rank and pid"),
         (_page(pid="rank"), "A number for each pair of rank and pid"),
         (_page(id='row["id"]'), "Each rank counts its ids from 1"),
+        (_page(id="f\"{rank}:{row['id']}\""), "Perfetto drops arrows"),
         (_page(name='row["args"]["name"]'), "Rows named process_name"),
         ("def one_page(traces):\n    return []", "All rows of all ranks"),
         ("def one_page(traces):\n    return 3", "Return a list of rows"),

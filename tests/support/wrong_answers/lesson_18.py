@@ -64,7 +64,7 @@ WRONG = {
             "at least one",
         ),
         (_CACHE.format(**{**_RIGHT, "bits": "bits"}), "bits / 8 bytes"),
-        (_CACHE.format(**{**_RIGHT, "bits": "2"}), "not 16 always"),
+        (_CACHE.format(**{**_RIGHT, "bits": "2"}), "not always 16"),
         (_CACHE.format(**{**_RIGHT, "numbers": "2"}), "Every layer"),
         (
             "def bytes_on_gpu(sizes, sequences, tokens, bits, tp):\n    return None",
@@ -90,7 +90,7 @@ def draw(logits, noise):
     dist.all_gather(parts, scores)
     return torch.cat(parts, -1).argmax(-1)
 """,
-            "more than the budget",
+            "over the budget",
         ),
         (
             _DRAW.format(offset=_OWN_FIRST, choice=_BEST).replace("(logits + noise)", "noise"),
@@ -124,7 +124,7 @@ def draw(logits, noise):
     "18.4": [
         (_FAIR.format(**{**_FAIRLY, "key": "place", "share": "max(0, left)"}), "gets none"),
         (_FAIR.format(**{**_FAIRLY, "share": "max(0, left)"}), "gets none"),
-        (_FAIR.format(**{**_FAIRLY, "left": "budget"}), "Those who generate count too"),
+        (_FAIR.format(**{**_FAIRLY, "left": "budget"}), "Those that decode count, too"),
         (_FAIR.format(**{**_FAIRLY, "share": "budget // 64"}), "leaves the rest"),
         (
             "def fair(generations, budget):\n"

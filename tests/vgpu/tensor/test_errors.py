@@ -243,7 +243,7 @@ def test_a_tensor_larger_than_this_machine_is_out_of_memory():
     with vgpu.enable(2, memory_bytes=2**60):
         x = on(1, 2**20)
         with pytest.raises(
-            torch.OutOfMemoryError, match=r"4096\.00 GiB on vgpu:1, whose values lie"
+            torch.OutOfMemoryError, match=r"4096\.00 GiB on vgpu:1, whose values are stored"
         ):
             x[:, None] * x
         with pytest.raises(torch.OutOfMemoryError, match=r"shapes_only\(\)"):

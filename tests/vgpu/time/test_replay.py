@@ -115,7 +115,9 @@ def test_fsdp_can_be_replayed_on_another_network():
 
 
 def test_replay_refuses_a_timeline_without_steps_and_an_unknown_gpu():
-    with pytest.raises(ValueError, match=r"no recorded steps to replay: record\(\)"):
+    with pytest.raises(
+        ValueError, match=r"no recorded steps to replay: use a timeline from record\(\)"
+    ):
         vgpu.replay(vgpu.Timeline("made by hand", []))
     with vgpu.record() as timeline:
         torch.ones(1, device="vgpu:0")
@@ -261,7 +263,7 @@ def test_a_deadlock_says_who_waits_for_whom():
     with pytest.raises(vgpu.Deadlock) as caught:
         joined(lambda rank, x: dist.all_reduce(x), lambda rank, x: x.neg())
     assert "rank 0 waits in all_reduce of 1,000 bytes among ranks [0, 1]" in str(caught.value)
-    assert "rank 1 has ended" in str(caught.value)
+    assert "rank 1 has finished" in str(caught.value)
 
 
 def test_joined_refuses_ranks_with_different_calls():
@@ -273,10 +275,10 @@ def test_joined_refuses_ranks_with_different_calls():
 
 def test_joined_refuses_recordings_that_do_not_fit_together():
     one = of_rank(0, lambda rank, x: dist.send(x, 1), gpus_per_host=3)
-    with pytest.raises(ValueError, match="several recordings are of rank 0"):
+    with pytest.raises(ValueError, match="there are several recordings of rank 0"):
         vgpu.joined([one, one])
     other = of_rank(2, lambda rank, x: x.neg(), gpus_per_host=3)
-    with pytest.raises(ValueError, match="rank 0 calls send with rank 1, of which there is no rec"):
+    with pytest.raises(ValueError, match="rank 0 calls send with rank 1, which has no recording"):
         vgpu.joined([one, other])
     with pytest.raises(ValueError, match="no recordings to join"):
         vgpu.joined([])

@@ -299,7 +299,7 @@ def test_a_recording_simulates_nothing_until_somebody_asks(monkeypatch):
 
 
 def test_a_recording_inside_another_is_refused():
-    with vgpu.record(), pytest.raises(RuntimeError, match="under way"), vgpu.record():
+    with vgpu.record(), pytest.raises(RuntimeError, match="already active"), vgpu.record():
         pass
     x = torch.ones(2, device="vgpu:0")
     with vgpu.record() as timeline:  # the failed one left nothing behind

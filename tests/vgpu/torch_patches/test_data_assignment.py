@@ -26,7 +26,7 @@ def test_modules_keep_their_parameters_identity_whatever_else_holds_them():
     before = parameters[0].detach().cpu()
     optimizer.step()
     torch.testing.assert_close(parameters[0].cpu(), before - 0.1 * grads[0])
-    with pytest.raises(RuntimeError, match="made before its parameters were moved"):
+    with pytest.raises(RuntimeError, match="created before its parameters were moved"):
         old_graph.backward()
     model.half()
     assert parameters[0].dtype == torch.float16
@@ -110,9 +110,11 @@ def test_a_lazy_module_moves_once_it_has_its_size_and_says_so_before():
     for move in (lambda: model.to("vgpu:1"), lambda: model.vgpu(1)):
         with pytest.raises(ValueError, match="Call `forward` with a dummy batch"):
             move()
-    with pytest.raises(RuntimeError, match="made on vgpu:1, a virtual GPU: make it on the CPU"):
+    with pytest.raises(
+        RuntimeError, match="created on vgpu:1, a virtual GPU: create it on the CPU"
+    ):
         torch.nn.LazyLinear(4, device="vgpu:1")
-    with torch.device("vgpu:0"), pytest.raises(RuntimeError, match="made on vgpu:0"):
+    with torch.device("vgpu:0"), pytest.raises(RuntimeError, match="created on vgpu:0"):
         torch.nn.LazyBatchNorm1d(affine=False)
     model(torch.ones(2, 3))
     assert model.to("vgpu:1")(torch.ones(2, 3, device="vgpu:1")).shape == (2, 4)
