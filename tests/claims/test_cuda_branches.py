@@ -130,7 +130,7 @@ def on_real_gpus(source):
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def test_the_lessons_ask_in_ways_that_are_known_here():
+def test_lessons_ask_for_real_gpus_in_known_ways_only():
     found = {}
     for path in lessons.NOTEBOOKS:
         for cell in filter(asks, lessons.cells(path)):
@@ -161,7 +161,7 @@ def test_the_branch_without_gpus_is_gone():
     assert on_real_gpus('x = kind == "cuda"') == "x = kind == 'vgpu'"
 
 
-def test_the_capacity_of_a_real_gpu():
+def test_capacity_limits_a_real_gpu():
     names = {"vgpu": vgpu}
     with open(memory.__file__, encoding="utf-8") as file:
         exec(cuda_is_vgpu.compile_source(file.read(), memory.__file__), names)

@@ -16,7 +16,7 @@ from teaching.lessons import Cell
     ],
     ids=["the last to bind", "who changes", "what a function uses when called", "a comprehension"],
 )
-def test_the_cells_that_are_needed(sources, expected):
+def test_needed_finds_the_cells_that_bind_or_change_names(sources, expected):
     assert found(sources) == expected
 
 
@@ -24,7 +24,7 @@ def test_a_comprehension_uses_what_is_there_when_it_runs():
     assert found(["x = 1", "y = [x for _ in 'ab']", "x = 2", "y"]) == [0, 1, 3]
 
 
-def test_what_the_last_cell_binds_itself_is_not_needed():
+def test_needed_leaves_out_cells_whose_names_the_last_cell_binds_itself():
     assert found(["x = 1", "x = 2\ny = [x for _ in 'ab']\n(lambda: x)()"]) == [1]
 
 

@@ -107,14 +107,14 @@ def _compare(op: OpInfo, sample: SampleInput) -> bool:
 
 
 @pytest.mark.parametrize("entry", marked(sampled(ENTRIES), exceptions.OPERATORS))
-def test_operator(entry):
+def test_operators_give_the_cpus_values_and_gradients(entry):
     op, dtype = entry
     samples = op.sample_inputs_func(op, "cpu", dtype, _differentiable(op, dtype))
     assert any([_compare(op, sample) for sample in first(SAMPLES, samples)]), "nothing compared"
 
 
 @pytest.mark.parametrize("entry", marked(VARIANTS, exceptions.VARIANTS))
-def test_method_in_place_and_out(entry):
+def test_methods_in_place_variants_and_out_arguments_agree_with_the_cpu(entry):
     """The other ways to call an operator; what is written to is the very tensor that was given."""
     op = entry
     for sample in first(1, op.sample_inputs_func(op, "cpu", torch.float32, False)):
@@ -169,7 +169,7 @@ def _compare_out(op: OpInfo, inputs: tuple) -> None:
 
 
 @pytest.mark.xfail(strict=True, reason=exceptions.DEVICE_BESIDE_OUT)
-def test_device_beside_out():
+def test_a_device_argument_goes_with_out():
     out = torch.empty(3, device=DEVICE)
     assert torch.zeros(3, out=out, device=DEVICE) is out
 

@@ -22,7 +22,7 @@ def test_python_is_this_interpreter_and_the_variable_starts_unset(monkeypatch):
     assert chosen.output == f"1,3 {sys.prefix}"
 
 
-def test_a_line_that_fails_says_so():
+def test_a_failing_line_has_its_status_and_its_errors():
     (result,) = run_lines(["no_such_command 2,3"], {})
     assert result.status == 127
     assert "not found" in result.errors
@@ -55,7 +55,7 @@ def test_what_a_line_leaves_running_is_stopped():
         assert process.status() == psutil.STATUS_ZOMBIE or process.wait(30) is None
 
 
-def test_no_shell_is_one_clear_sentence(monkeypatch):
+def test_a_machine_without_a_shell_is_told_so_in_one_sentence(monkeypatch):
     monkeypatch.setattr("helpers.shell.shutil.which", lambda name, path=None: None)
     with pytest.raises(FileNotFoundError, match="no POSIX shell"):
         run_lines(["true"], {})

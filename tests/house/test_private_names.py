@@ -33,7 +33,7 @@ def covered(name):
     return any(other == name or other.startswith(f"{name}.") for other in LISTED)
 
 
-def test_what_the_code_uses_is_listed():
+def test_every_private_name_that_the_code_uses_is_listed():
     missing = {name: files for name, files in uses.uses().items() if not covered(name)}
     assert not missing, "enter them in tests/support/private_names/listed.py"
 
@@ -45,7 +45,7 @@ def test_private_attributes_of_objects_are_listed():
     assert not missing, "enter them in tests/support/private_names/listed.py, by their class"
 
 
-def test_what_is_listed_is_used():
+def test_every_listed_private_name_is_used():
     words = set(re.findall(r"\w+", uses.text()))
     unused = [name for name in LISTED if name.split(".")[-1] not in words]
     assert not unused, "take them out of tests/support/private_names/listed.py"

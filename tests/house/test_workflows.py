@@ -35,7 +35,7 @@ def test_commands_name_what_is_there(path):
             assert (ROOT / name).exists(), f"no {name}: {command}"
 
 
-def test_everything_runs_whole():
+def test_the_workflow_runs_make_test_all():
     assert "make test-all PYTHON=python" in commands_of("whole")
 
 

@@ -88,7 +88,7 @@ def test_a_pending_claim_has_its_reason():
 
 
 @pytest.mark.parametrize("broken", all_broken(), ids=lambda broken: f"{broken.claim}-{broken.how}")
-def test_what_breaks_a_claim_stands_in_its_lesson(broken):
+def test_every_break_of_a_claim_finds_its_text_in_the_lesson(broken):
     # Whether the claim then fails is tried in tests/claims.
     assert cells_to_run(*proving(broken), broken, [*broken.shorter, *broken.edits])
 
@@ -110,6 +110,6 @@ ONCE_BADLY_PROVED = {
 }
 
 
-def test_claims_that_were_once_badly_proved_are_tried_broken():
+def test_claims_once_proved_badly_have_breaks():
     untried = ONCE_BADLY_PROVED - {broken.claim for broken in all_broken()}
     assert not untried, f"add to tests/support/broken_claims: {sorted(untried)}"

@@ -36,7 +36,7 @@ def test_a_section_of_more_ends_at_the_next_heading_of_its_level():
 
 
 @each_lesson
-def test_what_is_tagged_more_is_a_heading_and_collapsed(path):
+def test_cells_tagged_more_are_collapsed_headings(path):
     for cell in cells(path):
         more = "more" in sections.tags(cell)
         assert cell["metadata"].get(sections.COLLAPSED, False) == more, cell["id"]

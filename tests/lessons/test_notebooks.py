@@ -50,7 +50,7 @@ def test_cell_ids_are_readable_and_unique(path):
 
 
 @each_lesson
-def test_one_title_and_headings_in_order(path):
+def test_every_lesson_has_one_title_and_headings_in_order(path):
     levels = [level for cell in prose(path) for level in headings(cell.source)]
     assert levels and levels[0] == 1 and levels.count(1) == 1, "one H1, and it comes first"
     for above, below in pairwise(levels):
@@ -58,7 +58,7 @@ def test_one_title_and_headings_in_order(path):
 
 
 @each_lesson
-def test_opening_and_closing(path):
+def test_every_lesson_opens_with_its_goals_and_closes_with_a_summary(path):
     (opening,) = lessons.tagged(path, "opening")
     (closing,) = lessons.tagged(path, "closing")
     assert opening == lessons.cells(path)[0]
@@ -126,7 +126,7 @@ def test_figures_have_words_beside_them(path):
 
 
 @each_lesson
-def test_exercises_are_whole(path):
+def test_every_exercise_has_all_its_cells(path):
     ids = lessons.exercise_ids(path)
     own = str(int(lessons.number(path))) if lessons.number(path) else ""
     assert ids == [f"{own}.{index}" for index in range(1, len(ids) + 1)]

@@ -21,7 +21,7 @@ def places(path, pattern):
 
 
 @each_lesson
-def test_every_prediction_is_taken_down(path):
+def test_every_prediction_calls_guess(path):
     cells = lessons.cells(path)
     asked = [
         i

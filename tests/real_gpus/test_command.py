@@ -26,7 +26,7 @@ def test_without_a_gpu_it_says_what_it_would_do(monkeypatch, capsys):
         (machine("T4", "T4", "T4", "T4", nccl=False), "has no NCCL"),
     ],
 )
-def test_what_is_missing(found, sentence):
+def test_the_command_says_what_is_missing(found, sentence):
     assert any(sentence in each for each in found.missing())
 
 
@@ -87,7 +87,7 @@ def test_pytest_s_verdict_counts_and_it_is_told_that_real_gpus_are_wanted(tmp_pa
         assert command.run("-q", "-p", "no:cacheprovider", str(path)) == verdict
 
 
-def test_results_stand_on_the_page_the_newest_first():
+def test_the_page_lists_results_newest_first():
     page = command.PAGE.read_text(encoding="utf-8")
     once = command.with_result(page, "### 2027-01-01 · 1 × A\n")
     twice = command.with_result(once, "### 2027-02-01 · 1 × B\n")

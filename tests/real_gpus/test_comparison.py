@@ -19,7 +19,7 @@ def pair():
     return copy.deepcopy(observed()), copy.deepcopy(observed())
 
 
-def test_a_gpu_does_what_it_does(pair):
+def test_a_gpu_agrees_with_itself(pair):
     real, virtual = pair
     assert comparison.differences(real, virtual) == []
     assert all("nothing was raised" not in message for message in real["errors"].values())
@@ -92,7 +92,7 @@ def test_words_are_compared_without_what_one_machine_adds(message, expected):
     assert comparison.in_cuda_s_words(message) == expected
 
 
-def test_the_virtual_gpu_beside_a_real_one():
+def test_preset_for_finds_the_virtual_gpu_of_a_real_one():
     assert comparison.preset_for("NVIDIA A100-SXM4-80GB") == "A100"
     assert comparison.preset_for("NVIDIA H200") == "H200"
     assert comparison.preset_for("NVIDIA L4") == "H100"

@@ -51,7 +51,7 @@ def test_lessons_are_judged_side_by_side(tmp_path):
 @pytest.mark.parametrize(
     ("cores", "gib", "jobs"), [(2, 64, 1), (16, 64, 8), (16, 10, 3), (16, 1, 1)]
 )
-def test_as_many_at_once_as_cores_and_memory_allow(monkeypatch, cores, gib, jobs):
+def test_class_check_runs_as_many_judges_as_cores_and_memory_allow(monkeypatch, cores, gib, jobs):
     memory = SimpleNamespace(available=gib * 2**30)
     monkeypatch.setattr(class_check.launcher, "cores", lambda: cores)
     monkeypatch.setattr(class_check.psutil, "virtual_memory", lambda: memory)
@@ -98,7 +98,7 @@ def test_ctrl_c_leaves_a_whole_table_of_what_was_judged(tmp_path):
         ("--jobs 0", "argument --jobs: expected a whole number from 1, found '0'"),
     ],
 )
-def test_limits_that_cannot_work_are_refused_in_a_sentence(tmp_path, capsys, options, message):
+def test_class_check_refuses_limits_that_cannot_work(tmp_path, capsys, options, message):
     with pytest.raises(SystemExit) as left:
         class_check.main([str(tmp_path), *options.split()])
     assert left.value.code == 2 and message in capsys.readouterr().err

@@ -37,7 +37,7 @@ def without_the_notebook_s_gpus():
     vgpu.disable()
 
 
-def test_there_are_thirteen_with_minutes_that_fit():
+def test_the_exam_has_thirteen_tasks_of_ten_to_fifteen_minutes():
     assert [f"99.{n}" for n in range(1, 14)] == TASKS and WRONG.keys() == {*TASKS}
     for task in TASKS:
         (text,) = lessons.tagged(lessons.EXAM, f"exercise-{task}")
@@ -82,7 +82,7 @@ def test_typical_mistakes_fail_with_their_hint(task):
         assert outcome.given and outcome.hint, f"for which input, and why?\n{outcome}"
 
 
-def test_its_tasks_are_none_of_the_course():
+def test_the_exam_s_tasks_are_not_in_the_course():
     ids = {item.id for item in exercises()}
     assert ids and not ids & {*TASKS}
 

@@ -11,7 +11,7 @@ from learners import LESSON, LIMITS, SOLUTIONS, hand_in, statuses
 from teaching import class_check, lessons
 
 
-def test_cells_that_are_gone_files_that_are_broken_and_the_newest_copy(tmp_path):
+def test_class_check_survives_missing_cells_and_broken_files_and_takes_the_newest_copy(tmp_path):
     cut = json.loads(LESSON.read_text("utf-8"))
     cut["cells"] = [c for c in cut["cells"] if "check-4.2" not in c["metadata"].get("tags", ())]
     hand_in(tmp_path, "cut", {}, cut)
@@ -32,7 +32,7 @@ def test_cells_that_are_gone_files_that_are_broken_and_the_newest_copy(tmp_path)
     assert found["twice", "4.1"].status == "not attempted"
 
 
-def test_tags_may_be_lost_and_the_check_may_not_be_edited(tmp_path):
+def test_class_check_finds_answers_without_tags_and_ignores_edited_checks(tmp_path):
     untagged = json.loads(LESSON.read_text("utf-8"))
     for cell in untagged["cells"]:
         if "stub-4.1" in cell["metadata"].get("tags", ()):
@@ -47,7 +47,7 @@ def test_tags_may_be_lost_and_the_check_may_not_be_edited(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["nothing", "empty", "file"])
-def test_a_folder_without_a_class_is_refused(tmp_path, content):
+def test_class_check_refuses_a_folder_without_a_class(tmp_path, content):
     folder = tmp_path / "class"
     if content == "empty":
         (folder / "someone").mkdir(parents=True)
@@ -57,7 +57,7 @@ def test_a_folder_without_a_class_is_refused(tmp_path, content):
         class_check.check_class(folder, LIMITS)
 
 
-def test_a_folder_holds_anything_and_every_learner_is_in_the_table(tmp_path, capsys):
+def test_every_learner_is_in_the_table_whatever_a_folder_holds(tmp_path, capsys):
     folder = tmp_path / "class"
     hand_in(folder, "Ada", {"4.1": SOLUTIONS["4.1"]})
     odd = {}

@@ -33,7 +33,7 @@ def test_headings_begin_slides_and_answers_are_left_out():
     assert kinds == ["slide", "skip", "slide", "-", "-", "-", "skip", "skip", "skip"]
 
 
-def test_what_follows_a_prediction_waits_on_its_own_slide():
+def test_the_cells_after_a_prediction_begin_a_new_slide():
     made = notebook(
         ("words", "## Two GPUs\n\n**Predict:** how many?"), ("code", "2"), ("code", "3")
     )

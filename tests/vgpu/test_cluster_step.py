@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from teaching.lessons import ROOT
+from vgpu.__main__ import parser
 
 SCRIPT = """
 import os
@@ -41,24 +42,20 @@ def run(tmp_path):
     return run
 
 
-def test_the_second_step_of_a_script_is_predicted_and_ends_it(run):
-    done = run("--cluster", "2x8", "--gpu", "H100")
-    assert (done.returncode, done.stderr) == (0, "")
-    first, cluster, step, *shares, peak = done.stdout.splitlines()
-    assert first == "step 0 of rank 0 of 16"
-    assert cluster.startswith("rank 0 of 16: 2 hosts with 8 H100")
-    assert step.startswith("a step takes ") and step.endswith(" of virtual time")
-    assert sum(float(line.split("%")[0]) for line in shares) == pytest.approx(100, abs=0.2)
-    assert peak.endswith("of 80 GiB allocated")
-
-
-def test_on_a_slower_network_more_of_the_step_is_collectives(run):
+def test_the_cluster_option_predicts_the_script_s_second_step_and_ends_there(run):
     exposed = []
     for network in ("InfiniBand NDR", "Ethernet 100"):
-        output = run("--cluster", "2x1", "--network", network).stdout
-        (line,) = (line for line in output.splitlines() if "nothing computed beside" in line)
+        done = run("--cluster", "2x8", "--gpu", "H100", "--network", network)
+        assert (done.returncode, done.stderr) == (0, "")
+        first, cluster, step, *shares, peak = done.stdout.splitlines()
+        assert first == "step 0 of rank 0 of 16"
+        assert cluster.startswith("rank 0 of 16: 2 hosts with 8 H100")
+        assert step.startswith("a step takes ") and step.endswith(" of virtual time")
+        assert sum(float(line.split("%")[0]) for line in shares) == pytest.approx(100, abs=0.2)
+        assert peak.endswith("of 80 GiB allocated")
+        (line,) = (line for line in shares if "nothing computed beside" in line)
         exposed.append(float(line.split("%")[0]))
-    assert 0 < exposed[0] < exposed[1]
+    assert 0 < exposed[0] < exposed[1], "more of the step is collectives on a slower network"
 
 
 def test_a_script_of_one_step_is_told_that_it_takes_two(run):
@@ -74,7 +71,9 @@ def test_a_script_that_reads_a_value_is_told_that_there_is_none(run):
 
 
 @pytest.mark.parametrize("text", ["8", "0x8", "8x", "2x500", "axb"])
-def test_what_is_no_cluster_is_refused_in_a_line(run, text):
-    done = run("--cluster", text)
-    assert done.returncode == 2
-    assert f"expected hosts and GPUs of each, up to 127, as in 8x8; found '{text}'" in done.stderr
+def test_the_cluster_option_refuses_what_describes_no_cluster(capsys, text):
+    with pytest.raises(SystemExit) as stopped:
+        parser().parse_args(["--cluster", text, "script.py"])
+    assert stopped.value.code == 2
+    expected = f"expected hosts and GPUs of each, up to 127, as in 8x8; found '{text}'"
+    assert expected in capsys.readouterr().err

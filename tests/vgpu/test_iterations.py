@@ -43,6 +43,6 @@ def test_data_parallel_broadcasts_and_reduces_as_nccl_does():
     assert duration_s == pytest.approx(by_gpu[0][0].size_bytes / rate + 3 * 5e-6)
 
 
-def test_ddp_needs_equal_shares():
+def test_the_ddp_iteration_refuses_unequal_shares():
     with vgpu.enable(1), pytest.raises(ValueError, match="3 ranks cannot share 64 samples"):
         vgpu.ddp_iteration(make_model, (64, 512), (64, 512), 3)

@@ -67,7 +67,7 @@ print(json.dumps(seen))
 """
 
 
-@pytest.mark.parametrize("name", ["script.py", "./a folder/my script.py", "no_ending"])
+@pytest.mark.parametrize("name", ["./a folder/my script.py", "no_ending"])
 def test_a_script_sees_what_python_shows_it(name, tmp_path):
     script = tmp_path / name
     script.parent.mkdir(exist_ok=True)
@@ -85,11 +85,11 @@ def test_a_script_sees_what_python_shows_it(name, tmp_path):
 
 
 ENDS = {
-    "a number": "import sys; sys.exit(7)",
     "a text": "import sys; sys.exit('enough')",
-    "nothing": "import sys; sys.exit()",
-    "an error": "def inner():\n    raise ValueError('from inner')\n\ninner()",
-    "a chain": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError(2) from e",
+    "an error": (
+        "def inner():\n    try:\n        1 / 0\n    except ZeroDivisionError as error:\n"
+        "        raise KeyError(2) from error\n\ninner()"
+    ),
     "no Python": "x = (",
     "a hook": "import sys\nsys.excepthook = lambda *found: print('hook', found[0])\n1 / 0",
     "at once": "import os; os._exit(9)",
@@ -108,7 +108,7 @@ def test_a_script_ends_as_under_python(kinds, options, tmp_path):
             [sys.executable, script], cwd=tmp_path, capture_output=True, text=True
         )
         code, out, error = run(*options, script, cwd=tmp_path)
-        unused = UNUSED if kind in ("a number", "a text", "nothing") else ""
+        unused = UNUSED if kind == "a text" else ""
         assert (code, out, error) == (done.returncode, done.stdout, unused + done.stderr), kind
 
 
@@ -149,24 +149,19 @@ def test_a_script_for_cuda_runs_unchanged_and_prints_what_was_replaced(tmp_path)
         "scaler = torch.amp.GradScaler()  # for cuda, where nothing is said\n"
         "print(scaler.is_enabled(), scaler.scale(x).device, torch.GradScaler('cpu')._device)\n"
         "print('the word cuda in a sentence stays')\n"
+        "torch.ones(2, device='cuda:7')\n"
     )
     code, out, error = run("--cuda-is-vgpu", "script.py", "--device", "cuda", cwd=tmp_path)
-    assert code == 0, error
+    assert code == 1, error
     assert out.splitlines() == [
         "vgpu:0 True vgpu:1 True",
         "True vgpu:0 cpu",
         "the word cuda in a sentence stays",
     ]
-    assert "script.py: reads cuda as vgpu in lines 2, 5, 7, 8, 9, 10" in error
-    assert "beside.py: reads cuda as vgpu in line 2" in error
-
-
-def test_a_traceback_shows_the_unchanged_line(tmp_path):
-    (tmp_path / "script.py").write_text("import torch\n\ntorch.ones(2, device='cuda:7')\n")
-    code, _, error = run("--cuda-is-vgpu", "script.py", cwd=tmp_path)
-    assert code == 1
-    assert "line 3, in <module>\n    torch.ones(2, device='cuda:7')" in error
+    assert "line 14, in <module>\n    torch.ones(2, device='cuda:7')" in error, "as it was written"
     assert "vgpu:7 was asked for; 2 virtual GPUs" in error
+    assert "script.py: reads cuda as vgpu in lines 2, 5, 7, 8, 9, 10, 14" in error
+    assert "beside.py: reads cuda as vgpu in line 2" in error
 
 
 SPAWNING = """
@@ -269,7 +264,9 @@ def test_tests_for_cuda_run_under_pytest(tmp_path):
         (".", "'.' is a folder: name a script in it, or a module or package with -m"),
     ],
 )
-def test_bad_input_is_refused_in_a_sentence(arguments, phrase, tmp_path, capsys, monkeypatch):
+def test_the_command_refuses_bad_input_in_a_sentence(
+    arguments, phrase, tmp_path, capsys, monkeypatch
+):
     from vgpu.__main__ import main
 
     monkeypatch.chdir(tmp_path)
@@ -304,12 +301,6 @@ def package(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(
         "import chooser, torch\nprint(torch.ones(1).to(chooser.device).device)\n"
     )
-
-
-def test_an_installed_package_finds_the_virtual_gpus(package, tmp_path):
-    code, out, error = run("--cuda-is-vgpu", "train.py", cwd=tmp_path)
-    assert (code, out) == (0, "vgpu:0\n"), error
-    assert error == "vgpu: reads cuda as vgpu in packages: chooser (files: 1)\n"
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,19 @@ import pytest
 from vgpu.tables import Table
 
 
-def test_text_is_aligned_and_booleans_are_spoken():
+def test_a_table_as_text_is_aligned_and_says_yes_and_no():
     table = Table(("name", "ok"), [("a", True), ("longer", False)], caption="two rows")
     assert str(table).splitlines() == ["two rows", "name    ok", "a       yes", "longer  no"]
 
 
-def test_html_is_escaped_and_linked():
+def test_a_table_as_html_escapes_text_and_keeps_links():
     table = Table(("x",), [("<b>",), ("home",)], links={"home": "a'b.ipynb"})
     shown = table._repr_html_()
     assert "&lt;b&gt;" in shown and "<b>" not in shown
     assert "<a href='a&#x27;b.ipynb'>home</a>" in shown
 
 
-def test_backticks_are_code_and_widths_are_kept():
+def test_a_table_as_html_shows_backticks_as_code_and_keeps_widths():
     table = Table(("x", "y"), [("`a < b` holds", "")], widths={"x": "20%"})
     shown = table._repr_html_()
     assert ">a &lt; b</code> holds" in shown and "`" not in shown

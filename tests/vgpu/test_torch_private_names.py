@@ -50,7 +50,7 @@ def missing():
 
 
 @pytest.mark.parametrize("name", LISTED)
-def test_a_private_name_is_there(name, missing):
+def test_every_listed_private_name_exists(name, missing):
     if name in listed.WITHOUT_CUDA and torch.version.cuda is None:
         pytest.skip("PyTorch's CPU builds lack it; lesson 01 makes it there for a moment")
     if listed.SINCE.get(name, VERSION) > VERSION:
@@ -64,7 +64,7 @@ def test_a_private_name_is_there(name, missing):
     )
 
 
-def test_what_virtual_gpus_replace_is_listed(monkeypatch):
+def test_every_name_that_virtual_gpus_replace_is_listed(monkeypatch):
     for name in IMPORTED_LATE:
         importlib.import_module(name)
     replaced = []

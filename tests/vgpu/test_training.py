@@ -125,7 +125,7 @@ def test_autocast_chooses_types_as_on_cuda():
     assert a.grad.dtype == torch.float32
 
 
-def test_gradient_scaling_steps():
+def test_a_gradient_scaler_steps_with_unscaled_gradients():
     model = nn.Linear(3, 1).to("vgpu:0")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("vgpu", init_scale=8.0)
@@ -148,7 +148,7 @@ def test_hooks_run_with_virtual_tensors():
     assert layer.weight.grad.tolist() == [[2, 2], [2, 2]]
 
 
-def test_sparse_gradients_and_their_optimizer():
+def test_sparse_adam_takes_the_cpus_steps():
     plain = nn.Embedding(5, 3, sparse=True)
     virtual = copy.deepcopy(plain).to("vgpu:1")
     index = torch.tensor([1, 3, 3])
@@ -160,7 +160,7 @@ def test_sparse_gradients_and_their_optimizer():
     assert_same_parameters(virtual, plain)
 
 
-def test_packed_sequences_through_an_lstm():
+def test_an_lstm_takes_packed_sequences():
     plain = nn.LSTM(3, 4, batch_first=True)
     virtual = copy.deepcopy(plain).to("vgpu:1")
     x, lengths = torch.randn(3, 5, 3), torch.tensor([5, 2, 3])
@@ -196,7 +196,7 @@ def test_convolutions_in_float16_sum_in_float32():
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-def test_the_older_names_of_mixed_precision():
+def test_the_older_names_of_mixed_precision_still_work():
     from torch.vgpu.amp import GradScaler, autocast
 
     x = torch.ones(2, 2, device="vgpu:0")

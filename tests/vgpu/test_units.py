@@ -17,7 +17,7 @@ from vgpu.units import format_bytes, format_seconds
         (5 * 2**60, "5120 PiB"),
     ],
 )
-def test_bytes(value, text):
+def test_bytes_are_read_and_written_in_binary_units(value, text):
     assert format_bytes(value) == text
 
 
@@ -34,5 +34,5 @@ def test_bytes(value, text):
         (179.9, "3 min 0 s"),
     ],
 )
-def test_seconds(value, text):
+def test_seconds_are_written_in_the_unit_that_fits(value, text):
     assert format_seconds(value) == text

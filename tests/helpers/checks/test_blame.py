@@ -9,12 +9,12 @@ from vgpu.launch.call_sites import is_library
 
 
 @pytest.mark.parametrize("path", [helpers.checks.on_ranks.__file__, core.__file__, exam.__file__])
-def test_the_course_itself_is_neither(path):
+def test_the_course_s_own_files_are_neither_the_learner_s_nor_a_library_s(path):
     assert not is_library(path) and not blame.is_learners(path)
 
 
 @pytest.mark.parametrize("path", ["<cell 1>", "/tmp/ipykernel_7/2718281828.py", "train.py"])
-def test_a_cell_or_script_is_the_learners(path):
+def test_cells_and_scripts_are_the_learner_s(path):
     assert blame.is_learners(path) and not is_library(path)
 
 

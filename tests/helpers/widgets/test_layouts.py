@@ -7,7 +7,7 @@ from helpers.widgets.layouts import GPUS, answer, answer_table, plan_of
 from vgpu.plan import predict
 
 
-def test_what_is_left_of_the_gpus_is_dp_shard():
+def test_dp_shard_takes_the_gpus_that_are_left():
     plan = plan_of(tp=4, dp_replicate=2, batch=1, recompute="full")
     assert (plan.layout.dp_replicate, plan.layout.dp_shard, plan.layout.tp) == (2, 8, 4)
     assert plan.layout.ranks == GPUS
@@ -15,7 +15,7 @@ def test_what_is_left_of_the_gpus_is_dp_shard():
         plan_of(8, 16, 1, "full")
 
 
-def test_the_table_says_what_the_recording_says():
+def test_the_table_has_the_speed_and_the_bytes_of_the_prediction():
     found = answer(plan_of(1, 1, 1, "full"))
     few = found.steps[0]
     assert few.seconds == predict(few.plan).seconds

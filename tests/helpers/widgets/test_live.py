@@ -82,7 +82,7 @@ def _controls():
     }
 
 
-def test_the_answers_are_those_of_every_combination():
+def test_answers_are_computed_for_every_combination_of_values():
     found = answers(lambda number, word: print(word * (number // 20)), _controls(), {})
     number, word = found["controls"]
     assert number["label"] == "number" and number["slider"] and not word["slider"]

@@ -20,7 +20,7 @@ def test_mesh_sizes_refuse_more_gpus_than_there_are():
         mesh_sizes(8, 8, 8)
 
 
-def test_the_table_says_what_the_step_says():
+def test_the_table_has_the_speed_and_the_bytes_of_the_recorded_step():
     found = answer(mesh_sizes(8, 1, 1))
     table = answer_table(found, 64)
     assert [row[0] for row in table.rows] == list(DIMENSIONS)

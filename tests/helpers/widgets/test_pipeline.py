@@ -55,7 +55,7 @@ def test_a_layer_costs_what_one_gpu_records(monkeypatch):
     assert twice == pytest.approx(2 * cost.activation_bytes, rel=1e-5)
 
 
-def test_virtual_time_and_memory_on_gpus_by_name():
+def test_answer_gives_time_and_memory_of_a_gpu_by_name():
     one, eight = answer("1F1B", 1, 16, "H100"), answer("1F1B", 8, 16, "H100")
     assert eight.cost == one.cost
     assert math.isclose(eight.alone, one.simulated.makespan, rel_tol=1e-9)

@@ -32,12 +32,12 @@ def test_the_largest_number_goes_to_the_end_of_the_format():
     assert len(found.scaled) == 255 * 512
 
 
-def test_an_unknown_word_is_refused():
+def test_answer_refuses_an_unknown_kind_of_scale():
     with pytest.raises(ValueError, match="no 'column'; there are tensor, row, block of 32"):
         answer("e4m3", "column", LARGER[0], 1)
 
 
-def test_the_explorer_draws_and_tells(monkeypatch):
+def test_show_answer_draws_the_numbers_and_lists_every_scale(monkeypatch):
     shown = []
     monkeypatch.setattr(precision, "display", shown.append)
     monkeypatch.setattr(precision.plots, "scaled_numbers", lambda *given: shown.append(given))

@@ -19,7 +19,7 @@ def test_batches_go_up_to_what_fits():
     assert serving.batches_of(serving.server_of("70B", 1, "bfloat16"), 8192) == []
 
 
-def test_what_does_not_fit_says_so_and_is_not_drawn(capsys, monkeypatch):
+def test_a_model_that_does_not_fit_is_reported_and_not_drawn(capsys, monkeypatch):
     drawn, tables = [], []
     monkeypatch.setattr(serving, "display", tables.append)
     monkeypatch.setattr(

@@ -23,7 +23,7 @@ def test_parameters_are_those_published(name, published):
     assert LLAMA[name].parameters == published
 
 
-def test_sixteen_bytes_are_cut_where_the_way_says_so():
+def test_each_strategy_shards_its_part_of_the_sixteen_bytes_per_parameter():
     count = LETTERS.parameters
     per_parameter = {way: answer(LETTERS, 64, way).at_rest_bytes / count for way in WAYS}
     assert per_parameter == pytest.approx(

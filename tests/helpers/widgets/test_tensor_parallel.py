@@ -23,7 +23,7 @@ def timeline(makespan_s):
         (1, "InfiniBand NDR, one GPU a host", (8192, 1, 1, "NVLink 4")),
     ],
 )
-def test_a_place_says_link_and_hosts(degree, place, asked):
+def test_each_place_names_its_link_and_its_hosts(degree, place, asked):
     def layer(width, degree, hosts, link):
         return width, degree, hosts, link
 

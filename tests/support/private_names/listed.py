@@ -233,7 +233,7 @@ RELIANCES = (
     ),
     Reliance(
         "models whose tensors have no values: what would read one",
-        "Run tests/vgpu/test_shapes.py: the error says who reads; stand in for that in "
+        "Run tests/vgpu/tensor/test_shapes.py: the error says who reads; stand in for that in "
         "tensor/shapes.py.",
         (
             "torch.distributed.Reducer._rebuild_buckets",

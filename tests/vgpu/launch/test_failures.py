@@ -276,7 +276,7 @@ def left_behind(others):
 
 
 @pytest.mark.parametrize("fault", TABLE, ids=lambda fault: fault.name)
-def test_fault(fault, others):
+def test_every_fault_of_a_rank_is_reported_and_leaves_nothing_behind(fault, others):
     body = "\n    ".join(fault.body.strip("\n").split("\n"))
     function = cell(f"def main(rank, world_size):\n    {body}")["main"]
     with pytest.raises(fault.error) as caught:
@@ -289,7 +289,7 @@ def test_fault(fault, others):
     assert left_behind(others) == []
 
 
-def test_the_cause_is_the_ranks_own_exception():
+def test_the_error_s_cause_is_the_rank_s_own_exception():
     function = cell("def main(rank, world_size): raise KeyError('weights')")["main"]
     with pytest.raises(launch.RankRaised) as caught:
         launch.run(function, 2)
@@ -368,7 +368,7 @@ def test_a_run_after_a_failed_one_works():
     assert launch.run(names["works"], 2) == [0, 1]
 
 
-def test_ranks_that_all_fail_while_they_are_asked_where_they_are(monkeypatch):
+def test_ranks_that_all_fail_while_asked_for_their_state_report_their_error(monkeypatch):
     """A hang is looked for after half a second, which is when short functions fail."""
     ask = RankProcesses.ask_states
 

@@ -50,7 +50,7 @@ def is_alive(pid):
         ("time.sleep(600)", launch.RanksHung),
     ],
 )
-def test_what_left_its_session_ends_with_the_call(ending, error, tmp_path):
+def test_a_process_that_left_its_session_ends_with_the_call(ending, error, tmp_path):
     body = f"""
 def main(rank, world_size, folder):
     pid = daemon()

@@ -29,12 +29,12 @@ def computing(*collectives):
     return RankState("runs", LINE, collectives=list(collectives), members=BOTH)
 
 
-def test_one_that_still_computes_may_yet_come():
+def test_a_rank_that_still_computes_is_no_certain_hang():
     assert not is_deadlock([waiting(started(1)), computing()])
     assert not is_deadlock([waiting(started(1)), None])
 
 
-def test_all_in_the_same_collective_is_no_deadlock():
+def test_ranks_in_the_same_collective_are_no_deadlock():
     assert not is_deadlock([waiting(started(1)), waiting(started(1))])
     # One has gone on to the next while the other is finishing.
     ahead = waiting(started(1, finished=True), started(2))
@@ -48,7 +48,7 @@ def test_a_rank_outside_the_group_is_not_missing():
     assert "rank 0 came, rank 1 never came" in text and "rank 2 never" not in text
 
 
-def test_different_sizes_in_one_all_reduce():
+def test_all_reduce_of_different_sizes_is_a_mismatch():
     ranks = [waiting(started(1)), waiting(started(1, shape=(3,)))]
     assert is_deadlock(ranks)
     assert "Mismatch in all_reduce" in explain(ranks, str)
@@ -57,14 +57,14 @@ def test_different_sizes_in_one_all_reduce():
     assert is_deadlock([ahead, waiting(started(1, shape=(3,)))])
 
 
-def test_as_many_elements_in_another_shape_are_no_mismatch():
+def test_all_reduce_of_different_shapes_of_equal_size_is_no_mismatch():
     ranks = [waiting(started(1, shape=(2, 3))), waiting(started(1, shape=(6,)))]
     assert not is_deadlock(ranks) and "Mismatch" not in explain(ranks, str)
     uneven = [waiting(started(1, name="all_gather", shape=(n,))) for n in (2, 3)]
     assert not is_deadlock(uneven), "NCCL gathers unequal shares"
 
 
-def test_different_types_in_one_all_reduce_are_a_mismatch():
+def test_all_reduce_of_different_types_is_a_mismatch():
     wide = CollectiveRecord("0/gloo", 1, "all_reduce", LINE, "[2] Double", ((2, "Double"),), False)
     (line,) = mismatches([waiting(started(1)), waiting(wide)])
     assert "rank 0 brings [2] Float; rank 1 brings [2] Double" in line

@@ -17,7 +17,7 @@ THINGS = [
 
 @pytest.mark.virtual_gpus(2)
 @pytest.mark.parametrize(("what", "make"), THINGS)
-def test_what_is_on_a_virtual_gpu_says_how_to_send_it(what, make):
+def test_run_refuses_to_send_virtual_tensors_and_says_how(what, make):
     names = cell("def main(rank, world_size, *args): return thing", thing=make())
     with pytest.raises(TypeError) as refused:
         launch.run(names["main"], 2)
@@ -46,7 +46,7 @@ def test_a_result_on_a_virtual_gpu_is_refused_in_the_same_words():
 
 
 @pytest.mark.virtual_gpus(1)
-def test_what_is_on_the_cpu_travels_while_virtual_gpus_are_enabled():
+def test_cpu_tensors_are_sent_while_virtual_gpus_are_enabled():
     model = torch.nn.Linear(2, 1).to("vgpu").cpu()
     assert b"vgpu" not in dumps(model) and dumps_call(print, (torch.device("cpu"), model))
     [weight] = launch.run(cell("def main(rank, world_size, m): return m.weight")["main"], 1, model)

@@ -18,7 +18,7 @@ def test_the_time_of_writing_decides_not_the_time_of_reading(capsys):
     assert capsys.readouterr().out == "[rank 1] first\n[rank 0] second\n[rank 1] third\n"
 
 
-def test_what_is_younger_than_the_look_waits(capsys):
+def test_lines_younger_than_the_last_look_wait_for_the_next(capsys):
     output = RankOutput(1, by_rank=False)
     output.feed(0, frame(10, "old\n") + frame(50, "young\n"))
     assert output.show(40)
@@ -28,7 +28,7 @@ def test_what_is_younger_than_the_look_waits(capsys):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_any_cut_between_reads_gives_the_same(size, capsys):
+def test_the_output_is_the_same_wherever_a_read_ends(size, capsys):
     data = frame(1, "é one\ntw") + frame(2, "o\n") + b"raw\n" + frame(3, "err\n", "e")
     output = RankOutput(1, by_rank=False)
     for start in range(0, len(data), size):
@@ -52,7 +52,7 @@ def test_a_progress_bar_is_drawn_over_its_last_state_only(capsys):
     )
 
 
-def test_a_rank_alone_is_cut(capsys):
+def test_a_rank_s_output_is_cut_at_its_limit_and_the_others_is_not(capsys):
     output = RankOutput(2, by_rank=False)
     output.feed(0, frame(1, "x" * MAX_OUTPUT_CHARACTERS) + frame(2, "lost\n"))
     output.feed(1, frame(3, "shown\n"))

@@ -56,7 +56,7 @@ def test_no_function_begins_before_every_rank_has_joined():
     assert min(began_s) >= max(joined_s)
 
 
-def test_what_the_function_refers_to_travels_along():
+def test_the_names_that_a_function_uses_are_sent_with_it():
     names = cell(
         """
         from dataclasses import dataclass
@@ -145,7 +145,7 @@ def test_figures_and_large_tensors_come_back():
 
 
 @needs_shared_memory
-def test_a_loader_with_workers_and_a_dataset_of_the_notebook():
+def test_a_rank_s_loader_has_workers_and_a_dataset_from_a_cell():
     results = run(
         """
         class Squares(torch.utils.data.Dataset):
@@ -164,7 +164,7 @@ def test_a_loader_with_workers_and_a_dataset_of_the_notebook():
     assert results == [[[0, 1], [4, 9]]]
 
 
-def test_two_runs_at_once_from_threads():
+def test_two_threads_run_ranks_at_once():
     function = cell("def main(rank, world_size, name): return name, rank")["main"]
     results = {}
 
@@ -203,12 +203,12 @@ def test_each_rank_has_random_numbers_of_its_own():
         (100_000, ValueError, "100000 ranks are too many for .* cores.*Use at most"),
     ],
 )
-def test_numbers_of_ranks_that_cannot_work(nprocs, error, phrase):
+def test_run_refuses_numbers_of_ranks_that_cannot_work(nprocs, error, phrase):
     with pytest.raises(error, match=phrase):
         launch.run(print, nprocs)
 
 
-def test_other_arguments_that_cannot_work():
+def test_run_refuses_other_arguments_that_cannot_work():
     with pytest.raises(TypeError, match=r"takes a function first, as in launch.run\(train, 2\)"):
         launch.run(4, print)
     with pytest.raises(ValueError, match="timeout_s must be a positive number"):
@@ -248,7 +248,9 @@ def test_a_function_that_does_not_take_rank_and_world_size_is_refused_before_any
     ("gpus", "nccl", "ranks", "expected"),
     [(0, True, 1, "cpu"), (2, True, 2, "cuda"), (2, True, 3, "cpu"), (2, False, 2, "cpu")],
 )
-def test_what_ranks_compute_on_is_decided_in_one_place(monkeypatch, gpus, nccl, ranks, expected):
+def test_ranks_take_real_gpus_where_there_are_enough_and_nccl(
+    monkeypatch, gpus, nccl, ranks, expected
+):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
     backend = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}[expected]

@@ -67,7 +67,7 @@ def with_digits(folder):
 
 
 @pytest.mark.parametrize("make_hosts", HOSTS)
-def test_a_host_is_lost_and_the_training_resumes(lesson, expected, tmp_path, make_hosts):
+def test_training_resumes_after_a_host_is_lost(lesson, expected, tmp_path, make_hosts):
     script = tmp_path / "train_ddp.py"
     script.write_text(lesson["script"], encoding="utf-8")
     folder = with_digits(tmp_path)

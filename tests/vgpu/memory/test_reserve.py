@@ -57,7 +57,7 @@ def test_emptying_the_cache_gives_back_whole_segments_only():
     assert kept.numel() == 5 * MIB
 
 
-def test_all_ways_to_ask_agree():
+def test_all_functions_report_the_same_reserved_bytes():
     x = of(5)
     stats = torch.vgpu.memory_stats()
     assert (
@@ -82,7 +82,7 @@ def test_all_ways_to_ask_agree():
     assert "20.00 MiB" in torch.vgpu.memory_summary(0)
 
 
-def test_streams_share_nothing():
+def test_streams_share_no_segments():
     with torch.vgpu.stream(torch.vgpu.Stream("vgpu:0")):
         x = of(5)
     del x
@@ -166,7 +166,7 @@ def test_the_reserve_equals_what_a_record_replays(longest_log, shapes, monkeypat
     del live
 
 
-def test_blocks_may_come_and_go_while_one_is_made(monkeypatch):
+def test_the_allocator_survives_frees_during_an_allocation(monkeypatch):
     """Whenever an object is made Python may collect others, and their finalizers may do anything."""
     held, made = [of(3), of(9)], []
 

@@ -82,7 +82,7 @@ def test_a_snapshot_without_a_history_has_segments_and_no_frames():
     assert segment["blocks"][0]["frames"] == []
 
 
-def test_the_last_entries_are_kept():
+def test_a_full_history_keeps_its_last_entries():
     torch.vgpu.memory._record_memory_history(max_entries=2)
     kept = [make_weight() for _ in range(3)]
     trace = torch.vgpu.memory._snapshot()["device_traces"][0]

@@ -24,7 +24,9 @@ from vgpu.plan.failures import (
         (25, 10, 1, [], 28),  # a short last part
     ],
 )
-def test_a_training_by_hand(training_s, interval_s, checkpoint_s, failures_s, total_s):
+def test_a_training_with_failures_takes_as_long_as_worked_out_by_hand(
+    training_s, interval_s, checkpoint_s, failures_s, total_s
+):
     found = with_failures_at(training_s, interval_s, checkpoint_s, 3, failures_s)
     assert found == Goodput(training_s, total_s, len(failures_s))
     assert found.share == training_s / total_s
@@ -82,6 +84,6 @@ def test_llama_3_failed_every_three_hours():
         (lambda: simulated(1, 1, 1, 1, -5), "between_failures_s must be positive .* got -5"),
     ],
 )
-def test_times_that_cannot_be_are_refused(call, words):
+def test_the_formula_refuses_times_that_cannot_be(call, words):
     with pytest.raises(ValueError, match=words):
         call()

@@ -122,7 +122,7 @@ def test_the_fastest_are_predicted_whole_until_some_fit(free, tight):
     assert found.best[0].plan.reshard_after_forward > first.plan.reshard_after_forward
 
 
-def test_other_processes_find_the_same(tight):
+def test_a_search_in_several_processes_finds_the_same_plans(tight):
     plan, alone = tight
     together = search(plan, sequences=2, processes=2)
     assert _figures(together) == _figures(alone)
@@ -171,7 +171,7 @@ def _figures(found):
     ]
 
 
-def test_where_nothing_fits_the_search_says_why():
+def test_a_search_in_which_nothing_fits_says_why():
     found = search(GUESS, sequences=2, gpu=with_memory(GUESS, 10_000_000).gpu)
     assert found.best == [] and sum(found.reasons.values()) == len(found.candidates)
     assert "0 of" in str(found) and layout_search._STATE_TOO_LARGE in str(found)

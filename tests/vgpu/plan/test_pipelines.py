@@ -182,7 +182,7 @@ def test_a_replayed_step_is_the_step_predicted_anew():
     assert again.plan == dataclasses.replace(whole, gpu="A100", network="Ethernet 100")
 
 
-def test_what_takes_long_shows_how_far_it_is(capsys, monkeypatch):
+def test_a_long_prediction_shows_its_progress(capsys, monkeypatch):
     one = plan(Layout(), 1, gpus_per_host=1)
     monkeypatch.setattr(layouts, "SHOW_AFTER_S", 1e9)
     predict(TWO), predict(one)
@@ -243,7 +243,7 @@ def test_smaller_micro_batches_are_among_what_would_fit():
         ({"layout": Layout(dp_shard=4), "micro_batches": 2}, "belong to a pipeline"),
     ],
 )
-def test_a_pipeline_that_cannot_be_is_refused(options, message):
+def test_a_plan_refuses_a_pipeline_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
         Plan(**{"sizes": SIZES, "sequence": 128, "batch": 4, "gpus_per_host": 4, **options})
 

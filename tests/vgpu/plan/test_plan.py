@@ -29,7 +29,7 @@ def read(options):
     return command.plan_of(vars(command.parser().parse_args(f"{OWN} {options}".split())))
 
 
-def test_what_stays_on_a_rank_is_what_the_estimate_says():
+def test_a_rank_keeps_the_bytes_that_the_estimate_says():
     step = predict(Plan(SMALL, Layout(dp_shard=4), sequence=128, gpus_per_host=4))
     whole = 4 * SMALL.parameters
     assert 0 < step.allocated_bytes <= step.reserved_bytes
@@ -98,7 +98,7 @@ def test_recomputation_takes_less_memory_and_more_time(how):
         ),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused(options, message):
+def test_predict_refuses_a_plan_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
         predict(Plan(**{"sizes": SMALL, "layout": Layout(), "gpus_per_host": 4, **options}))
 
@@ -136,7 +136,7 @@ def test_compiling_and_gathering_once_are_options():
     assert gathers[0] < gathers[1]
 
 
-def test_products_run_beside_their_collectives_as_an_option(capsys):
+def test_async_tp_is_an_option_of_a_plan(capsys):
     plan, costs = read("--tp 4 --batch 8 --compile --async-tp")
     assert costs == {"fuses": True, "async_tp": True}
     sent = {event.name for event in predict(plan, **costs).timeline.events}

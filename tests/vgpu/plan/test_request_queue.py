@@ -56,7 +56,7 @@ def test_a_request_waits_until_the_cache_has_room():
     assert second.token_s[0] > first.token_s[-1] + server.prefill_s(20_000) * 0.99
 
 
-def test_what_comes_with_its_cache_computes_only_the_rest():
+def test_a_request_that_comes_with_its_cache_computes_only_the_rest():
     (served,) = simulate_queue(SERVER, [Request(0.0, 8001, 2, cached=8000)], whole_prompts)
     assert served.first_token_s == SERVER.forward_s([(1, 8000)])
 

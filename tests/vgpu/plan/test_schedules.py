@@ -71,7 +71,7 @@ def test_zero_bubble_has_a_third_of_the_idle_time(p, m):
 
 
 @each_size
-def test_activations_in_flight(p, m):
+def test_gpipe_and_1f1b_keep_their_known_numbers_of_activations(p, m):
     assert peaks_in_flight(schedules.all_forward_all_backward(p, m)) == [m] * p
     expected = [min(p - device, m) for device in range(p)]
     assert peaks_in_flight(schedules.one_forward_one_backward(p, m)) == expected
@@ -162,13 +162,13 @@ def test_a_deadlock_names_the_circle_and_not_who_waits_for_it():
         ),
     ],
 )
-def test_rows_that_are_no_schedule_are_refused(rows, said):
+def test_a_schedule_refuses_rows_with_missing_or_doubled_actions(rows, said):
     with pytest.raises(ValueError, match=said):
         from_text(rows)
 
 
 @pytest.mark.parametrize("action", [Action("Q", 0, 0), Action("F", -1, 0), Action("F", 0, 1)])
-def test_an_action_that_cannot_be_is_refused(action):
+def test_a_schedule_refuses_an_action_that_cannot_be(action):
     with pytest.raises(ValueError, match=r"device 0: .* is no action"):
         Schedule("odd", ((action, Action("B", 0, 0)),))
 
@@ -229,7 +229,7 @@ def test_several_schedules_share_one_scale(monkeypatch):
     assert plt.get_fignums() == []
 
 
-def test_stages_take_as_long_as_they_are_said_to():
+def test_a_schedule_takes_each_stage_s_own_time():
     times = Times(by_stage=(1, 1, 2, 1))
     simulated = simulate(schedules.one_forward_one_backward(4, 8), times)
     assert [sum(box.end - box.start for box in row) for row in simulated.boxes] == [24, 24, 48, 24]

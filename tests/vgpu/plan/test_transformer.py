@@ -15,7 +15,7 @@ def model():
     return Transformer(SMALL)
 
 
-def test_sizes(model):
+def test_a_transformer_gives_logits_for_each_position(model):
     assert model(torch.randint(50, (3, 16))).shape == (3, 16, 50)
     assert model(torch.randint(50, (3, 5))).shape == (3, 5, 50)
 
@@ -29,7 +29,7 @@ def test_no_position_sees_a_later_one(model):
     assert not torch.allclose(before[:, 9:], after[:, 9:])
 
 
-def test_attention_by_hand(model):
+def test_attention_has_the_values_worked_out_by_hand(model):
     """With the keys and values of each group repeated, and the mask written out."""
     attention = model.blocks[0].attention
     x = torch.randn(2, 16, 32)
@@ -58,7 +58,7 @@ def test_only_the_distance_of_positions_matters(model):
     torch.testing.assert_close(products[4, 1], products[10, 7])
 
 
-def test_what_is_in_double_precision_is_turned_in_it():
+def test_rotated_vectors_of_doubles_keep_their_length():
     """A turned vector is as long as it was."""
     heads = torch.randn(2, 4, 16, 8, dtype=torch.double)
     angles = torch.rand(16, 4, dtype=torch.double)

@@ -69,7 +69,7 @@ def test_causes_are_those_of_a_hand_calculation(shapes, batch, in_update):
             assert found["temporary"] == 2 * output
 
 
-def test_what_a_checkpoint_computes_again_is_activations():
+def test_recomputed_tensors_count_as_activations():
     with vgpu.enable(1):
         model = mlp(layers=4).to("vgpu:0")
         x = torch.ones(4096, 512, device="vgpu:0")
@@ -160,7 +160,7 @@ def test_tensor_parallelism_has_no_gathered_parameters():
     assert peak.by_cause["gathered parameters"] == 0
 
 
-def test_gradients_that_are_there_and_a_peak_before_the_step():
+def test_peaks_count_gradients_that_exist_before_the_step():
     with vgpu.enable(1):
         model = mlp().to("vgpu:0")
         x = torch.ones(8, 512, device="vgpu:0")
@@ -192,7 +192,7 @@ def test_out_of_memory_shows_what_was_held():
         assert peak.by_cause["activations"] > 32 * MIB
 
 
-def test_it_leaves_no_hook_and_no_tensor():
+def test_measuring_peaks_leaves_no_hook_and_no_tensor():
     with vgpu.enable(1):
         model = mlp().to("vgpu:0")
         optimizer = torch.optim.Adam(model.parameters())

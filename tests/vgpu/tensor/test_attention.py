@@ -91,7 +91,7 @@ EFFICIENT, CUDNN = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
         ("K80", torch.float32, False, {MATH}),
     ],
 )
-def test_what_no_enabled_kernel_can_do_is_refused(gpu, dtype, mask, able):
+def test_attention_refuses_what_no_enabled_kernel_can_do(gpu, dtype, mask, able):
     with vgpu.enable(2, gpu=gpu):
         for backend in (MATH, FLASH, EFFICIENT, CUDNN):
             with sdpa_kernel(backend):
@@ -107,7 +107,7 @@ def test_what_no_enabled_kernel_can_do_is_refused(gpu, dtype, mask, able):
                         attended("vgpu:1", dtype, some_mask(dtype).to(dtype) if mask else None)
 
 
-def test_what_a_kernel_cannot_do_goes_to_the_next():
+def test_attention_tries_the_next_kernel_where_one_cannot():
     q, k = (torch.randn(1, 2, n, 16, device="vgpu:0").half() for n in (8, 6))
     thin = torch.randn(1, 2, 8, 5, device="vgpu:0")
     for call in (
@@ -121,7 +121,7 @@ def test_what_a_kernel_cannot_do_goes_to_the_next():
         F.scaled_dot_product_attention(thin, thin, thin)
 
 
-def test_an_order_that_is_asked_for_is_kept():
+def test_attention_keeps_the_order_of_kernels_that_is_asked_for():
     with sdpa_kernel([MATH, EFFICIENT], set_priority=True):
         _, first = attended("vgpu:1", torch.float32)
     with sdpa_kernel([EFFICIENT, MATH], set_priority=True):
@@ -158,7 +158,7 @@ def test_operands_on_two_devices_are_refused():
 
 
 @pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
-def test_causal_biases_override_it(bias):
+def test_causal_biases_override_scaled_dot_product_attention(bias):
     """With a mask's result, by whichever name the function was imported and when."""
     vgpu.disable()
     imported_before = F.scaled_dot_product_attention

@@ -58,7 +58,7 @@ def images():
     ],
 )
 @pytest.mark.filterwarnings("ignore:at..frobenius_norm is deprecated")
-def test_these_run_in_float32(call):
+def test_operators_of_the_float32_list_run_in_float32(call):
     x = images()
     with torch.autocast("vgpu", torch.bfloat16):
         found = call(x)

@@ -76,7 +76,7 @@ def test_a_tensor_on_the_cpu_is_not_filled_under_a_default_device():
         torch.zeros(4, out=torch.empty(4, device="cpu"))
 
 
-def test_a_tensor_for_a_gpu_made_of_one_on_another():
+def test_tensor_copies_a_tensor_of_another_gpu_to_the_device():
     a = torch.tensor(1.5, device="vgpu:0")
     made = torch.tensor([a, 2.0], device="vgpu:1")
     assert made.tolist() == [1.5, 2.0]

@@ -67,7 +67,7 @@ def test_a_body_for_all_devices_runs_on_the_gpu():
     assert torch.vgpu.max_memory_allocated() > 2**20
 
 
-def test_its_parts_take_time():
+def test_the_parts_of_a_custom_operator_take_time():
     x = torch.zeros(2, 2, device=GPU)
     with vgpu.record() as timeline:
         everywhere(x)
@@ -76,7 +76,7 @@ def test_its_parts_take_time():
     assert not any("everywhere" in name for name in names)
 
 
-def test_autograd_vmap_autocast_and_shapes_go_on():
+def test_custom_operators_keep_autograd_vmap_autocast_and_shapes():
     x = torch.ones(2, 2, device=GPU, requires_grad=True)
     everywhere(x).sum().backward()
     assert torch.equal(x.grad.cpu(), torch.full((2, 2), 4.0))
@@ -105,7 +105,7 @@ def test_an_operator_of_the_cpu_is_refused():
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-def test_changes_count_and_aliases_are_refused(device):
+def test_a_custom_operator_counts_its_changes_and_refuses_aliases(device):
     y = torch.zeros(2, device=device)
     before = y._version
     adds(torch.ones(2, device=device), y)

@@ -26,7 +26,7 @@ def nested(function):
 
 
 @pytest.mark.parametrize("inside", [in_grad, in_vmap, nested])
-def test_the_device_has_its_name(inside):
+def test_a_virtual_device_shows_its_name(inside):
     assert inside(lambda x: x.device) == torch.device(GPU)
     assert inside(lambda x: x.get_device()) == 1
     assert inside(lambda x: x.is_vgpu)

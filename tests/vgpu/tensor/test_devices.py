@@ -61,7 +61,7 @@ def test_moving_to_the_same_device_returns_the_tensor_itself():
     assert x.to("vgpu:2").device.index == 2
 
 
-def test_devices_as_context_default_and_current():
+def test_a_device_works_as_context_default_and_current_device():
     with torch.device("vgpu:2"):
         assert torch.zeros(1).device.index == 2
     torch.set_default_device("vgpu:1")
@@ -189,7 +189,7 @@ def test_printing_looks_like_cudas():
     assert x.double().type() == "torch.vgpu.DoubleTensor"
 
 
-def test_python_values_come_out():
+def test_a_virtual_tensor_gives_python_values():
     x = torch.arange(4, device="vgpu:0")
     assert x.tolist() == [0, 1, 2, 3]
     assert [int(v) for v in x] == [0, 1, 2, 3]
@@ -200,7 +200,7 @@ def test_python_values_come_out():
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_lazy_conjugation_and_negation(dtype):
+def test_conjugation_and_negation_stay_lazy(dtype):
     z = torch.randn(4, dtype=dtype)
     v = z.to("vgpu:1")
     assert v.conj().is_conj()

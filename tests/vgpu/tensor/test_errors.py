@@ -79,7 +79,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_devices_that_do_not_fit(name):
+def test_operators_refuse_tensors_on_different_devices(name):
     call, message = ERRORS[name]
     with pytest.raises(RuntimeError) as caught:
         call()
@@ -129,7 +129,7 @@ def test_a_result_is_not_copied_deeply_and_the_message_is_torchs():
         lambda: torch.zeros(1).vgpu(2),
     ],
 )
-def test_an_ordinal_that_does_not_exist(use):
+def test_a_device_that_does_not_exist_is_refused(use):
     assert torch.device("vgpu:2").index == 2
     with pytest.raises(torch.AcceleratorError, match="invalid device ordinal"):
         use()
@@ -239,7 +239,7 @@ def test_no_message_names_the_device_of_cpp(call):
     assert "lazy" not in str(caught.value)
 
 
-def test_what_this_machine_has_no_room_for_is_out_of_memory():
+def test_a_tensor_larger_than_this_machine_is_out_of_memory():
     with vgpu.enable(2, memory_bytes=2**60):
         x = on(1, 2**20)
         with pytest.raises(

@@ -48,7 +48,7 @@ def test_a_device_draws_from_its_own_generator(name):
     assert torch.equal(DRAWS[name]("vgpu:1"), first)
 
 
-def test_generators_of_a_device():
+def test_a_device_has_generators_of_its_own():
     generator = torch.Generator(device="vgpu:1").manual_seed(3)
     assert generator.device == torch.device("vgpu:1")
     assert isinstance(generator, torch.Generator)

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.virtual_gpus(3)
 DEVICE = "vgpu:1"
 
 
-def test_to_moves_and_keeps_as_it_does_elsewhere():
+def test_to_moves_inference_tensors_as_on_the_cpu():
     x = torch.arange(6.0, device=DEVICE).reshape(2, 3)
     with torch.inference_mode():
         assert x.to(torch.ones(1)).device.type == "cpu"

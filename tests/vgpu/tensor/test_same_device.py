@@ -92,7 +92,7 @@ def test_foreach_takes_a_scalar_on_the_cpu_but_not_on_another_gpu():
     ids=["select", "slice", "diagonal", "as_strided", "fill_", "fill", "bernoulli_"],
 )
 @pytest.mark.parametrize("source", ["cpu", "vgpu:1"])
-def test_sources_that_the_kernel_copies(operation, source):
+def test_a_few_operators_copy_a_source_of_another_device(operation, source):
     x, y = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.ones(2, 2)
     result = operation(x.to("vgpu:0"), y.to(source))
     assert str(result.device) == "vgpu:0"

@@ -92,7 +92,7 @@ def test_a_cost_model_refuses_what_makes_no_sense(name, value, wanted):
         vgpu.CostModel(vgpu.PRESETS["K80"], **{name: value})
 
 
-def test_flops_and_bytes_of_a_matrix_product():
+def test_a_matrix_product_has_the_flops_and_bytes_of_its_formula():
     a, b = torch.ones(8, 16), torch.ones(16, 4)
     work = work_of(ATEN.mm.default, (a, b), {}, a @ b)
     assert work[:3] == (2 * 8 * 16 * 4, 4 * (8 * 16 + 16 * 4 + 8 * 4), "product")
@@ -251,7 +251,7 @@ MILLISECONDS = {
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives_by_hand(name):
+def test_collectives_take_the_times_worked_out_by_hand(name):
     link = vgpu.Link("test", 1e9, 1e-6, "made for this test")
     costs = vgpu.CostModel(vgpu.PRESETS["V100"], link=link, link_share=1.0)
     found_s = costs.collective_time_s(name, 4 * 10**6, 4)
@@ -308,7 +308,7 @@ def test_presets_have_a_link_and_a_source(name):
     assert spec.link.bandwidth_bytes_per_s >= spec.host_link.bandwidth_bytes_per_s
 
 
-def test_links_as_their_standards_print_them():
+def test_links_have_the_bandwidths_that_their_standards_print():
     found = {name: round(link.bandwidth_bytes_per_s / 1e9, 1) for name, link in vgpu.LINKS.items()}
     assert [found[f"PCIe {n}"] for n in (2, 3, 4, 5)] == [8.0, 15.8, 31.5, 63.0]
     assert [2 * found[f"NVLink {n}"] for n in (1, 2, 3, 4)] == [160, 300, 600, 900]

@@ -98,7 +98,7 @@ def test_a_result_that_nobody_needs_is_never_launched():
     assert timeline.events == []
 
 
-def test_products_into_a_tensor_and_of_a_sparse_one_are_recorded():
+def test_recordings_have_products_with_out_and_with_sparse_operands():
     x, w, y = matrix(), matrix(), matrix()
     sparse = torch.eye(SIDE, device="vgpu").to_sparse()
     with vgpu.record(FUSED) as timeline:

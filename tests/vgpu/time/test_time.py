@@ -260,7 +260,7 @@ def test_threads_queue_for_the_part_of_a_launch_that_is_under_the_lock(
     assert last_s - first_s == near(launches * 9 * LAUNCH_S)
 
 
-def test_spend_and_costs_by_name():
+def test_spend_takes_seconds_and_record_takes_costs_by_name():
     x = torch.ones(KB, device="vgpu:0")
     vgpu.spend(1.0)  # nothing outside a recording
     with vgpu.record(COSTS, memory_share=0.5, link="PCIe 4") as timeline:

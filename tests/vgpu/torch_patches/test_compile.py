@@ -76,7 +76,7 @@ def test_a_compiled_module_keeps_its_names_and_its_state():
     assert torch.equal(again(x), compiled.eval()(x))
 
 
-def test_what_computes_on_a_virtual_gpu_is_found_without_a_tensor_argument():
+def test_a_compiled_function_without_tensor_arguments_finds_its_virtual_gpu():
     model, device = network().to("vgpu:0").eval(), torch.device("vgpu:1")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.ones(1, 8, device="vgpu:0")).sum().backward()
@@ -116,7 +116,7 @@ def counting(graphs):
     return backend
 
 
-def test_cpu_functions_are_compiled_as_ever():
+def test_functions_of_cpu_tensors_are_compiled_as_without_virtual_gpus():
     graphs = []
     scale = torch.tensor(3.0)
 
@@ -146,7 +146,7 @@ def test_shapes_and_an_empty_argument_list_are_not_compiled():
     assert graphs == []
 
 
-def test_it_is_said_once_and_not_of_backends_that_fuse_nothing(monkeypatch):
+def test_compile_warns_once_and_not_for_backends_that_fuse_nothing(monkeypatch):
     monkeypatch.setattr(compile_patch, "_has_said", False)
     x = torch.ones(2, device="vgpu")
 
@@ -221,7 +221,7 @@ def test_a_program_that_is_compiled_as_a_whole_takes_the_time_of_fuses():
     assert compiled.makespan_s == pytest.approx(fused.makespan_s)
 
 
-def test_what_comes_before_and_between_compiled_calls_is_launched_one_by_one():
+def test_operations_between_compiled_calls_are_launched_one_by_one():
     x = torch.rand(32, 64, device="vgpu")
     chain = torch.compile(lambda x: (x * 2 + 1).relu())
     with vgpu.record() as timeline:
@@ -288,6 +288,6 @@ def main(rank, world):
 """
 
 
-def test_ddp_and_fsdp2_around_and_inside_compiled_modules_train_alike():
+def test_ddp_and_fsdp2_train_compiled_modules_as_plain_ones():
     for found in launch.run(cell(RANKS)["main"], 2, gpu="V100"):
         assert len({tuple(losses) for losses in found.values()}) == 1, found

@@ -59,7 +59,7 @@ def test_an_error_names_what_only_torch_cuda_has(name, advice):
         operator.attrgetter(name)(torch)
 
 
-def test_the_name_of_a_type_is_read():
+def test_torch_reads_the_name_of_a_tensor_type():
     x = torch.ones(2, device="vgpu:1")
     assert torch.ones(2).type("torch.vgpu.HalfTensor").type() == x.half().type()
     with pytest.raises(AttributeError, match="set_default_device"):

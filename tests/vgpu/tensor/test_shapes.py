@@ -51,7 +51,7 @@ def test_times_and_bytes_are_those_of_real_tensors(kind):
     assert shapes[2].flop == real[2].flop
 
 
-def test_a_model_far_larger_than_this_machine():
+def test_a_model_far_larger_than_this_machine_trains_as_shapes():
     with vgpu.enable(1, gpu="H100", memory_bytes=2**50), vgpu.shapes_only():
         model = nn.Sequential(*[nn.Linear(2**17, 2**17, bias=False) for _ in range(4)])
         model.to("vgpu:0")
@@ -80,14 +80,14 @@ def test_a_shape_that_does_not_fit_is_refused():
         lambda x: torch.equal(x, x),
     ],
 )
-def test_values_are_refused_with_the_reason(ask):
+def test_a_shape_refuses_to_give_values_and_says_why(ask):
     with vgpu.shapes_only():
         x = torch.ones(3, 2, device="vgpu:1")
         with pytest.raises(vgpu.NoValueError, match=r"only a shape.*shapes_only"):
             ask(x)
 
 
-def test_what_is_made_or_moved_in_the_block_is_a_shape():
+def test_a_tensor_made_or_moved_in_the_block_is_a_shape():
     outside = torch.ones(3)
     on_gpu = torch.ones(3, device="vgpu:0")
     with vgpu.shapes_only():
@@ -152,7 +152,7 @@ def test_views_share_bytes_and_resizing_counts():
     assert torch.vgpu.memory_allocated(0) == before
 
 
-def test_the_real_data_parallel():
+def test_data_parallel_runs_on_shapes():
     with vgpu.shapes_only():
         model = nn.DataParallel(torchvision.models.resnet18().to("vgpu:0"), [0, 1])
         out = model(torch.randn(6, 3, 64, 64).to("vgpu:0"))
@@ -161,7 +161,7 @@ def test_the_real_data_parallel():
         assert all(p.grad.shape == p.shape for p in model.parameters())
 
 
-def test_it_needs_virtual_gpus():
+def test_shapes_only_refuses_to_start_without_virtual_gpus():
     vgpu.disable()
     with pytest.raises(RuntimeError, match=r"vgpu.enable"), vgpu.shapes_only():
         pass

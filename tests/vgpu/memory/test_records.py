@@ -76,7 +76,7 @@ def test_blocks_lie_on_the_stream_on_which_they_were_allocated():
     del y, other
 
 
-def test_a_storage_that_grows_moves_and_one_that_is_emptied_is_free():
+def test_a_growing_storage_moves_and_an_emptied_one_is_free():
     with vgpu.record_memory() as record:
         x = of(12)
         x.untyped_storage().resize_(30 * MIB)  # a copy: 12 and 30 at once

@@ -203,7 +203,7 @@ def test_sparse_tensors_count_their_parts():
     assert allocated() == 0
 
 
-def test_a_process_may_be_allowed_a_part_only():
+def test_set_per_process_memory_fraction_limits_what_is_allocated():
     assert torch.vgpu.get_per_process_memory_fraction(1) == 1
     torch.vgpu.set_per_process_memory_fraction(0.25, "vgpu:1")
     assert torch.vgpu.get_per_process_memory_fraction(1) == 0.25
