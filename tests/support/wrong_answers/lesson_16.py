@@ -123,7 +123,6 @@ WRONG = {
         (_reading(B=("straggler", 0)), "whose GPU computes longest"),
         (_reading(C=("launches", 0.66)), "one minus it"),
         (_reading(C=("launches", 34)), "In percent"),
-        (_reading(D=("gather", 7.5)), "of all three steps"),
         (_reading(A=("loader", 15_000)), "In µs"),
         (_reading(A=("loader", 0.015)), "In seconds"),
         (_reading(A=("loader", 4)), "has it"),
