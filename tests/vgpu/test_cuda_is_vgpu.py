@@ -154,7 +154,7 @@ def test_names_that_only_cuda_has_can_be_named_and_refuse_when_used():
             "torch.cuda.MemPool": Pool,
             "torch.cuda.StreamContext": lambda: StreamContext(None),
             "torch.cuda.CUDAPluggableAllocator": lambda: CUDAPluggableAllocator("a", "b", "c"),
-            "torch.cuda.nccl.version": nccl.version,
+            "torch.cuda.nccl.all_reduce": nccl.all_reduce,
             "torch.cuda._sleep": lambda: torch.vgpu._sleep(10),
             "torch.cuda.graphs.make_graphed_callables": graphs.make_graphed_callables,
         }
@@ -167,6 +167,8 @@ def test_names_that_only_cuda_has_can_be_named_and_refuse_when_used():
         assert torch.vgpu.get_arch_list() == ["sm_90"]
         assert torch.vgpu.default_generators[1].device == torch.device("vgpu:1")
         assert torch.vgpu.has_magma
+        if hasattr(torch._C, "_nccl_version"):
+            assert nccl.version() == torch.cuda.nccl.version()
         from torch.vgpu.amp import autocast_mode, grad_scaler
 
         assert autocast_mode.autocast is torch.vgpu.amp.autocast
