@@ -8,7 +8,9 @@ keep their numbers. Replaced:
   a ``def cuda`` of the program's own goes by both names;
 - the texts ``"torch.cuda.FloatTensor"``, ``"cuda"``, ``"cuda:0"`` and ``"cuda:"``, ``"cuda:%d"``
   and ``"cuda:{}"``, also as a part of an f-string, and ``nccl`` or ``NCCL`` as a backend's name,
-  alone or in a list such as ``"cpu:gloo,cuda:nccl"``; and ``Backend.NCCL``.
+  alone or in a list such as ``"cpu:gloo,cuda:nccl"``; and ``Backend.NCCL``;
+- a device as torch prints it in a longer text, as in what a test expects of a message:
+  ``device(type='cuda', index=0)``, ``device='cuda:0'``.
 
 Everything else stays: ``torch.backends.cuda``, ``torch.version.cuda``, names of the program's own,
 also as text where they are an attribute's: ``getattr(args, "cuda")``, ``dest="cuda"``. A key
@@ -44,6 +46,7 @@ _ATTRIBUTES = {"is_cuda": f"is_{gpus.DEVICE_TYPE}"}
 # A device, perhaps with its number still to come; a type of tensors; a backend, or a list of
 # device:backend pairs.
 _DEVICE = re.compile(rf"{_WORD}(:(\d+|%[dis]|\{{\w*\}})?)?")
+_PRINTED = re.compile(rf"\b(type|device)='{_WORD}\b")
 _TYPE = re.compile(rf"torch\.{_WORD}\.(sparse\.)?\w+Tensor")
 _BACKENDS = re.compile(rf"(\w+:\w+,)*(({_WORD}:)?(nccl|NCCL))(,\w+:\w+)*")
 
@@ -88,13 +91,13 @@ def replaced() -> tuple[list[str], dict[str, int]]:
 
 
 def replace_name(text: str) -> str:
-    """A device's or a backend's name as virtual GPUs have it; any other text unchanged."""
+    """A device's or a backend's name as virtual GPUs have it; other text but for printed devices."""
     if _DEVICE.fullmatch(text) or _TYPE.fullmatch(text):
         return text.replace(_WORD, gpus.DEVICE_TYPE)
     if _BACKENDS.fullmatch(text):
         text = text.replace(_WORD, gpus.DEVICE_TYPE)
         return text.replace("nccl", BACKEND).replace("NCCL", BACKEND)
-    return text
+    return _PRINTED.sub(rf"\1='{gpus.DEVICE_TYPE}", text)
 
 
 def replace_in_argument(text: str) -> str:

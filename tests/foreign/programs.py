@@ -209,9 +209,12 @@ def torchtitan(folder: Path) -> Result:
     code = on_cpu / "torchtitan"
     edit(code / "tools" / "utils.py", ('_get_available_device_type() or "cuda"', '"cpu"'))
     edit(code / "distributed" / "utils.py", ("[device_module.current_device()]", "None"))
-    flex = "from torch.nn.attention.flex_attention import ("
-    any_device = "import torch.nn.attention.flex_attention\ntorch.nn.attention.flex_attention._validate_device = lambda *_: None"
-    edit(code / "models" / "common" / "attention.py", (flex, f"{any_device}\n{flex}"))
+    flex = "torch.nn.attention.flex_attention"
+    edit(
+        code / "models" / "common" / "attention.py",
+        (f"from {flex} import (", f"import {flex}\n{flex}._validate_device = lambda *_: None\n"
+         f"from {flex} import ("),
+    )  # fmt: skip
     monitor = "__import__('unittest.mock').mock.Mock(device_name='CPU', device_capacity_gib=0)"
     edit(
         code / "components" / "metrics.py",
