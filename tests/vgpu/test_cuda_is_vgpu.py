@@ -169,7 +169,7 @@ def test_names_that_only_cuda_has_can_be_named_and_refuse_when_used():
         assert torch.vgpu.get_arch_list() == ["sm_90"]
         assert torch.vgpu.default_generators[1].device == torch.device("vgpu:1")
         assert torch.vgpu.has_magma
-        if hasattr(torch._C, "_nccl_version"):
+        if torch.distributed.is_nccl_available():
             assert nccl.version() == torch.cuda.nccl.version()
         from torch.vgpu.amp import autocast_mode, grad_scaler
 
