@@ -152,6 +152,11 @@ def parser() -> argparse.ArgumentParser:
         help=f"type in which gradients are reduced among ranks (default: {Plan.reduce})",
     )
     step.add_argument(
+        "--wrap-ends",
+        action="store_true",
+        help="FSDP2 shards embedding and output in their own right, as notebooks/train.py does",
+    )
+    step.add_argument(
         "--float8",
         action="store_true",
         help="linear layers of blocks multiply in float8, with one scale for each tensor",
