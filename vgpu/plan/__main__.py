@@ -78,6 +78,12 @@ _EXPERTS = {
         "slots of an expert for each token that it gets if all get as many (default: 1, which is also "
         "dropless training with a balanced router)",
     ),
+    "ranks_per_token": (
+        "ranks_per_token",
+        int,
+        "of ep on which a token's experts may be, to each of which it's sent once (default: any, and it's "
+        "sent once for each expert)",
+    ),
 }
 _LAYOUT = {
     "dp_replicate": "replicas: data parallelism with whole copies of the model",

@@ -120,10 +120,7 @@ class Plan:
                     f"{layout.ep} ranks of ep have no experts to divide: give sizes with some"
                 )
             return
-        if experts.count % layout.ep:
-            raise ValueError(
-                f"{experts.count} experts cannot be divided among {layout.ep} ranks of ep"
-            )
+        experts.check_division(layout.ep)
         if layout.ep > 1 and self.recompute == "selective":
             # FSDP2's hooks of the experts would run in the checkpoint, once more or less in backward.
             raise ValueError("selective recomputation is not planned with ep: take none or full")
