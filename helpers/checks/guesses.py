@@ -193,14 +193,14 @@ class Comparison:
         )
 
     def _repr_html_(self) -> str:
-        colour = "#999999" if self.value is None else "#009E73" if self.agrees else "#E69F00"
+        color = "#999999" if self.value is None else "#009E73" if self.agrees else "#E69F00"
         rows = "".join(
             f"<tr><td style='text-align:left'>{name}</td><td style='text-align:left'>"
             f"<code style='white-space:pre-wrap'>{html.escape(text)}</code></td></tr>"
             for name, text in (("yours", self.yours), ("outcome", self._came_out))
         )
         return (
-            f"<div style='border-left:6px solid {colour};padding:4px 12px'>"
+            f"<div style='border-left:6px solid {color};padding:4px 12px'>"
             f"<b>Guess {html.escape(self.id)}: {self.verdict}</b><table>{rows}</table></div>"
         )
 

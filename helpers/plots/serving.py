@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from helpers.plots.style import COLOURS, SERIES, figure, headline, legend_beside, show, title
+from helpers.plots.style import COLORS, SERIES, figure, headline, legend_beside, show, title
 from vgpu.units import format_seconds
 
 
@@ -21,13 +21,13 @@ def forwards(
         tokens,
         [1e3 * times_s[n] for n in tokens],
         "o-",
-        color=COLOURS["blue"],
+        color=COLORS["blue"],
         label="a forward pass",
     )
-    level: Any = {"color": COLOURS["vermilion"], "ls": "--", "lw": 1.5}
+    level: Any = {"color": COLORS["vermilion"], "ls": "--", "lw": 1.5}
     axes.axhline(1e3 * memory_s, **level, label="reading the weights once")
     slope = [1e3 * arithmetic_s[n] for n in tokens]
-    axes.plot(tokens, slope, color=COLOURS["green"], ls=":", label="arithmetic")
+    axes.plot(tokens, slope, color=COLORS["green"], ls=":", label="arithmetic")
     axes.set(
         xscale="log",
         yscale="log",
@@ -56,11 +56,11 @@ def latency_and_throughput(
     curves: name → points of batch, seconds a token, tokens/s; the batch is written beside some.
     """
     fig, axes = figure(width=7.5, height=3.8)
-    for (name, points), colour in zip(curves.items(), SERIES, strict=False):
+    for (name, points), color in zip(curves.items(), SERIES, strict=False):
         _, waits_s, speeds = zip(*points, strict=True)
-        axes.plot([1e3 * s for s in waits_s], speeds, "o-", ms=4, color=colour, label=name)
+        axes.plot([1e3 * s for s in waits_s], speeds, "o-", ms=4, color=color, label=name)
         for batch, wait_s, speed in (points[0], points[len(points) // 2], points[-1]):
-            axes.annotate(f" {batch}", (1e3 * wait_s, speed), fontsize=8, color=colour, va="top")
+            axes.annotate(f" {batch}", (1e3 * wait_s, speed), fontsize=8, color=color, va="top")
     axes.set(xlabel="time per token of each user (ms)", ylabel="tokens/s, all users", yscale="log")
     axes.margins(x=0.1)  # room for the last batch's number
     axes.set_xlim(left=0)
@@ -84,10 +84,10 @@ def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]]) ->
     labels = ("time to first token (s)", "longest gap (s)", "tokens/s, all users")
     markers = "osD^"
     for place, (axes, label) in enumerate(zip(panels, labels, strict=True)):
-        for (name, by_rate), colour, marker in zip(results.items(), SERIES, markers, strict=False):
+        for (name, by_rate), color, marker in zip(results.items(), SERIES, markers, strict=False):
             rates = list(by_rate)
             values = [by_rate[rate][place] for rate in rates]
-            axes.plot(rates, values, marker=marker, ms=4, color=colour, label=name)
+            axes.plot(rates, values, marker=marker, ms=4, color=color, label=name)
         axes.set(xlabel="requests/s", ylabel=label)
         if place < 2:
             axes.set_yscale("log")
@@ -113,11 +113,11 @@ def token_times(streams: Mapping[str, Sequence[float]], arrival_s: float) -> Non
     fig, axes = figure(width=7.5, height=0.9 + 0.45 * len(streams))
     names = list(streams)[::-1]
     for row, name in enumerate(names):
-        colour = list(SERIES)[row % len(SERIES)]
+        color = list(SERIES)[row % len(SERIES)]
         axes.plot(
-            [1e3 * s for s in streams[name]], [row] * len(streams[name]), "|", ms=14, color=colour
+            [1e3 * s for s in streams[name]], [row] * len(streams[name]), "|", ms=14, color=color
         )
-    axes.axvline(1e3 * arrival_s, color=COLOURS["grey"], ls="--", lw=1)
+    axes.axvline(1e3 * arrival_s, color=COLORS["gray"], ls="--", lw=1)
     axes.set_yticks(range(len(names)), names)
     axes.set(xlabel="ms", ylim=(-0.6, len(names) - 0.4))
     axes.grid(axis="y", visible=False)

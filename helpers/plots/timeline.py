@@ -7,17 +7,17 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from helpers.plots.style import COLOURS, figure, show, title
+from helpers.plots.style import COLORS, figure, show, title
 from vgpu import Timeline, TraceEvent, covered_s
 from vgpu.units import format_seconds
 
 _OF_KIND = {
-    "forward": COLOURS["blue"],
-    "backward": COLOURS["orange"],
-    "other kernels": COLOURS["green"],
-    "copy": COLOURS["vermilion"],
-    "collective": COLOURS["purple"],
-    "wait": COLOURS["grey"],
+    "forward": COLORS["blue"],
+    "backward": COLORS["orange"],
+    "other kernels": COLORS["green"],
+    "copy": COLORS["vermilion"],
+    "collective": COLORS["purple"],
+    "wait": COLORS["gray"],
 }
 # Two bars whose gap is narrower than this share of the axis are drawn as one.
 _INVISIBLE = 1 / 2000
@@ -108,7 +108,7 @@ def _draw(
     axes.set(ylim=(len(lanes) - 0.4, -0.6), xlim=(0, end_s * factor), xlabel=unit)
     axes.grid(axis="y", visible=False)
     seen = {kind_of(event) for events in lanes.values() for event in events}
-    handles: Any = [Patch(color=colour, label=k) for k, colour in _OF_KIND.items() if k in seen]
+    handles: Any = [Patch(color=color, label=k) for k, color in _OF_KIND.items() if k in seen]
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     how = f"virtual time, {record.gpu}"
     if left_out:

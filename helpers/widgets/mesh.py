@@ -121,7 +121,7 @@ def mesh_explorer() -> ipywidgets.Widget:
         "tensor": steps("tensor", [1, 2, 4, 8], 8),
         "context": steps("context", [1, 2, 4, 8], 1),
         "pipeline": steps("pipeline", [1, 2, 4, 8], 1),
-        "order": ipywidgets.Dropdown(options=orders, description="neighbours first", **wide),
+        "order": ipywidgets.Dropdown(options=orders, description="neighbors first", **wide),
         "sequences": steps("sequences", [16, 32, 64, 128, 256], 64),
         "network": ipywidgets.Dropdown(options=NETWORKS, description="network"),
     }

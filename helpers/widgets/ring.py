@@ -6,10 +6,10 @@ import ipywidgets
 import torch
 
 from helpers.plots.collectives import ring
-from helpers.plots.style import RANK_COLOURS
+from helpers.plots.style import RANK_COLORS
 from helpers.widgets.live import explorer
 
-MOST_RANKS = len(RANK_COLOURS)
+MOST_RANKS = len(RANK_COLORS)
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ def ring_states(ranks: int) -> list[RingState]:
     """The states of a ring all-reduce: the start, then one after each of 2 * (ranks - 1) steps.
 
     Rank r starts with 1, 2, 3, ... times 10**r, one number a chunk. Raises ValueError for fewer
-    ranks than 1 or more than ``MOST_RANKS``, the number of colours.
+    ranks than 1 or more than ``MOST_RANKS``, the number of colors.
     """
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"a ring is drawn for 1 to {MOST_RANKS} ranks, got {ranks}")

@@ -12,7 +12,7 @@ from vgpu import cuda_is_vgpu
 
 
 def read(source):
-    """The source as it is read, normalised."""
+    """The source as it is read, normalized."""
     reading = cuda_is_vgpu.Replacements("x.py")
     return ast.unparse(cuda_is_vgpu.Replacer(reading).visit(ast.parse(source))), reading
 

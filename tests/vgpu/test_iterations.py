@@ -11,7 +11,7 @@ def make_model():
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_ddp_overlaps_and_data_parallel_serialises(count):
+def test_ddp_overlaps_and_data_parallel_serializes(count):
     sizes = ((64 * count, 512), (64 * count, 512))
     with vgpu.enable(count):
         replicated = vgpu.data_parallel_iteration(make_model, *sizes, count)

@@ -13,7 +13,7 @@ come data-parallel ones, then stages. A stage that sends waits until it has arri
 gradients, which nothing hides, and the optimizer; with ``shards_optimizer`` and ``overlaps`` as in
 Megatron-Core's distributed optimizer.
 
-Not modelled: the all-reduce of the embedding's gradients between first and last stage, and products
+Not modeled: the all-reduce of the embedding's gradients between first and last stage, and products
 that are slower than others because of their sizes.
 """
 

@@ -6,7 +6,7 @@ gradients whole, in float32, and in a stage's last backward it sums them over th
 pipelines do that after the last backward; here it hides behind it as far as it can.
 
 What a stage sends arrives after the time of a message between neighboring stages, the slowest of
-them, and holds up nobody's computing. Not modelled: messages that wait for one another, or for
+them, and holds up nobody's computing. Not modeled: messages that wait for one another, or for
 collectives of the same adapters.
 """
 

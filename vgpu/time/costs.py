@@ -9,7 +9,7 @@ datasheet's peak, so arithmetic, memory and links each have a share of theirs: s
 Left out: caches, the algorithm that a library picks, a GPU that a small convolution or elementwise
 operation cannot fill, operations that read their input twice (batch norm), float64 (counted as
 float32), clocks that fall with heat or power, the memory bandwidth that NCCL's kernels take from those
-beside them, and neighbours on the same switch.
+beside them, and neighbors on the same switch.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Checks of lesson 15: a training run on paper, a layout for 64 GPUs, a checkpoint interval, a defence."""
+"""Checks of lesson 15: a training run on paper, a layout for 64 GPUs, a checkpoint interval, a defense."""
 
 import functools
 import math

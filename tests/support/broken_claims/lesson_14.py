@@ -93,7 +93,7 @@ BROKEN = [
     ),
     Broken(
         "H06",
-        "the balanced layout pairs neighbours",
+        "the balanced layout pairs neighbors",
         expensive=True,
         edits=[
             (

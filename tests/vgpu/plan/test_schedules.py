@@ -99,7 +99,7 @@ def test_the_order_for_one_host_respects_all_needs():
                 assert place[need] < place[action]
 
 
-def test_a_transfer_delays_the_neighbour_only():
+def test_a_transfer_delays_the_neighbor_only():
     p, m = 2, 1
     simulated = simulate(schedules.one_forward_one_backward(p, m), Times(transfer=10))
     assert simulated.makespan == p * 3 + 2 * 10

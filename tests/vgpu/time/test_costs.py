@@ -219,7 +219,7 @@ def test_a_setting_that_changes_in_a_recording_counts_from_then_on(settings):
 @pytest.mark.parametrize(
     ("link", "count", "gigabytes_per_s"),
     [
-        ("NVLink 2", 2, 50),  # two of a V100's six links lead to one neighbour
+        ("NVLink 2", 2, 50),  # two of a V100's six links lead to one neighbor
         ("NVLink 2", 3, 100),
         ("NVLink 2", 4, 150),
         ("NVLink 2", 8, 150),
