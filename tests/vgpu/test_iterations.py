@@ -44,5 +44,5 @@ def test_data_parallel_broadcasts_and_reduces_as_nccl_does():
 
 
 def test_the_ddp_iteration_refuses_unequal_shares():
-    with vgpu.enable(1), pytest.raises(ValueError, match="3 ranks cannot share 64 samples"):
+    with vgpu.enable(1), pytest.raises(ValueError, match="3 ranks can't share 64 samples"):
         vgpu.ddp_iteration(make_model, (64, 512), (64, 512), 3)

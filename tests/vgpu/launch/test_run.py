@@ -235,7 +235,7 @@ def test_a_function_that_cannot_be_sent_names_what_holds_it_back():
 
 def test_a_function_that_does_not_take_rank_and_world_size_is_refused_before_anything_starts():
     message = (
-        r"calls main\(rank, world_size\), and main\(rank\) cannot be called like that: too many"
+        r"calls main\(rank, world_size\), and main\(rank\) can't be called like that: too many"
     )
     with pytest.raises(TypeError, match=message):
         run("def main(rank): return rank", 2)
