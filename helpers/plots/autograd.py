@@ -82,8 +82,8 @@ def graph_before_and_after(
     width = max(x for x, _ in places) - min(x for x, _ in places) + 2.4
     height = 1 - min(y for _, y in places)
     fig, axes = figure(width=8.5, height=0.5 + 0.62 * height)
-    # One pair of axes without ticks, placed by hand: a third of the time of two laid out ones, and
-    # the explorer draws this again at every choice.
+    # One Axes without ticks, placed by hand: it takes a third of the time of two with automatic
+    # layout, and the explorer redraws this at every choice.
     fig.set_layout_engine("none")
     axes.set_position((0, 0, 1, 1 - 0.3 / (0.5 + 0.62 * height)))
     axes.set(xticks=[], yticks=[], xlim=(0, 2 * width), ylim=(0.2 - height, 0.9))
@@ -149,7 +149,7 @@ def _draw(
 
 
 def _places(graph: Graph) -> list[tuple[float, float]]:
-    """Where each node stands: its depth downward, operations in the middle, leaves beside them."""
+    """Each node's position: the depth downward, operations in the middle, leaves next to them."""
     places: dict[int, tuple[float, float]] = {}
     for depth in range(max(node.depth for node in graph.nodes) + 1):
         level = [index for index, node in enumerate(graph.nodes) if node.depth == depth]
@@ -168,7 +168,7 @@ def _places(graph: Graph) -> list[tuple[float, float]]:
 
 
 def _bend(is_double: bool, start: tuple[float, float], end: tuple[float, float]) -> float:
-    """How far an arrow bows out: past the nodes between its ends, and beside its own double."""
+    """How far an arrow bends: around the nodes between its ends, and away from its own double."""
     if start[1] - end[1] > 1:
         return 0.22 if end[0] < start[0] else -0.22
     return 0.5 if is_double else 0.0

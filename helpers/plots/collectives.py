@@ -1,7 +1,7 @@
 """Figures of collectives and DDP: data before and after, a ring step by step, samplers, and bytes sent.
 
-In the lesson, rank r starts with small numbers times 10**r, so a number shows which ranks contributed to
-it: 110 is a sum over ranks 1 and 2. The colors of a cell are determined by its number.
+In the lesson, rank r starts with small numbers times 10**r, so a number shows which ranks
+contributed to it: 110 is a sum over ranks 1 and 2. A cell's colors are determined by its number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ def origins(number: int) -> list[int]:
     digits = str(number)
     if not digits.isdecimal() or len(digits) > len(RANK_COLORS):
         raise ValueError(
-            f"{number} is no number of this lesson: from 0, with up to {len(RANK_COLORS)} digits, "
-            "one for each rank"
+            f"{number} isn't a number of this lesson: it must be at least 0, with up to "
+            f"{len(RANK_COLORS)} digits, one per rank"
         )
     return [rank for rank, digit in enumerate(reversed(digits)) if digit != "0"]
 
@@ -62,7 +62,7 @@ def before_and_after(held: dict[str, Held]) -> None:
         )
         axes.text(0, -0.72, "before", color="#666666", va="center")
         axes.text(start, -0.72, "after", color="#666666", va="center")
-        # The same scale in every figure of the lesson: a cell is a cell.
+        # The same scale in every figure of the lesson, so that all cells have the same size.
         axes.set(xlim=(-1.4, max(start + after_cells, 15)), ylim=(ranks - 0.4, -1.1))
         axes.axis("off")
         title(axes, name, f"values returned by {ranks} real ranks")
@@ -77,7 +77,7 @@ def before_and_after(held: dict[str, Held]) -> None:
     starts = ", ".join(str(_numbers(before)) for before, _ in next(iter(held.values())))
     show(
         fig,
-        f"Rows of cells, one a rank, before and after. The ranks start with {starts}; {summary}.",
+        f"Rows of cells, one per rank, before and after. The ranks start with {starts}; {summary}.",
     )
 
 
@@ -117,7 +117,7 @@ def ring(held: Sequence[Sequence[int]], sent: Sequence[int], message: str) -> No
     """
     ranks = len(held)
     fig, axes = figure(width=6.5, height=1.2 + 0.5 * ranks)
-    # More digits do not fit beside the arrows; the colors say the same.
+    # More digits don't fit next to the arrows; the colors say the same.
     for rank, numbers in enumerate(held):
         axes.text(-0.15, rank, f"rank {rank}", ha="right", va="center", in_layout=False)
         _row(axes, 0, rank, numbers, with_text=ranks <= 5)
@@ -141,7 +141,7 @@ def _numbers(tensor: torch.Tensor | None) -> list[int]:
 def _row(
     axes: Axes, left: float, rank: int, numbers: Sequence[int], *, with_text: bool = True
 ) -> None:
-    """Cells side by side; each is cut into one band for every rank that its number holds."""
+    """Cells side by side, each divided into one band for every rank that contributed to its number."""
     width, height = 0.92, 0.8
     bands, colors = [], []
     for index, number in enumerate(numbers):
@@ -167,7 +167,7 @@ def _row(
 
 
 def _arrows(axes: Axes, sent: Sequence[int], ranks: int) -> None:
-    """Down from each rank to the next; the last one's leaves below and comes in from above."""
+    """Arrows down from each rank to the next; the last one's leaves at the bottom and enters at the top."""
     if not sent:
         return
     columns = [chunk + 0.75 for chunk in (*sent, sent[-1])]
@@ -180,8 +180,8 @@ def _arrows(axes: Axes, sent: Sequence[int], ranks: int) -> None:
 def hands(parts: Sequence[Sequence[int]]) -> None:
     """The samples that a sampler gave to each rank; repeated samples are highlighted.
 
-    ``parts`` holds one list of sample numbers for each rank. A sample counts as dealt again where
-    the same one stands further left, or higher in the same column.
+    ``parts`` holds one list of sample numbers for each rank. A sample counts as dealt again if it
+    also appears further left, or higher in the same column.
     """
     longest = max((len(part) for part in parts), default=0)
     fig, axes = figure(width=1.6 + 0.8 * longest, height=0.9 + 0.5 * len(parts))
@@ -237,7 +237,7 @@ def interrupted(
 ) -> None:
     """Accuracy after each epoch, of an uninterrupted run and of one that was stopped and resumed.
 
-    Each run is a list of (number of ranks, accuracy between 0 and 1), one an epoch.
+    Each run is a list of (number of ranks, accuracy between 0 and 1), one per epoch.
     """
     fig, axes = figure(height=2.8)
     percent = [[100 * right for _, right in run] for run in (whole, resumed)]

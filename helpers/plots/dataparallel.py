@@ -90,14 +90,14 @@ def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> N
         axes.grid(axis="x", visible=False)
     panels[0][0].set_ylabel("samples")
     headline(fig, "The batch is whole outside and split inside", "counted in forward, GPU 0 lowest")
-    show(fig, f"Stacked bars of samples, one a batch, cut by GPU. {' '.join(texts)}")
+    show(fig, f"Stacked bars of samples, one per batch, split by GPU. {' '.join(texts)}")
 
 
-# What a Snapshot of an iteration tells apart.
+# The causes in a Snapshot of an iteration.
 _CAUSES = ("parameters", "inputs", "replicas", "outputs", "gradients", "optimizer state", OTHER)
 
 
-# Columns of the drawing of one call, and the part that leads from each to the next.
+# Columns of the drawing of a call, and the step that leads from each to the next.
 _COLUMNS = ("batch", "scatter", "replicate", "parallel_apply", "gather", "backward, reduce")
 
 
@@ -207,7 +207,7 @@ def iteration(steps: Sequence[Snapshot]) -> None:
         stacked_bars(axes, range(len(steps)), sizes, CAUSE_COLORS, width=0.7)
         peaks = [step.peak_bytes[gpu] / MIB for step in steps]
         places = range(len(steps))
-        # Its rim keeps the mark apart from dark parts of a bar.
+        # Its outline sets the mark off from dark parts of a bar.
         rim = [withStroke(linewidth=4, foreground="white")]
         ends = [x - 0.42 for x in places], [x + 0.42 for x in places]
         axes.hlines(peaks, *ends, color="black", path_effects=rim)
@@ -242,7 +242,7 @@ def one_step(step: Snapshot, most_bytes: int) -> None:
     """One moment: a bar for each GPU, MiB by cause; ``most_bytes`` fixes the axis."""
     fig, axes = figure(width=7.5, height=0.8 + 0.55 * len(step.by_cause))
     gpus = list(step.by_cause)[::-1]
-    # Every cause, present or not: the legend stays as it is from step to step.
+    # Every cause, present or not, so that the legend is the same for every step.
     sizes = {cause: [step.by_cause[gpu].get(cause, 0) / MIB for gpu in gpus] for cause in _CAUSES}
     stacked_bars(axes, range(len(gpus)), sizes, CAUSE_COLORS, across=True)
     axes.set_yticks(range(len(gpus)), [str(gpu) for gpu in gpus])
@@ -279,7 +279,7 @@ def peaks_before_and_after(
     axes.set(ylabel="peak of one step, MiB", ylim=(0, max(outside) / MIB * 1.15))
     axes.grid(axis="x", visible=False)
     axes.legend()
-    headline(fig, "Returning the loss from forward evens the memory out", "counted")
+    headline(fig, "Returning the loss from forward evens out the memory", "counted")
     each = "; ".join(
         f"{gpu} {format_bytes(before)} with the loss outside, {format_bytes(after)} in forward"
         for gpu, before, after in zip(gpus, outside, inside, strict=True)

@@ -17,9 +17,9 @@ def memories(
     gpus: Sequence[torch.device],
     copies: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """The machine's memories as boxes, the tensors in the one that each is in, copies as arrows.
+    """The machine's memories as boxes, each with its tensors, and copies as arrows.
 
-    copies: pairs of names, from and to. Two names of one tensor share a box.
+    copies: pairs of names, from and to. Two names for one tensor share a box.
     """
     devices = [torch.device("cpu"), *gpus]
     places = _in_memories(tensors, devices)
@@ -90,7 +90,7 @@ def _in_memories(
 
 
 def _copy(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    """An arrow from one box to another; past a memory between them it goes underneath."""
+    """An arrow from one box to another; it passes below any memory in between."""
     (x, y), (goal, level) = start, end
     side = 0.95 if goal > x else -0.95
     text: Any = {"ha": "center", "color": "#B04000"}

@@ -35,7 +35,7 @@ CAUSE_COLORS = {
     TEMPORARY: COLORS["gray"],
     OTHER: COLORS["gray"],
 }
-# Those that a StepRecord tells apart.
+# The causes in a StepRecord.
 _STEP_CAUSES = ("parameters", "optimizer state", "inputs", "gradients", ACTIVATIONS, TEMPORARY)
 _OF_MODULE = [COLORS[name] for name in ("sky", "blue", "green", "yellow", "orange", "purple")]
 
@@ -83,7 +83,7 @@ def step_by_module(record: StepRecord) -> None:
     ]
     show(
         fig,
-        "Area of the activations over the operations of a step, by module. What is made last is "
+        "Area of the activations over the operations of a step, by module. What's created last is "
         f"freed first. At most, in MiB: module {', '.join(lives)}.",
     )
 
@@ -135,7 +135,7 @@ def against_segments(
     """Peaks against segments of several networks: {name: {segments: layer outputs at once}}.
 
     predicted: the same by a formula, dashed. Without it, the axis of the peaks is logarithmic,
-    since networks whose layers save more lie far above the others.
+    since networks whose layers save more are far above the others.
     """
     fig, axes = figure(width=8, height=3.8)
     colors = [COLORS[name] for name in ("orange", "green", "blue")]
@@ -238,7 +238,7 @@ def _areas(axes: Any, sizes: Mapping[str, Sequence[float]], colors: Sequence[str
 
 
 def _phases(axes: Any, record: StepRecord) -> None:
-    """A thin line where a phase begins, and its name above."""
+    """A thin line where each phase starts, with its name above."""
     phases = [moment.phase for moment in record.moments]
     starts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(phases)) if a != b), len(phases)]
     for start, end in pairwise(starts):
@@ -272,7 +272,7 @@ def held_by_cause(
     how: str = "bytes counted, shapes only",
     unit: str = "GB",
 ) -> None:
-    """A bar for each way: the bytes of one GPU by cause, in GB or GiB; dashed, what a GPU has."""
+    """A bar for each way: the bytes of one GPU by cause, in GB or GiB; dashed: a GPU's capacity."""
     fig, axes = figure(width=8, height=1.1 + 0.45 * len(held))
     names = list(held)[::-1]
     sizes = {
@@ -296,7 +296,7 @@ def held_by_cause(
             textcoords="offset points",
             va="center",
             fontsize=9,
-            # The dashed line may run behind it.
+            # The dashed line may run behind the text.
             bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "linewidth": 0},
         )
     axes.set_yticks(range(len(names)), names)
@@ -310,9 +310,9 @@ def held_by_cause(
 
 
 def who_holds(cut: Mapping[str, Sequence[str]], gpus: int) -> None:
-    """A panel for each way, a column for each GPU: which part of each cause it has.
+    """A panel for each way, with a column for each GPU: which part of each cause it holds.
 
-    cut: for each way, the causes that are cut; the others are whole on every GPU.
+    cut: for each way, the causes that are sharded; the others are whole on every GPU.
     """
     causes = ["parameters", "gradients", "optimizer state"]
     fig, grid = figure(1, len(cut), width=8.5, height=2.5, sharey=True)

@@ -21,8 +21,9 @@ _MOST_LABELS = 32  # drawing a number in each of more cells takes most of the ti
 def mesh(groups: Mapping[str, Groups], gpus_per_host: int, how: str = "counted") -> None:
     """Each dimension's groups, drawn on hosts (rows) and their GPUs (cells with their ranks).
 
-    groups: of each dimension, lists of ranks. With up to eight groups each has a color; with more,
-    only the first one, rank 0's. On more than 32 GPUs only that group's cells have their numbers.
+    groups: for each dimension, lists of ranks. With up to eight groups, each has a color; with
+    more, only the first one, rank 0's. With more than 32 GPUs, only that group's cells are
+    numbered.
     """
     hosts = 1 + max(max(group) for group in next(iter(groups.values()))) // gpus_per_host
     columns = min(len(groups), 4)
@@ -140,10 +141,10 @@ _SAID = {
 
 
 class Held(NamedTuple):
-    """A matrix in a picture: what stands before it, its name, its shape, and which part a GPU has.
+    """A matrix in a picture: what's in front of it, its name, its shape, and which part a GPU has.
 
-    part: "whole" (each GPU has all of it), "rows" or "columns" (each has its own), or "partial" (each
-    has all places, and the sum over the GPUs is the matrix).
+    part: "whole" (each GPU has all of it), "rows" or "columns" (each has its own), or "partial"
+    (each has a full-sized matrix, and their sum is the matrix).
     """
 
     before: str
@@ -154,9 +155,9 @@ class Held(NamedTuple):
 
 
 def held(tensors: Sequence[tuple[str, str, int, int, str]], gpus: int, message: str) -> None:
-    """One row per GPU, one column per matrix: outlined is the whole matrix, colored the GPU's part.
+    """One row per GPU, one column per matrix: the whole matrix is outlined, the GPU's part colored.
 
-    tensors: as ``Held``. ValueError for a part that is none of the four.
+    tensors: see ``Held``. Raises ValueError for an unknown part.
     """
     drawn = [Held(*tensor) for tensor in tensors]
     for tensor in drawn:

@@ -14,7 +14,7 @@ _ORDER = [COLORS[n] for n in ("black", "gray", "blue", "orange", "green", "vermi
 def formats(counts: Mapping[str, Mapping[int, int]]) -> None:
     """Range on the x axis, precision on the y axis: how many numbers each format has per power of two.
 
-    counts: format → {exponent e: how many of its numbers lie from 2^e up to 2^(e + 1)}.
+    counts: format → {exponent e: how many of its numbers are between 2^e and 2^(e + 1)}.
     """
     fig, axes = figure(width=8, height=3.8)
     summary = []
@@ -23,7 +23,7 @@ def formats(counts: Mapping[str, Mapping[int, int]]) -> None:
         edges = [*exponents, exponents[-1] + 1]
         axes.stairs([found[e] for e in exponents], edges, color=color, linewidth=2, baseline=None)
         most = max(found.values())
-        # Two share a height, or nearly: one name goes above its line, the other below.
+        # Two have (nearly) the same height: one name goes above its line, the other below.
         side = {"float16": "bottom", "float8 e4m3": "bottom", "float8 e5m2": "top"}.get(
             name, "center"
         )
@@ -34,7 +34,7 @@ def formats(counts: Mapping[str, Mapping[int, int]]) -> None:
     axes.set_xticks(range(-160, 161, 32), [f"$2^{{{e}}}$" for e in range(-160, 161, 32)])
     axes.set_ylabel("numbers in a doubling")
     title(axes, "Exponent bits are width, fraction bits are height", "every number counted")
-    show(fig, f"Lines of how many numbers lie in each doubling: {'; '.join(summary)}.")
+    show(fig, f"Lines of how many numbers there are in each doubling: {'; '.join(summary)}.")
 
 
 def number_lines(numbers: Mapping[str, torch.Tensor], most: float) -> None:

@@ -26,7 +26,7 @@ _LOOKS = {
     INPUT_GRADIENT: ("backward: input", COLORS["orange"]),
     WEIGHT_GRADIENT: ("backward: weights", COLORS["green"]),
 }
-# A number is written where its box has this much room, in inches a digit.
+# A number is shown if its box has this much room, in inches per digit.
 _DIGIT_INCHES = 0.085
 
 
@@ -44,7 +44,7 @@ def schedule(
 
     The title says ``message``, by default the schedule's name and its bubble. Times are multiplied
     by ``factor`` and called ``unit``. until: the end of the axis, in the unit of ``simulated``, so
-    that several schedules share one scale. Without ``axes`` a figure is made and shown.
+    that several schedules share one scale. Without ``axes``, a figure is created and shown.
     """
     plan = simulated.schedule
     fig = None
@@ -61,7 +61,7 @@ def schedule(
     axes.set_yticks(range(plan.devices), [f"device {d}" for d in range(plan.devices)])
     axes.set(ylim=(plan.devices - 0.5, -0.5), xlabel=unit)
     axes.grid(visible=False)
-    axes.set_facecolor("#EEEEEE")  # what is not covered by a box is the bubble
+    axes.set_facecolor("#EEEEEE")  # whatever isn't covered by a box is the bubble
     _numbers(axes, simulated, factor, end)
     _legend(axes, simulated)
     heading = message or f"{plan.name}: {simulated.bubble:.0%} bubble"
@@ -71,7 +71,7 @@ def schedule(
 
 
 def schedules(simulations: Mapping[str, SimulatedSchedule]) -> None:
-    """Several schedules under each other, on one scale of time; titles from the names given."""
+    """Several schedules below each other, on one time scale, with their names as titles."""
     rows = [simulated.schedule.devices for simulated in simulations.values()]
     fig, axes = figure(
         len(simulations),
@@ -90,7 +90,7 @@ def schedules(simulations: Mapping[str, SimulatedSchedule]) -> None:
 
 
 def _alt(simulated: SimulatedSchedule, heading: str, unit: str, factor: float) -> str:
-    """How long the schedule takes, and when each device begins its first backward."""
+    """How long the schedule takes, and when each device starts its first backward."""
     first = [
         next(box.start for box in boxes if box.action.kind != FORWARD) for boxes in simulated.boxes
     ]
@@ -137,14 +137,14 @@ def _numbers(axes: Axes, simulated: SimulatedSchedule, factor: float, end: float
         facecolors=inks,
         linewidths=0,
     )
-    numbers.set_in_layout(False)  # it stands inside the boxes: no room to be found
+    numbers.set_in_layout(False)  # it's inside the boxes: no room has to be made for it
     if written:
         axes.add_collection(numbers, autolim=False)
 
 
 @cache
 def number_path(text: str) -> Path:
-    """The outline of a number of 8 points, with its middle at the origin."""
+    """The outline of a number at 8 points, centered at the origin."""
     outline = TextPath((0, 0), text, size=8)
     x0, y0, x1, y1 = outline.get_extents().extents
     return Affine2D().translate(-(x0 + x1) / 2, -(y0 + y1) / 2).transform_path(outline)

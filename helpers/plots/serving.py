@@ -42,7 +42,7 @@ def forwards(
     first, last = tokens[0], tokens[-1]
     show(
         fig,
-        "Milliseconds of a forward over its tokens, on logarithmic axes: level at what it takes to read "
+        "Milliseconds of a forward over its tokens, on logarithmic axes: flat at the time it takes to read "
         f"the weights, then rising with the arithmetic. {first} token: {format_seconds(times_s[first])}; "
         f"{last} tokens: {format_seconds(times_s[last])}.",
     )
@@ -53,7 +53,7 @@ def latency_and_throughput(
 ) -> None:
     """Tokens/s of all sequences over the milliseconds that each waits for its next token.
 
-    curves: name → points of batch, seconds a token, tokens/s; the batch is written beside some.
+    curves: name → points of batch, seconds per token, tokens/s; some are labeled with the batch.
     """
     fig, axes = figure(width=7.5, height=3.8)
     for (name, points), color in zip(curves.items(), SERIES, strict=False):
@@ -75,10 +75,10 @@ def latency_and_throughput(
 
 
 def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]]) -> None:
-    """Three panels over the requests that come in a second, with a line for each way to serve.
+    """Three panels over the number of requests per second, with a line for each way to serve.
 
     results: name → {rate: seconds to the first token, longest gap between tokens, tokens/s}; the
-    seconds are those that 95 of 100 users do not exceed.
+    seconds are 95th percentiles over the users.
     """
     fig, panels = figure(1, 3, width=9.5, height=3.4)
     labels = ("time to first token (s)", "longest gap (s)", "tokens/s, all users")
@@ -106,9 +106,9 @@ def queues(results: Mapping[str, Mapping[float, tuple[float, float, float]]]) ->
 
 
 def token_times(streams: Mapping[str, Sequence[float]], arrival_s: float) -> None:
-    """A tick for each token of one user, in a row for each way to serve; others' prompt as a line.
+    """A tick for each token of one user, in a row for each way to serve; another's prompt as a line.
 
-    streams: name → when each token comes, in seconds; arrival_s: when the others' long prompt comes.
+    streams: name → when each token comes, in seconds; arrival_s: when the other user's long prompt comes.
     """
     fig, axes = figure(width=7.5, height=0.9 + 0.45 * len(streams))
     names = list(streams)[::-1]

@@ -28,7 +28,7 @@ COLORS = {
 SERIES = [COLORS[name] for name in ("blue", "orange", "green", "purple")]
 RANK_COLORS = tuple(
     COLORS[name]
-    # Light ones first: the numbers on them are black.
+    # Light ones first, because the numbers on them are black.
     for name in ("sky", "orange", "green", "vermilion", "purple", "yellow", "gray", "blue")
 )
 
@@ -76,7 +76,7 @@ def title(axes: Axes, message: str, how: str) -> None:
 
 
 def headline(fig: Figure, message: str, how: str) -> None:
-    """As ``title``, over a figure of several panels."""
+    """As ``title``, for a figure with several panels."""
     fig.suptitle(f"{message} · {how}", x=0.01, ha="left", fontsize=11, fontweight="bold")
 
 
@@ -110,7 +110,7 @@ def log2_ticks(axes: Axes, values: Sequence[int]) -> None:
 
 
 def legend_beside(axes: Axes, **options: Any) -> None:
-    """The legend to the right of the axes, where it hides nothing."""
+    """Put the legend to the right of the axes, where it doesn't hide anything."""
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), **{"fontsize": 8, **options})
 
 

@@ -23,8 +23,8 @@ def split_sizes(
 ) -> None:
     """Seconds by split size: a predicted curve, and the published points.
 
-    The largest size of ``predicted_s`` is the whole batch. one_gpu_s: the published time of one
-    GPU, a level.
+    The largest size in ``predicted_s`` is the whole batch. one_gpu_s: the published time on one
+    GPU, drawn as a horizontal line.
     """
     sizes = sorted(predicted_s)
     fig, axes = figure(width=8, height=3.6)
@@ -96,7 +96,7 @@ def _parts(timeline: Timeline, device: object) -> dict[str, float]:
     active_s = covered_s(events)
     return {
         "computes": busy_s,
-        "copies": active_s - busy_s,  # those beside a kernel take no time of their own
+        "copies": active_s - busy_s,  # those that overlap with a kernel take no extra time
         "idles": timeline.makespan_s - active_s,
     }
 
@@ -162,9 +162,9 @@ def gained(times_s: Mapping[int, Mapping[int, float]], message: str, how: str) -
 
 
 def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, int]) -> None:
-    """Million tokens/s by the number of GPUs, a line for each network; dotted is linear scaling.
+    """Million tokens/s by the number of GPUs, with a line for each network; dotted: linear scaling.
 
-    tokens: for each number of GPUs, those that one of them has in a step.
+    tokens: for each number of GPUs, the tokens that each of them has per step.
     """
     fig, axes = figure(width=7.5, height=3.6)
     counts = list(tokens)
@@ -179,7 +179,11 @@ def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, i
     axes.minorticks_off()
     axes.set_ylabel("million tokens/s, all GPUs")
     axes.legend(loc="upper left", fontsize=9)
-    title(axes, "More GPUs, the same batch", "virtual time; dotted: in proportion to the GPUs")
+    title(
+        axes,
+        "More GPUs, the same batch",
+        "virtual time; dotted: in proportion to the number of GPUs",
+    )
     summary = "; ".join(
         f"{name}: {speed[counts[0]]:.2f} on {counts[0]} GPUs, {speed[counts[-1]]:.2f} on {counts[-1]}"
         for name, speed in speeds.items()
@@ -207,7 +211,7 @@ def goodput(
     axes.legend(loc="lower center", fontsize=9)
     title(
         axes,
-        "Too often costs writing, too seldom costs repeating",
+        "Too often costs writing, too rarely costs repeating",
         "lines: Daly's formula; points: simulated failures; dashed: the square root",
     )
     summary = "; ".join(

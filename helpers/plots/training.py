@@ -16,9 +16,9 @@ _COLORS = {"Conv2d": "blue", "Linear": "vermilion", "MaxPool2d": "green"}
 
 
 def network(model: nn.Module, inputs: torch.Tensor) -> None:
-    """The leaf modules in the order in which they run on ``inputs``, with shapes and parameters.
+    """The leaf modules, in the order in which they run on ``inputs``, with shapes and parameters.
 
-    A bar is as tall as the number of values that leave the layer for one sample, on a log scale.
+    A bar's height is the number of values in the layer's output for one sample, on a log scale.
     """
     layers = _run(model, inputs)
     fig, axes = figure(width=8.5, height=3.3)
@@ -45,7 +45,10 @@ def network(model: nn.Module, inputs: torch.Tensor) -> None:
     )
     steps = zip(names, shapes, strict=True)
     chain = ", ".join(f"{name} {'×'.join(map(str, shape[1:]))}" for name, shape in steps)
-    show(fig, f"The network's layers from left to right, with what leaves each: {chain}.")
+    show(
+        fig,
+        f"The network's layers from left to right, with the shape of each one's output: {chain}.",
+    )
 
 
 def _run(model: nn.Module, inputs: torch.Tensor) -> list[tuple[str, torch.Size, int]]:
@@ -105,7 +108,7 @@ def digit_grid(images: torch.Tensor, titles: Sequence[str], columns: int = 8) ->
     fig, axes = figure(rows, columns, width=1.05 * columns, height=1.3 * rows, squeeze=False)
     for cell in axes.flat:
         cell.set_axis_off()
-    # As in ink on paper: the data have bright digits on a dark ground.
+    # Like ink on paper; in the data, digits are bright on a dark background.
     for cell, image, text in zip(axes.flat, images.cpu(), titles, strict=False):
         cell.imshow(image, cmap="gray_r")
         cell.set_title(text, fontsize=9, loc="center")
@@ -151,7 +154,7 @@ def resumed_curves(
 
 
 def learned(losses: torch.Tensor, vocabulary: int) -> None:
-    """The loss over the steps, beside that of guessing uniformly among all letters."""
+    """The loss over the steps, next to that of guessing uniformly among all letters."""
     fig, axes = figure(width=7, height=2.8)
     guess = math.log(vocabulary)
     axes.plot(range(1, len(losses) + 1), losses.tolist(), color=COLORS["blue"])
@@ -160,11 +163,11 @@ def learned(losses: torch.Tensor, vocabulary: int) -> None:
     axes.set(
         ylim=(0, max(guess, losses.max().item()) * 1.12),
         xlabel="step",
-        ylabel="loss a letter, in nats",
+        ylabel="loss per letter, in nats",
     )
     title(axes, "It learns", "measured, mean over the ranks")
     first, last = losses[0].item(), losses[-1].item()
-    show(fig, f"The loss over {len(losses)} steps falls from {first:.2f} to {last:.2f} a letter.")
+    show(fig, f"The loss over {len(losses)} steps falls from {first:.2f} to {last:.2f} per letter.")
 
 
 def by_batch(learned: Mapping[tuple[str, int], Sequence[float]]) -> None:
@@ -185,7 +188,7 @@ def by_batch(learned: Mapping[tuple[str, int], Sequence[float]]) -> None:
     axes.set_xticks(range(len(batches)), [f"{batch:,}" for batch in batches])
     axes.set_ylabel("loss after the last epoch")
     axes.legend(title="learning rate", loc="upper left", fontsize=9)
-    title(axes, "A larger batch wants a larger rate, up to a point", "measured; points: seeds")
+    title(axes, "A larger batch needs a larger rate, up to a point", "measured; points: seeds")
     summary = "; ".join(
         f"batch {batch}, rate {way}: {statistics.mean(losses):.2f}"
         for (way, batch), losses in learned.items()
@@ -196,7 +199,7 @@ def by_batch(learned: Mapping[tuple[str, int], Sequence[float]]) -> None:
 def repeated_times(times_s: Mapping[str, Sequence[float]]) -> None:
     """One row per name: every repeat as a dot, the median and the quartiles as a bar.
 
-    ``times_s`` maps a name to seconds, two or more repeats of one step.
+    ``times_s`` maps a name to the seconds of two or more repeats of one step.
     """
     fig, axes = figure(width=7.5, height=1.3 + 0.6 * len(times_s))
     summary = []

@@ -75,5 +75,5 @@ def test_the_cluster_option_refuses_what_describes_no_cluster(capsys, text):
     with pytest.raises(SystemExit) as stopped:
         parser().parse_args(["--cluster", text, "script.py"])
     assert stopped.value.code == 2
-    expected = f"expected hosts and GPUs of each, up to 127, as in 8x8; found '{text}'"
+    expected = f"expected hosts x GPUs per host, up to 127, as in 8x8; found '{text}'"
     assert expected in capsys.readouterr().err

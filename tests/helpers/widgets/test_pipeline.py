@@ -106,7 +106,7 @@ def test_layer_cost_leaves_virtual_gpus_as_they_were():
     ("choice", "said"),
     [
         (("interleaved 1F1B, 2 chunks", 8, 4), "4 is not a multiple of it"),
-        (("1F1B", 8, BATCH * 2, "H100"), "does not divide evenly"),
+        (("1F1B", 8, BATCH * 2, "H100"), "doesn't divide evenly"),
     ],
 )
 def test_show_answer_explains_a_choice_without_a_schedule(choice, said, drawn, capsys):

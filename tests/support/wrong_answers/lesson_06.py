@@ -144,7 +144,7 @@ def sum_over_ranks(tensor):
     return total.cpu()
 """,
             re.compile(
-                r"the answer is on the cpu, and the tensor came on vgpu:[0-3]: make it there, with"
+                r"the answer is on the cpu, but the tensor was on vgpu:[0-3]: make it there, with"
             ),
         ),
         ("def sum_over_ranks(tensor):\n    return tensor / 0 + missing", "line 2 of your cell"),
@@ -208,7 +208,7 @@ def mean_over_ranks(values):
     dist.all_reduce(total)
     return total[0] / total[1]
 """,
-            "follow the odd one back",
+            "where the odd one comes from",
         ),
         (
             "def mean_over_ranks(values):\n    return values.mean()",
