@@ -63,7 +63,7 @@ def test_origins_reads_the_ranks_off_a_number():
     assert origins(0) == []
     with pytest.raises(ValueError, match="one for each rank"):
         origins(10**8)
-    with pytest.raises(ValueError, match="no number of this lesson"):
+    with pytest.raises(ValueError, match="isn't a number of this lesson"):
         origins(-1)
 
 

@@ -209,7 +209,9 @@ def test_run_refuses_numbers_of_ranks_that_cannot_work(nprocs, error, phrase):
 
 
 def test_run_refuses_other_arguments_that_cannot_work():
-    with pytest.raises(TypeError, match=r"takes a function first, as in launch.run\(train, 2\)"):
+    with pytest.raises(
+        TypeError, match=r"first argument must be a function, as in launch.run\(train, 2\)"
+    ):
         launch.run(4, print)
     with pytest.raises(ValueError, match="timeout_s must be a positive number"):
         launch.run(print, 2, timeout_s=0)

@@ -226,14 +226,14 @@ def test_smaller_micro_batches_are_among_what_would_fit():
     [
         ({"layout": Layout(pp=8)}, "8 stages .* too many for a model of 4 layers: at most 4"),
         ({"layout": Layout(pp=4), "chunks": 2}, "8 stages .* too many"),
-        ({"layout": Layout(pp=2), "batch": 3}, "a batch of 3 cannot .* 2 micro-batches"),
+        ({"layout": Layout(pp=2), "batch": 3}, "a batch of 3 can't .* 2 micro-batches"),
         (
             {"layout": Layout(pp=4), "chunks": 1, "batch": 6, "micro_batches": 4},
             "a batch of 6 can't be divided into 4 micro-batches",
         ),
         (
             {"layout": Layout(pp=2), "chunks": 2, "micro_batches": 3, "batch": 3},
-            "3 is not a multiple",
+            "3 isn't a multiple",
         ),
         ({"layout": Layout(pp=2), "micro_batches": 0}, "micro_batches must be at least 1"),
         (

@@ -88,7 +88,7 @@ def test_recomputation_takes_less_memory_and_more_time(how):
         ),
         ({"gpu": "Z1"}, "no GPU preset 'Z1'"),
         ({"layout": Layout(dp_shard=100_000)}, "100,000 ranks .* at most 32,768"),
-        ({"batch": 10**9}, "1,000,000,000 sequences of 128 tokens .* give a smaller batch"),
+        ({"batch": 10**9}, "1,000,000,000 sequences of 128 tokens .* use a smaller batch"),
         ({"layout": Layout(pp=2), "batch": 10**9}, "500,000,000 sequences of 128 tokens"),
         ({"layout": Layout(4, 3)}, "differently"),
         ({"sizes": dataclasses.replace(SMALL, layers=10_000)}, "10,000 layers .* at most 1,024"),
@@ -146,7 +146,7 @@ def test_async_tp_is_an_option_of_a_plan(capsys):
     assert {"all_reduce", "reduce_scatter"} <= sent
     with pytest.raises(SystemExit):
         run("--tp 4 --async-tp")
-    assert "--async-tp is a pass of torch.compile: give --compile" in capsys.readouterr().err
+    assert "--async-tp is a pass of torch.compile: also give --compile" in capsys.readouterr().err
 
 
 def test_gpus_may_differ_in_speed():
@@ -201,7 +201,7 @@ def test_gathering_again_is_among_what_would_fit(recompute, advice):
         ("--dp-shard 0", "dp_shard must be at least 1, got 0"),
         ("--dp-shard 100000", f"too many: a plan takes at most {MOST_RANKS:,}"),
         ("--search --hosts 100000", f"too many: a plan takes at most {MOST_RANKS:,}"),
-        ("--batch 1000000000", "give a smaller batch, or shorter sequences"),
+        ("--batch 1000000000", "use a smaller batch or shorter sequences"),
     ],
 )
 def test_the_command_refuses_in_a_sentence(capsys, options, message):
