@@ -42,7 +42,7 @@ from helpers.plots.precision import (
 )
 from helpers.plots.schedules import schedule, schedules
 from helpers.plots.serving import forwards, latency_and_throughput, queues, token_times
-from helpers.plots.style import COLOURS, figure, show
+from helpers.plots.style import COLORS, figure, show
 from helpers.plots.timeline import timeline, timelines
 from helpers.plots.times import (
     gained,
@@ -64,7 +64,7 @@ from helpers.plots.training import (
 )
 
 __all__ = [
-    "COLOURS",
+    "COLORS",
     "against_k",
     "against_segments",
     "before_and_after",

@@ -12,7 +12,7 @@ from vgpu import cuda_is_vgpu
 
 
 def read(source):
-    """The source as it is read, normalised."""
+    """The source as it is read, normalized."""
     reading = cuda_is_vgpu.Replacements("x.py")
     return ast.unparse(cuda_is_vgpu.Replacer(reading).visit(ast.parse(source))), reading
 
@@ -159,7 +159,7 @@ def test_names_that_only_cuda_has_can_be_named_and_refuse_when_used():
             "torch.cuda.graphs.make_graphed_callables": graphs.make_graphed_callables,
         }
         for name, use in uses.items():
-            refused = f"{re.escape(name)} was used, and virtual GPUs have nothing like it"
+            refused = f"{re.escape(name)} was used, but virtual GPUs have nothing like it"
             with pytest.raises(NotImplementedError, match=refused):
                 use()
         assert not isinstance(torch.ones(1, device="vgpu"), torch.vgpu.CUDAGraph)
