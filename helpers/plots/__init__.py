@@ -18,6 +18,7 @@ from helpers.plots.dataparallel import (
     replica_sizes,
     share_bars,
     shares,
+    where_layers_run,
 )
 from helpers.plots.devices import memories, relabelled
 from helpers.plots.memory import (
@@ -126,5 +127,6 @@ __all__ = [
     "timeline",
     "timelines",
     "token_times",
+    "where_layers_run",
     "who_holds",
 ]
