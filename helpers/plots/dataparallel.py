@@ -58,7 +58,7 @@ def where_layers_run(ways: Mapping[str, Collection[tuple[str, str, int]]]) -> No
         layers = sorted({layer for _, layer, _ in seen})
         for gpu, layer, samples in seen:
             x, y = gpus.index(gpu), layers.index(layer)
-            axes.add_patch(Rectangle((x - 0.45, y - 0.4), 0.9, 0.8, color=COLOURS["sky"]))
+            axes.add_patch(Rectangle((x - 0.45, y - 0.4), 0.9, 0.8, color=COLORS["sky"]))
             axes.text(x, y, f"{samples} samples", ha="center", va="center")
         axes.set(xlim=(-0.6, len(gpus) - 0.4), ylim=(len(layers) - 0.4, -0.6))
         axes.set_xticks(range(len(gpus)), gpus)
