@@ -28,6 +28,7 @@ CAUSE_COLOURS = {
     "gradients": COLOURS["vermilion"],
     "replicas": COLOURS["sky"],
     "gathered": COLOURS["sky"],
+    "KV cache": COLOURS["green"],
     "gathered parameters": COLOURS["sky"],
     "gradients, gathered parameters, activations": COLOURS["sky"],
     ACTIVATIONS: COLOURS["orange"],
