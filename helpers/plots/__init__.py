@@ -18,6 +18,7 @@ from helpers.plots.dataparallel import (
     replica_sizes,
     share_bars,
     shares,
+    where_layers_run,
 )
 from helpers.plots.devices import memories, relabelled
 from helpers.plots.memory import (
@@ -42,7 +43,7 @@ from helpers.plots.precision import (
 )
 from helpers.plots.schedules import schedule, schedules
 from helpers.plots.serving import forwards, latency_and_throughput, queues, token_times
-from helpers.plots.style import COLOURS, figure, show
+from helpers.plots.style import COLORS, figure, show
 from helpers.plots.timeline import timeline, timelines
 from helpers.plots.times import (
     gained,
@@ -64,7 +65,7 @@ from helpers.plots.training import (
 )
 
 __all__ = [
-    "COLOURS",
+    "COLORS",
     "against_k",
     "against_segments",
     "before_and_after",
@@ -126,5 +127,6 @@ __all__ = [
     "timeline",
     "timelines",
     "token_times",
+    "where_layers_run",
     "who_holds",
 ]

@@ -1,15 +1,15 @@
-"""Experts in place of a block's feed-forward part, each token going through a few of them.
+"""Experts that replace a block's feed-forward layer; each token goes through a few of them.
 
-A router picks ``per_token`` experts for each token. Each expert has as many slots as ``capacity`` says;
-tokens are sorted into them, those for which an expert has none left are dropped, and the experts'
-products are one grouped product. At a capacity of 1 that takes what dropless training takes if the
-router keeps experts equally busy; a larger one is how much busier the busiest is.
+A router picks ``per_token`` experts for each token. Each expert has a number of slots, given by
+``capacity``; tokens are sorted into them and dropped if an expert has none left, and the experts'
+products are one grouped product. A capacity of 1 costs as much as dropless training with a router
+that keeps experts equally busy; a larger one says how much busier the busiest expert is.
 
-With expert parallelism each rank has some of the experts and sends slots to their ranks and back
-(all-to-all), forward and backward, as GShard does.
+With expert parallelism, each rank has some of the experts, and slots are sent to their ranks and
+back (all-to-all), forward and backward, as in GShard.
 
-Left out: the losses that keep experts equally busy, groups of hosts to which a token's experts are
-limited, what the host waits for when it asks how many tokens go where, and experts in float8.
+Left out: the losses that keep experts equally busy, limiting a token's experts to groups of hosts,
+the host's wait for how many tokens go where, and experts in float8.
 
 Sources: Lepikhin et al., 2020, GShard; Jiang et al., 2024, Mixtral of experts; DeepSeek-AI, 2024,
 DeepSeek-V3 technical report (shared experts).
@@ -27,17 +27,17 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """Of the experts of each block."""
+    """The sizes of each block's experts."""
 
     count: int
     per_token: int
     width: int  # inside an expert
-    shared_width: int = 0  # inside one that every token goes through; 0: there is none
-    dense_layers: int = 0  # blocks in front that have a feed-forward part in place of experts
-    capacity: float = 1.0  # slots of an expert for each token that it gets if all get as many
+    shared_width: int = 0  # inside a shared expert, which every token goes through; 0: none
+    dense_layers: int = 0  # first blocks, which have a feed-forward layer instead
+    capacity: float = 1.0  # an expert's slots, relative to an equal share of the tokens
 
     def check(self) -> None:
-        """ValueError for sizes that no ``Experts`` can have."""
+        """Raise ValueError for sizes that no ``Experts`` can have."""
         for name, least in (
             ("count", 1),
             ("per_token", 1),
@@ -52,7 +52,7 @@ class ExpertSizes:
                 )
         if self.per_token > self.count:
             raise ValueError(
-                f"a token cannot go through {self.per_token} of {self.count} experts: give at least as "
+                f"a token can't go through {self.per_token} of {self.count} experts: give at least as "
                 "many experts"
             )
         if not 0 < self.capacity <= self.count:
@@ -63,10 +63,10 @@ class ExpertSizes:
 
 
 class Experts(nn.Module):
-    """(B, S, width) in and out. SwiGLU in each expert, weighted by what the router gave it."""
+    """Input and output are (B, S, width). SwiGLU in each expert, weighted by the router."""
 
     def __init__(self, width: int, sizes: ExpertSizes, shared: nn.Module | None) -> None:
-        """shared: what every token goes through besides."""
+        """shared: a module that every token also goes through."""
         super().__init__()
         self.sizes, self.shared = sizes, shared
         self.router = nn.Parameter(torch.empty(sizes.count, width))
@@ -75,7 +75,7 @@ class Experts(nn.Module):
         nn.init.normal_(self.router, std=width**-0.5)
 
     def divide(self, mesh: DeviceMesh) -> None:
-        """Keep this rank's part of the experts, of a mesh of one dimension."""
+        """Keep this rank's part of the experts, on a one-dimensional mesh."""
         self.group = mesh.get_group()
         self.own.keep(mesh.get_local_rank(), mesh.size())
 
@@ -90,7 +90,7 @@ class Experts(nn.Module):
         return output.view_as(hidden)
 
     def _slots(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each slot, expert by expert: its token, T for none, and the router's weight."""
+        """For each slot, expert by expert: its token, or T for none, and the router's weight."""
         sizes, count = self.sizes, len(tokens)
         each = math.ceil(count * sizes.per_token * sizes.capacity / sizes.count)
         chances = F.linear(tokens, self.router).float().softmax(-1)
@@ -106,11 +106,11 @@ class Experts(nn.Module):
         return token_of, weight_of.scatter(0, slot, given)[:-1]
 
     def _compute(self, slots: torch.Tensor) -> torch.Tensor:
-        """(experts · slots of each, width) in and out."""
+        """Input and output are (experts · slots of each, width)."""
         if self.group is None:
             return self.own(slots.unflatten(0, (self.sizes.count, -1))).flatten(0, 1)
         parts = self.group.size()
-        # From each rank its slots of my experts, (ranks, my experts, slots of each, width).
+        # From each rank, its slots for my experts: (ranks, my experts, slots of each, width).
         received = _Exchange.apply(slots, self.group)
         received = received.unflatten(0, (parts, self.sizes.count // parts, -1))
         done = self.own(received.transpose(0, 1).flatten(1, 2))
@@ -119,7 +119,7 @@ class Experts(nn.Module):
 
 
 class GroupedFeedForward(nn.Module):
-    """(experts, slots, width) in and out: SwiGLU of each expert, as grouped products."""
+    """Input and output are (experts, slots, width): each expert's SwiGLU, as grouped products."""
 
     def __init__(self, count: int, width: int, inside: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class GroupedFeedForward(nn.Module):
             nn.init.normal_(weight, std=weight.size(1) ** -0.5)
 
     def keep(self, part: int, parts: int) -> None:
-        """One of so many equal parts of the experts, in place."""
+        """Keep one of ``parts`` equal parts of the experts, in place."""
         for name, weight in list(self.named_parameters()):
             setattr(self, name, nn.Parameter(weight.detach().chunk(parts)[part].clone()))
 
@@ -140,7 +140,7 @@ class GroupedFeedForward(nn.Module):
 
 
 class _Exchange(torch.autograd.Function):
-    """Each rank of a group sends an equal part of its rows to each other one; the gradients go back."""
+    """Each rank of a group sends equal parts of its rows to all ranks; the gradients go back."""
 
     @staticmethod
     def forward(ctx, rows, group):

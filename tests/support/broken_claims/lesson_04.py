@@ -18,7 +18,10 @@ BROKEN = [
     Broken(
         "B02",
         "the last batch is dropped",
-        edits=[("length=100), batch_size=30)", "length=100), batch_size=30, drop_last=True)")],
+        edits=[
+            ("length=100), batch_size=30)", "length=100), batch_size=30, drop_last=True)"),
+            ('"batch 3", "batch 4",', '"batch 3",'),  # a table of three batches
+        ],
     ),
     Broken(
         "B03",

@@ -94,7 +94,7 @@ BROKEN = [
     ),
     Broken(
         "H06",
-        "the balanced layout pairs neighbours",
+        "the balanced layout pairs neighbors",
         expensive=True,
         edits=[
             (
