@@ -22,7 +22,9 @@ TIMEOUT_S = 3.0
 GPU = "V100"
 """The virtual GPU of each rank if there aren't enough real ones."""
 
-_TRY_IT = "Call it through launch.run in a cell of your own, where you can print along the way."
+_TRY_IT = (
+    "Call it through launch.run in a cell of your own, where you can print intermediate values."
+)
 
 
 def on_ranks(
@@ -79,7 +81,7 @@ def answer_on_gpu(
     if isinstance(result, torch.Tensor):
         if result.dim() and result.device != tensor.device:
             raise TypeError(
-                f"the answer is on the {result.device.type}, and the tensor came on "
+                f"the answer is on the {result.device.type}, but the tensor was on "
                 f"{tensor.device}: {MAKE_IT_ON_THE_GPU}"
             )
         result = result.cpu()

@@ -20,7 +20,7 @@ GPUS_PER_HOST = 8
 
 _BYTES = {"parameters": 2, "gradients": 2, "optimizer state": 12}
 
-# What is cut, by the name of the way.
+# What's sharded, by the name of the way.
 _CUT: dict[str, tuple[str, ...]] = {
     "nothing (DDP)": (),
     "optimizer state (ZeRO-1)": ("optimizer state",),
@@ -54,9 +54,9 @@ def answer(sizes: TransformerSizes, gpus: int, way: str) -> Answer:
     or a number of GPUs that doesn't fill hosts.
     """
     if way not in _CUT:
-        raise ValueError(f"no way {way!r} to cut; there are {', '.join(WAYS)}")
+        raise ValueError(f"no way {way!r} to shard; there are {', '.join(WAYS)}")
     if gpus < 1 or (gpus > GPUS_PER_HOST and gpus % GPUS_PER_HOST):
-        raise ValueError(f"{gpus} GPUs are no whole hosts of {GPUS_PER_HOST}, nor a part of one")
+        raise ValueError(f"{gpus} GPUs don't fill hosts of {GPUS_PER_HOST}, and aren't part of one")
     count = sizes.parameters
     hybrid = way == WAYS[-1]
     ways = min(gpus, GPUS_PER_HOST) if hybrid else gpus
@@ -98,7 +98,7 @@ def show_answer(model: str, gpus: int, way: str, gpu: str) -> None:
         {name: each.held for name, each in result.items()},
         capacity_bytes=vgpu.PRESETS[gpu].memory_bytes,
         message=f"Llama {model} on {gpus} GPUs; dashed, one {gpu}",
-        how="16 bytes a parameter, and two gathered blocks; no activations",
+        how="16 bytes per parameter, and two gathered blocks; no activations",
     )
     display(answer_table(result[way], gpus, gpu))
 

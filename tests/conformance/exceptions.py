@@ -13,7 +13,7 @@ VARIANTS: dict[str, str] = {
 }
 
 # Operators that hand out memory which nobody has written: everything but the values is compared.
-UNINITIALISED = {
+UNINITIALIZED = {
     "empty",
     "empty_like",
     "empty_permuted",

@@ -90,7 +90,7 @@ def _compare(op: OpInfo, sample: SampleInput) -> bool:
     inputs = without_bases((sample.input, sample.args, sample.kwargs))
     gpu_inputs = _gpu_inputs(op, inputs)
     options = {
-        "values": op.name not in exceptions.UNINITIALISED,
+        "values": op.name not in exceptions.UNINITIALIZED,
         "tolerance": exceptions.TOLERANCES.get(op.name),
     }
     found, expected = check_same_outcome(
@@ -132,7 +132,7 @@ def _compare_method(op: OpInfo, inputs: tuple) -> None:
         lambda: _call(op.method_variant, inputs),
         lambda: _call(op.method_variant, gpu_inputs),
         "method",
-        values=op.name not in exceptions.UNINITIALISED,
+        values=op.name not in exceptions.UNINITIALIZED,
     )
 
 
@@ -163,7 +163,7 @@ def _compare_out(op: OpInfo, inputs: tuple) -> None:
         lambda: _call(functools.partial(op, out=out), inputs),
         lambda: _call(functools.partial(op, out=gpu_out), gpu_inputs),
         "out",
-        values=op.name not in exceptions.UNINITIALISED,
+        values=op.name not in exceptions.UNINITIALIZED,
     )
     assert found is None or found is gpu_out
 

@@ -100,7 +100,7 @@ def test_course_devices_refuses_an_unknown_choice(monkeypatch):
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2", True, None])
 def test_lab_refuses_a_count_that_is_no_positive_int(count):
-    with pytest.raises(ValueError, match="whole number of GPUs from 1"):
+    with pytest.raises(ValueError, match="whole number of GPUs, at least 1"):
         devices.lab(count)
 
 

@@ -28,7 +28,7 @@ def test_a_failing_line_has_its_status_and_its_errors():
     assert "not found" in result.errors
 
 
-def test_a_traceback_is_text_without_colours(monkeypatch):
+def test_a_traceback_is_text_without_colors(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as in a kernel
     script = 'import os; print(os.environ.get("FORCE_COLOR")); 1 / 0'
     (result,) = run_lines(["python fails.py"], {"fails.py": script})

@@ -24,15 +24,15 @@ def test_encode_and_decode_are_each_others_inverse():
 
 
 def test_a_letter_without_a_number_is_named_with_its_place():
-    with pytest.raises(ValueError, match=r"letter 'ß' at place 3 .*printable ASCII"):
+    with pytest.raises(ValueError, match=r"letter 'ß' at position 3 .*printable ASCII"):
         encode("Spaß")
 
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (torch.tensor([1, 96]), r"number 96 at place 1 .* 0 to 95"),
-        (torch.tensor([-1]), "number -1 at place 0"),
+        (torch.tensor([1, 96]), r"number 96 at position 1 .* 0 to 95"),
+        (torch.tensor([-1]), "number -1 at position 0"),
         (torch.zeros(2, 3, dtype=torch.int64), r"shape \(2, 3\).* row by row"),
         (torch.zeros(3), r"torch.float32 of shape \(3,\)"),
     ],
@@ -83,7 +83,7 @@ def test_ranks_share_out_what_one_process_sees(world_size):
             {"batch_size": 6, "length": 2, "world_size": 4},
             "6 sequences .* 4 ranks",
         ),
-        (torch.arange(8), {"batch_size": 4, "length": 2, "rank": 1}, "rank 1 is none of 1 ranks"),
+        (torch.arange(8), {"batch_size": 4, "length": 2, "rank": 1}, "rank 1 isn't one of 1 ranks"),
     ],
 )
 def test_batches_that_cannot_be_cut_are_refused_at_once(tokens, asked, message):

@@ -138,7 +138,7 @@ def test_a_whole_state_dict_is_loaded_into_shards(run, tmp_path):
         (b"no checkpoint", "cannot read .*bad.pt: "),
         (
             {"norm.weight": torch.ones(3)},
-            "bad.pt is of another model: embedding.weight is None there",
+            "bad.pt is from a different model: embedding.weight is None there",
         ),
         (torch.ones(3), "bad.pt has no state dict, but a Tensor"),
     ],
@@ -181,7 +181,7 @@ def test_the_script_refuses_a_checkpoint_of_another_model(run, tmp_path, capfd):
     with pytest.raises(SystemExit):
         run(f"--steps 4 --width 64 --checkpoints {tmp_path}")
     message = capfd.readouterr().err
-    assert f"{tmp_path / 'step-00000002'} is not of this model, or is damaged" in message
+    assert f"{tmp_path / 'step-00000002'} is from a different model, or damaged" in message
     assert "size mismatch" in message.lower() and "Traceback" not in message
 
 
@@ -196,7 +196,7 @@ def test_a_full_disk_keeps_the_last_complete_checkpoint(run, tmp_path, capfd):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     message = capfd.readouterr().err
     assert f"cannot write into {tmp_path}: rank 0 found" in message
-    assert "the last whole checkpoint is kept" in message
+    assert "the last complete checkpoint is kept" in message
     assert f"resumed from {tmp_path / 'step-00000002'}" in run(
         f"--steps 4 --checkpoints {tmp_path}"
     )

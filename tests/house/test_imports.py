@@ -52,7 +52,7 @@ def test_init_files_only_hand_names_on():
 
 def test_the_names_that_lessons_use_stay():
     assert {"check", "evaluate", "exercises", "progress", "reset"} <= set(helpers.checks.__all__)
-    assert {"COLOURS", "figure"} <= set(helpers.plots.__all__)
+    assert {"COLORS", "figure"} <= set(helpers.plots.__all__)
     assert {"LaunchError", "RanksHung", "run", "warm_up"} <= set(vgpu.launch.__all__)
 
 

@@ -121,8 +121,8 @@ def test_figures_have_words_beside_them(path):
     for index, cell in enumerate(cells):
         if cell.is_code and ("plt.show()" in cell.source or "plots." in cell.source):
             assert "figure" in cell.tags, f"{cell.id} draws and lacks the tag 'figure'"
-            neighbours = cells[max(index - 1, 0) : index + 2]
-            assert any(not near.is_code for near in neighbours), f"{cell.id} stands without words"
+            neighbors = cells[max(index - 1, 0) : index + 2]
+            assert any(not near.is_code for near in neighbors), f"{cell.id} has no prose next to it"
 
 
 @each_lesson

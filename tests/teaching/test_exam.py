@@ -68,7 +68,7 @@ def test_an_answer_without_return_is_told_so_and_shown_no_line_of_the_check(task
         lessons.EXAM, task, stub.source.replace("raise NotImplementedError", "...")
     )
     assert outcome.status == "wrong" and "NoneType" in outcome.error
-    assert "of your cell" not in outcome.error and "without a return gives None" in outcome.hint
+    assert "of your cell" not in outcome.error and "without a return returns None" in outcome.hint
 
 
 @each_task

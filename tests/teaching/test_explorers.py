@@ -57,8 +57,8 @@ def test_controls_have_labels_and_pictures_are_files_stored_once(lesson, found, 
     page = _Page()
     page.feed(explorers.explorer(found, tmp_path, "a-0"))
     controls = [of for tag, of in page.tags if tag in ("input", "select")]
-    labelled = [of["for"] for tag, of in page.tags if tag == "label"]
-    assert [of["id"] for of in controls] == labelled and len(set(labelled)) == 2
+    labeled = [of["for"] for tag, of in page.tags if tag == "label"]
+    assert [of["id"] for of in controls] == labeled and len(set(labeled)) == 2
     assert [(of["max"], of["value"], of["aria-valuetext"]) for of in controls] == [
         ("2", "2", "4"),
         ("6", "0", "0"),

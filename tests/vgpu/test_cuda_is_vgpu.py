@@ -12,7 +12,7 @@ from vgpu import cuda_is_vgpu
 
 
 def read(source):
-    """The source as it is read, normalised."""
+    """The source as it is read, normalized."""
     reading = cuda_is_vgpu.Replacements("x.py")
     return ast.unparse(cuda_is_vgpu.Replacer(reading).visit(ast.parse(source))), reading
 
@@ -159,7 +159,7 @@ def test_names_that_only_cuda_has_can_be_named_and_refuse_when_used():
             "torch.cuda.graphs.make_graphed_callables": graphs.make_graphed_callables,
         }
         for name, use in uses.items():
-            refused = f"{re.escape(name)} was used, and virtual GPUs have nothing like it"
+            refused = f"{re.escape(name)} was used, but virtual GPUs have nothing like it"
             with pytest.raises(NotImplementedError, match=refused):
                 use()
         assert not isinstance(torch.ones(1, device="vgpu"), torch.vgpu.CUDAGraph)
@@ -167,6 +167,11 @@ def test_names_that_only_cuda_has_can_be_named_and_refuse_when_used():
         assert torch.vgpu.get_arch_list() == ["sm_90"]
         assert torch.vgpu.default_generators[1].device == torch.device("vgpu:1")
         assert torch.vgpu.has_magma
+        from torch.vgpu.amp import autocast_mode, grad_scaler
+
+        assert autocast_mode.autocast is torch.vgpu.amp.autocast
+        assert grad_scaler.GradScaler is torch.vgpu.amp.GradScaler
+        assert torch.vgpu.streams.Stream is torch.vgpu.Stream
         if not torch.cuda.is_available():  # as torch.testing gives CUDA tests streams of their own
             other = torch.vgpu.Stream(1)
             torch._C._cuda_setStream(other.stream_id, other.device_index, other.device_type)

@@ -68,5 +68,5 @@ def test_a_file_that_describes_no_gpu_is_refused(tmp_path, text, message):
 
 
 def test_a_file_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match=r"nowhere\.toml cannot be read: No such file"):
+    with pytest.raises(ValueError, match=r"nowhere\.toml can't be read: No such file"):
         get_spec("nowhere.toml")

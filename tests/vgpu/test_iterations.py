@@ -11,7 +11,7 @@ def make_model():
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_ddp_overlaps_and_data_parallel_serialises(count):
+def test_ddp_overlaps_and_data_parallel_serializes(count):
     sizes = ((64 * count, 512), (64 * count, 512))
     with vgpu.enable(count):
         replicated = vgpu.data_parallel_iteration(make_model, *sizes, count)
@@ -44,5 +44,5 @@ def test_data_parallel_broadcasts_and_reduces_as_nccl_does():
 
 
 def test_the_ddp_iteration_refuses_unequal_shares():
-    with vgpu.enable(1), pytest.raises(ValueError, match="3 ranks cannot share 64 samples"):
+    with vgpu.enable(1), pytest.raises(ValueError, match="3 ranks can't share 64 samples"):
         vgpu.ddp_iteration(make_model, (64, 512), (64, 512), 3)

@@ -257,7 +257,7 @@ def test_tests_for_cuda_run_under_pytest(tmp_path):
         ("--memory 0 x.py", "expected at least one byte, found '0'"),
         ("--seed one x.py", "expected a whole number from 0 to 2**63 - 1, found 'one'"),
         (f"--seed {2**63} x.py", "expected a whole number from 0 to 2**63 - 1"),
-        ("--read nosuch -c pass", "there is no package 'nosuch' to read or not to read"),
+        ("--read nosuch -c pass", "there is no package 'nosuch' for --read or --not-read"),
         ("--cound 3 x.py", "unrecognized arguments: --cound"),
         ("--", "name a script to run, a module with -m, or a command with -c"),
         ("-m", "name a script to run, a module with -m, or a command with -c"),
@@ -388,7 +388,7 @@ def test_a_script_beside_a_vgpu_module_of_its_own_is_warned(tmp_path):
     (folder / "script.py").write_text("print('ran')\n")
     code, out, error = run("project/script.py", cwd=tmp_path)
     assert (code, out) == (0, "ran\n")
-    assert "project/vgpu.py cannot be imported here" in error and "rename it" in error
+    assert "project/vgpu.py can't be imported here" in error and "rename it" in error
 
 
 def test_the_examples_in_the_help_parse():

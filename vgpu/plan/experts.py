@@ -1,17 +1,17 @@
-"""Experts in place of a block's feed-forward part, each token going through a few of them.
+"""Experts that replace a block's feed-forward layer; each token goes through a few of them.
 
-A router picks ``per_token`` experts for each token. Each expert has as many slots as ``capacity`` says;
-tokens are sorted into them, those for which an expert has none left are dropped, and the experts'
-products are one grouped product. At a capacity of 1 that takes what dropless training takes if the
-router keeps experts equally busy; a larger one is how much busier the busiest is.
+A router picks ``per_token`` experts for each token. Each expert has a number of slots, given by
+``capacity``; tokens are sorted into them and dropped if an expert has none left, and the experts'
+products are one grouped product. A capacity of 1 costs as much as dropless training with a router
+that keeps experts equally busy; a larger one says how much busier the busiest expert is.
 
-With expert parallelism each rank has some of the experts and sends slots to their ranks and back
-(all-to-all), forward and backward, as GShard does: a token once for each of its experts. If a token's
-experts may be on ``ranks_per_token`` ranks only, it's sent once to each of those, with its weights, and
-sorted into slots there.
+With expert parallelism, each rank has some of the experts, and slots are sent to their ranks and
+back (all-to-all), forward and backward, as in GShard: a token once for each of its experts. With
+``ranks_per_token``, a token's experts are on that many ranks at most. It's sent once to each of them,
+along with its weights, and sorted into slots there.
 
-Left out: the losses that keep experts equally busy, what the host waits for when it asks how many tokens
-go where, and experts in float8.
+Left out: the losses that keep experts equally busy, the host's wait for how many tokens go where, and
+experts in float8.
 
 Sources: Lepikhin et al., 2020, GShard; Jiang et al., 2024, Mixtral of experts; DeepSeek-AI, 2024,
 DeepSeek-V2 (device-limited routing) and DeepSeek-V3 technical report (shared experts).
@@ -29,18 +29,18 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """Of the experts of each block."""
+    """The sizes of each block's experts."""
 
     count: int
     per_token: int
     width: int  # inside an expert
-    shared_width: int = 0  # inside one that every token goes through; 0: there is none
-    dense_layers: int = 0  # blocks in front that have a feed-forward part in place of experts
-    capacity: float = 1.0  # slots of an expert for each token that it gets if all get as many
-    ranks_per_token: int | None = None  # ranks of ep on which a token's experts may be; None: any
+    shared_width: int = 0  # inside a shared expert, which every token goes through; 0: none
+    dense_layers: int = 0  # first blocks, which have a feed-forward layer instead
+    capacity: float = 1.0  # an expert's slots, relative to an equal share of the tokens
+    ranks_per_token: int | None = None  # ranks of ep that a token's experts may be on; None: any
 
     def check(self) -> None:
-        """ValueError for sizes that no ``Experts`` can have."""
+        """Raise ValueError for sizes that no ``Experts`` can have."""
         for name, least in (
             ("count", 1),
             ("per_token", 1),
@@ -58,7 +58,7 @@ class ExpertSizes:
                 )
         if self.per_token > self.count:
             raise ValueError(
-                f"a token cannot go through {self.per_token} of {self.count} experts: give at least as "
+                f"a token can't go through {self.per_token} of {self.count} experts: give at least as "
                 "many experts"
             )
         if not 0 < self.capacity <= self.count:
@@ -68,22 +68,22 @@ class ExpertSizes:
             )
 
     def check_division(self, ep: int) -> None:
-        """ValueError if so many ranks cannot have them."""
+        """Raise ValueError if the experts can't be divided among this many ranks."""
         if self.count % ep:
-            raise ValueError(f"{self.count} experts cannot be divided among {ep} ranks of ep")
+            raise ValueError(f"{self.count} experts can't be divided among {ep} ranks of ep")
         limit = self.ranks_per_token
         if limit is not None and (limit > ep or limit * (self.count // ep) < self.per_token):
             raise ValueError(
-                f"a token's {self.per_token} experts cannot be on {limit} of {ep} ranks of ep, which have "
+                f"a token's {self.per_token} experts can't be on {limit} of {ep} ranks of ep, which have "
                 f"{self.count // ep} each: give another number of ranks_per_token"
             )
 
 
 class Experts(nn.Module):
-    """(B, S, width) in and out. SwiGLU in each expert, weighted by what the router gave it."""
+    """Input and output are (B, S, width). SwiGLU in each expert, weighted by the router."""
 
     def __init__(self, width: int, sizes: ExpertSizes, shared: nn.Module | None) -> None:
-        """shared: what every token goes through besides."""
+        """shared: a module that every token also goes through."""
         super().__init__()
         self.sizes, self.shared = sizes, shared
         self.router = nn.Parameter(torch.empty(sizes.count, width))
@@ -92,7 +92,7 @@ class Experts(nn.Module):
         nn.init.normal_(self.router, std=width**-0.5)
 
     def divide(self, mesh: DeviceMesh) -> None:
-        """Keep this rank's part of the experts, of a mesh of one dimension."""
+        """Keep this rank's part of the experts, on a one-dimensional mesh."""
         self.group = mesh.get_group()
         self.own.keep(mesh.get_local_rank(), mesh.size())
 
@@ -110,36 +110,34 @@ class Experts(nn.Module):
         return output.view_as(hidden)
 
     def _chosen(self, chances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each token: the weights of its experts, and which they are; (T, per_token) both."""
+        """For each token, the weights of its experts and their numbers; both (T, per_token)."""
         weights, experts = chances.topk(self.sizes.per_token)
         return weights / weights.sum(-1, keepdim=True), experts
 
     def _each(self, tokens: int) -> int:
-        """Slots of each expert for so many tokens."""
+        """How many slots each expert has for this many tokens."""
         sizes = self.sizes
         return math.ceil(tokens * sizes.per_token * sizes.capacity / sizes.count)
 
     def _limited(
         self, tokens: torch.Tensor, chances: torch.Tensor, group: dist.ProcessGroup, ranks: int
     ) -> torch.Tensor:
-        """As ``forward``, each token being sent to so many ranks, and once to each."""
+        """Send each token to this many ranks, once to each, and compute its experts there."""
         parts, count = group.size(), len(tokens)
-        of_ranks = chances.unflatten(-1, (parts, -1))  # (T, ranks of the group, experts of each)
+        of_ranks = chances.unflatten(-1, (parts, -1))  # (T, ranks, experts of each)
         _, sent_to = of_ranks.amax(-1).topk(ranks)
         allowed = torch.zeros_like(of_ranks[..., 0]).scatter(1, sent_to, 1.0)
         weights, experts = self._chosen((of_ranks * allowed[..., None]).flatten(1))
         all_weights = (
             torch.zeros_like(chances).scatter(1, experts, weights).unflatten(1, (parts, -1))
         )
-        # To each rank its tokens, and the weights of its experts.
+        # Each rank receives tokens, and the weights of its own experts for them.
         each = math.ceil(count * ranks * self.sizes.capacity / parts)
         rows = _Slots(sent_to, torch.ones_like(sent_to, dtype=tokens.dtype), parts, each)
         rank_of = torch.arange(parts * each, device=tokens.device) // each
         given = F.pad(all_weights, (0, 0, 0, 0, 0, 1))[rows.token_of, rank_of]
         received = _Exchange.apply(rows.taken(tokens), group)
-        given = _Exchange.apply(
-            given, group
-        )  # (rows, experts of this rank), 0 for those not chosen
+        given = _Exchange.apply(given, group)  # (rows, own experts), 0 where not chosen
         most = min(self.sizes.per_token, given.size(1))
         weights, experts = given.topk(most)
         experts = torch.where(weights > 0, experts, given.size(1))
@@ -149,11 +147,11 @@ class Experts(nn.Module):
         return rows.added(returned, count)
 
     def _compute(self, slots: torch.Tensor) -> torch.Tensor:
-        """(experts · slots of each, width) in and out."""
+        """Input and output are (experts · slots of each, width)."""
         if self.group is None:
             return self.own(slots.unflatten(0, (self.sizes.count, -1))).flatten(0, 1)
         parts = self.group.size()
-        # From each rank its slots of my experts, (ranks, my experts, slots of each, width).
+        # From each rank, its slots for my experts: (ranks, my experts, slots of each, width).
         received = _Exchange.apply(slots, self.group)
         received = received.unflatten(0, (parts, self.sizes.count // parts, -1))
         done = self.own(received.transpose(0, 1).flatten(1, 2))
@@ -162,12 +160,12 @@ class Experts(nn.Module):
 
 
 class _Slots:
-    """Places for tokens, as many for each receiver: an expert or a rank."""
+    """Slots for tokens, the same number for each receiver (an expert or a rank)."""
 
     def __init__(
         self, receivers: torch.Tensor, weights: torch.Tensor, count: int, each: int
     ) -> None:
-        """receivers: of each token, (T, several) of 0 to ``count``, which stands for none."""
+        """receivers: (T, several), each from 0 to ``count``, which means none."""
         tokens, several = receivers.shape
         receiver, order = receivers.flatten().sort(stable=True)
         first = torch.searchsorted(receiver, torch.arange(count + 1, device=receiver.device))
@@ -180,18 +178,18 @@ class _Slots:
         self._weight_of = weight_of.scatter(0, slot, weights.flatten()[order])[:-1]
 
     def taken(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(T, width) to (slots, width), with zeros where no token is."""
+        """Fill the slots: (T, width) to (slots, width), with zeros in empty ones."""
         return F.pad(tokens, (0, 0, 0, 1))[self.token_of]
 
     def added(self, slots: torch.Tensor, tokens: int) -> torch.Tensor:
-        """(slots, width) to (T, width): of each token the weighted sum."""
+        """Sum each token's slots by weight: (slots, width) to (T, width)."""
         weighted = slots * self._weight_of.to(slots.dtype)[:, None]
         output = weighted.new_zeros(tokens + 1, slots.size(1))
         return output.index_add(0, self.token_of, weighted)[:-1]
 
 
 class GroupedFeedForward(nn.Module):
-    """(experts, slots, width) in and out: SwiGLU of each expert, as grouped products."""
+    """Input and output are (experts, slots, width): each expert's SwiGLU, as grouped products."""
 
     def __init__(self, count: int, width: int, inside: int) -> None:
         super().__init__()
@@ -202,7 +200,7 @@ class GroupedFeedForward(nn.Module):
             nn.init.normal_(weight, std=weight.size(1) ** -0.5)
 
     def keep(self, part: int, parts: int) -> None:
-        """One of so many equal parts of the experts, in place."""
+        """Keep one of ``parts`` equal parts of the experts, in place."""
         for name, weight in list(self.named_parameters()):
             setattr(self, name, nn.Parameter(weight.detach().chunk(parts)[part].clone()))
 
@@ -212,7 +210,7 @@ class GroupedFeedForward(nn.Module):
 
 
 class _Exchange(torch.autograd.Function):
-    """Each rank of a group sends an equal part of its rows to each other one; the gradients go back."""
+    """Each rank of a group sends equal parts of its rows to all ranks; the gradients go back."""
 
     @staticmethod
     def forward(ctx, rows, group):

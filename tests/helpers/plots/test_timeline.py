@@ -1,4 +1,4 @@
-"""The figure of a timeline: lanes, colours, and few bars for many kernels."""
+"""The figure of a timeline: lanes, colors, and few bars for many kernels."""
 
 import itertools
 
@@ -36,7 +36,7 @@ def test_every_gpu_has_a_lane_and_every_event_a_kind(recorded):
     assert {kind_of(e) for e in lanes["host"]} == {"wait"}
 
 
-def test_stretches_join_neighbours_of_one_kind(recorded):
+def test_stretches_join_neighbors_of_one_kind(recorded):
     events = lanes_of(recorded)["vgpu:0"]
     bars = stretches(events, gap_s=1.0)
     kinds = [kind for kind, _, _ in bars]

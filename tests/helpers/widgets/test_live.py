@@ -104,7 +104,7 @@ def test_a_page_offers_few_values_among_them_the_ends_and_what_the_control_says(
     ("few", "message"),
     [
         ({"number": (7, 41)}, r"'number' has no \[41\]"),
-        ({"word": ("b",)}, r"'word' says 'a', which is not among \['b'\]"),
+        ({"word": ("b",)}, r"'word' is set to 'a', which isn't among \['b'\]"),
         ({"number": range(1, 41), "third": range(5)}, "400 combinations of number, word, third"),
     ],
 )

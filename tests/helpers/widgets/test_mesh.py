@@ -49,7 +49,7 @@ def test_show_mesh_explains_a_mesh_that_cannot_be(capsys, monkeypatch):
     mesh.show_mesh(8, 8, 8)
     assert capsys.readouterr().out == "No such mesh: 8 × 8 × 8 = 512 do not divide 64 GPUs.\n"
     mesh.show_mesh(8, 1, 1, sequences=4)
-    assert "4 sequences do not divide by data = 8" in capsys.readouterr().out
+    assert "4 sequences aren't divisible by data = 8" in capsys.readouterr().out
     assert not drawn
     mesh.show_mesh(8, 1, 1)
     assert list(drawn[0][0]) == ["tensor", "data"]

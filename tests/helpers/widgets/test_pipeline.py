@@ -105,8 +105,8 @@ def test_layer_cost_leaves_virtual_gpus_as_they_were():
 @pytest.mark.parametrize(
     ("choice", "said"),
     [
-        (("interleaved 1F1B, 2 chunks", 8, 4), "4 is not a multiple of it"),
-        (("1F1B", 8, BATCH * 2, "H100"), "does not divide evenly"),
+        (("interleaved 1F1B, 2 chunks", 8, 4), "4 isn't a multiple of that"),
+        (("1F1B", 8, BATCH * 2, "H100"), "doesn't divide evenly"),
     ],
 )
 def test_show_answer_explains_a_choice_without_a_schedule(choice, said, drawn, capsys):
@@ -130,4 +130,4 @@ def test_every_control_redraws(drawn):
     assert played[-1].makespan == answer("zero bubble (ZB-H1)", 8, 32, "H100").simulated.makespan
     kind.value, micro_batches.value = "interleaved 1F1B, 2 chunks", 4
     (told,) = explorer.children[-1].outputs
-    assert len(drawn) == 6 and "not a multiple" in told["text"]
+    assert len(drawn) == 6 and "a multiple of that" in told["text"]

@@ -38,7 +38,7 @@ def test_half_way_each_rank_has_one_complete_chunk(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])
-def test_in_every_step_each_rank_sends_another_chunk_and_only_its_neighbour_changes(ranks):
+def test_in_every_step_each_rank_sends_another_chunk_and_only_its_neighbor_changes(ranks):
     states = ring.ring_states(ranks)
     for before, after in pairwise(states):
         assert sorted(after.sent) == list(range(ranks))
@@ -63,7 +63,7 @@ def test_origins_reads_the_ranks_off_a_number():
     assert origins(0) == []
     with pytest.raises(ValueError, match="one for each rank"):
         origins(10**8)
-    with pytest.raises(ValueError, match="no number of this lesson"):
+    with pytest.raises(ValueError, match="isn't a number of this lesson"):
         origins(-1)
 
 

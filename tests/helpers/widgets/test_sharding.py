@@ -71,7 +71,7 @@ def test_answer_is_what_fully_shard_keeps_and_sends():
 
 @pytest.mark.parametrize(
     ("gpus", "way", "message"),
-    [(8, "everything", "no way 'everything'"), (12, DDP, "12 GPUs are no whole hosts of 8")],
+    [(8, "everything", "no way 'everything'"), (12, DDP, "12 GPUs don't fill hosts of 8")],
 )
 def test_answer_refuses_unknown_ways_and_broken_hosts(gpus, way, message):
     with pytest.raises(ValueError, match=message):

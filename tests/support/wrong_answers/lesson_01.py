@@ -82,7 +82,7 @@ WRONG = {
             "        for key in batch:\n"
             "            batch[key] = to_device(batch[key], device)\n"
             "    return batch\n",
-            "do not write into the old ones",
+            "don't write into the old ones",
         ),
         # A namedtuple made like a tuple.
         (
@@ -213,7 +213,7 @@ WRONG = {
             "    loss = F.cross_entropy(model(images), labels, weight=weights)\n"
             "    model.to(device)\n"
             "    return loss.detach().numpy()\n",
-            "on the device that was asked for",
+            "on the requested device",
         ),
         # The weights went overboard, and the error with them.
         (
@@ -256,7 +256,7 @@ WRONG = {
             "def physical(visible, ordinal, cards):\n"
             "    seen = [int(text) for text in (visible or '').split(',') if text]\n"
             "    return seen[ordinal] if ordinal < len(seen) else None\n",
-            "not set",
+            "isn't set",
         ),
         # Set but empty is taken for unset.
         (

@@ -113,15 +113,15 @@ WRONG = {
         ("my_reading = 3", "One entry for each trace"),
         ('my_reading = {"A": ("item", 3)}', "One entry for each trace"),
         (_reading(A=("late", 15)), "A name from the table"),
-        (_reading(A="loader"), "Give the fault's name and a number"),
+        (_reading(A="loader"), "Return the fault's name and a number"),
         (_reading(A=("item", 8)), "waits for a value 0 times"),
         (_reading(B=("gather", 3.9)), "The collectives of rank 0 are: all_reduce"),
         (_reading(A=("straggler", 0)), "compare the ranks"),
         (_reading(C=("loader", 0.2)), "A batch takes 0.2 ms to come"),
         (_reading(C=("bubble", 0.66)), "A pipeline sends and receives"),
-        (_reading(F=("launches", 0.7)), "right behind its launch"),
+        (_reading(F=("launches", 0.7)), "right after its launch"),
         (_reading(B=("straggler", 0)), "whose GPU computes longest"),
-        (_reading(C=("launches", 0.66)), "one minus it"),
+        (_reading(C=("launches", 0.66)), "one minus the right one"),
         (_reading(C=("launches", 34)), "In percent"),
         (_reading(A=("loader", 15_000)), "In µs"),
         (_reading(A=("loader", 0.015)), "In seconds"),
@@ -130,7 +130,7 @@ WRONG = {
     ],
     "16.3": [
         (_page(later='trace["baseTimeNanoseconds"] - first'), "divide by 1000"),
-        (_page(later="0"), "baseTimeNanoseconds says when it began"),
+        (_page(later="0"), "baseTimeNanoseconds says when it started"),
         (_page(later='(first - trace["baseTimeNanoseconds"]) / 1e3'), "add the difference"),
         (_page(copy="row"), "Copy each row before you change it"),
         (_page(pid='row["pid"]'), "number the pairs of rank and pid"),
@@ -142,8 +142,8 @@ WRONG = {
         ("def one_page(traces):\n    return 3", "Return a list of rows"),
     ],
     "16.4": [
-        (_PEAK.replace("for entry in held", "for entry in live.values()"), "held in the end"),
-        (_PEAK.replace('["frames"][0]', '["frames"][-1]'), "begin with the innermost"),
+        (_PEAK.replace("for entry in held", "for entry in live.values()"), "held at the end"),
+        (_PEAK.replace('["frames"][0]', '["frames"][-1]'), "start with the innermost"),
         (
             _PEAK.replace(
                 "for entry in held", 'for entry in [e for e in trace if e["action"] == "alloc"]'
@@ -152,7 +152,7 @@ WRONG = {
         ),
         (
             _PEAK.replace('entry["action"] == "alloc"', '"alloc" in entry["action"]'),
-            "Segments are what blocks are cut from",
+            "Blocks are parts of segments",
         ),
         (_PEAK.replace("by_function.get(name, 0) + ", ""), "from its alloc to"),
         ("def at_peak(trace):\n    return 3", "Return a dictionary"),

@@ -42,7 +42,7 @@ def test_what_only_nccl_offers_is_refused_in_a_sentence():
         assert said[kind].startswith(f"NotImplementedError: {begin} needs GPUs that read"), kind
         assert "use the collectives of torch.distributed" in said[kind]
     assert (
-        "the backend vccl of virtual GPUs has no options: leave pg_options out" in said["options"]
+        "the backend vccl of virtual GPUs has no options: leave out pg_options" in said["options"]
     )
     for kind in ("nccl", "both"):
         assert "there are only virtual ones" in said[kind] and "name 'vccl'" in said[kind]

@@ -276,7 +276,7 @@ def test_a_hang_names_the_collective_on_virtual_tensors():
     ("options", "phrase"),
     [
         ({"gpu": "Z9"}, "no GPU preset 'Z9'"),
-        ({"memory_bytes": 5}, "name its kind too"),
+        ({"memory_bytes": 5}, "also name its model"),
         ({"gpu": "V100", "memory_bytes": 0}, "must be a positive whole number.*; found 0"),
     ],
 )

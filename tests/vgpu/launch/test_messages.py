@@ -41,7 +41,7 @@ def test_a_result_on_a_virtual_gpu_is_refused_in_the_same_words():
     with pytest.raises(launch.RankRaised) as refused:
         launch.run(names["main"], 1)
     message = str(refused.value)
-    assert "rank 0 of 1 returned what cannot be sent back" in message
+    assert "rank 0 of 1 returned something that can't be sent back" in message
     assert "a tensor on vgpu:0 cannot leave its process" in message
 
 

@@ -163,10 +163,10 @@ def test_the_slowest_group_counts_and_not_rank_0_s():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tensor": 16}, "8 key-value heads do not divide by tensor = 16"),
-        ({"pipeline": 3}, "80 layers do not divide by pipeline = 3"),
-        ({"data": 3}, "64 sequences do not divide by data = 3"),
-        ({"context": 3}, "8192 tokens of a sequence do not divide by context = 3"),
+        ({"tensor": 16}, "8 key-value heads aren't divisible by tensor = 16"),
+        ({"pipeline": 3}, "80 layers aren't divisible by pipeline = 3"),
+        ({"data": 3}, "64 sequences aren't divisible by data = 3"),
+        ({"context": 3}, "8192 tokens per sequence aren't divisible by context = 3"),
         ({"tensor": 0}, "with at least 1"),
         ({"expert": 2}, "sizes must name each of tensor, context, pipeline, data"),
     ],

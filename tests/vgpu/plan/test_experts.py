@@ -160,9 +160,9 @@ def test_experts_go_with_pipelines_context_and_recomputation():
                 "sizes": dataclasses.replace(SMALL, experts=ExpertSizes(6, 2, 8)),
                 "layout": Layout(dp_shard=4, ep=4),
             },
-            "6 experts cannot be divided among 4 ranks of ep",
+            "6 experts can't be divided among 4 ranks of ep",
         ),
-        ({"layout": Layout(dp_shard=2, ep=2), "recompute": "selective"}, "take none or full"),
+        ({"layout": Layout(dp_shard=2, ep=2), "recompute": "selective"}, "use none or full"),
         ({"layout": Layout(tp=2)}, "without tensor parallelism"),
         (
             {"sizes": dataclasses.replace(SMALL, experts=ExpertSizes(2, 3, 8))},
@@ -170,7 +170,7 @@ def test_experts_go_with_pipelines_context_and_recomputation():
         ),
         (
             {"sizes": dataclasses.replace(SMALL, experts=None), "layout": Layout(dp_shard=2, ep=2)},
-            "2 ranks of ep have no experts",
+            "2 ranks of ep need experts",
         ),
         (
             {"sizes": dataclasses.replace(SMALL, experts=ExpertSizes(2, 1, 8, capacity=0.0))},
@@ -183,12 +183,12 @@ def test_experts_go_with_pipelines_context_and_recomputation():
                 ),
                 "layout": Layout(dp_shard=4, ep=4),
             },
-            "3 experts cannot be on 1 of 4 ranks of ep, which have 2 each",
+            "3 experts can't be on 1 of 4 ranks of ep, which have 2 each",
         ),
     ],
 )
 def test_experts_that_cannot_be_divided_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         plan(**{"layout": Layout(), **options})
-    with pytest.raises(ValueError, match="must divide those of dp_shard"):
+    with pytest.raises(ValueError, match="must divide the 8 ranks of dp_shard"):
         Layout(dp_shard=3, ep=2)

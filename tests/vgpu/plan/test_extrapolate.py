@@ -77,7 +77,7 @@ def test_other_costs_need_no_other_recording():
     ("layers", "layout", "message"),
     [
         (4, Layout(dp_shard=16), "a model of 4 layers is small enough"),
-        (8, Layout(dp_shard=8, pp=2), "a plan of 2 stages cannot be extrapolated"),
+        (8, Layout(dp_shard=8, pp=2), "a plan with 2 stages can't be extrapolated"),
     ],
 )
 def test_a_small_model_and_a_pipeline_are_not_extrapolated(layers, layout, message):

@@ -50,7 +50,7 @@ def test_a_training_that_hardly_ever_lasts_is_refused():
     assert 0 < share < 1e-7
     with pytest.raises(ValueError, match=r"more than 10,000,000 failures .* another interval"):
         simulated(300 * between_failures_s, 120 * 2**11, 60, 300, between_failures_s)
-    with pytest.raises(ValueError, match=r"more than 10,000,000 failures or parts"):
+    with pytest.raises(ValueError, match=r"more than 10,000,000 failures or intervals"):
         simulated(1e12, 1e-3, 1e-3, 0, 1e12)
     # Less training is in the middle of its only part when it ends.
     assert simulated(600, 120 * 2**11, 60, 300, between_failures_s).share > 0.5

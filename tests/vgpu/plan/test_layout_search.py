@@ -188,19 +188,19 @@ def test_the_command_prints_the_best_and_why_others_fell_out(capsys):
     shown = capsys.readouterr().out
     assert "dp_shard 2" in shown and "not tried" in shown and layout_search._MORE_WORK in shown
     for options, message in (
-        (["--hosts", "2"], "--hosts: only of use with --search"),
+        (["--hosts", "2"], "--hosts: only used with --search"),
         (["--search", "--hosts", "0"], "--hosts must be at least 1, got 0"),
         (["--search", "--sequences", "0"], "sequences must be at least 1, got 0"),
-        (["--search", "--hosts", "2", "--dp-shard", "2"], "--hosts 2 beside a layout (dp_shard 2)"),
-        (["--search", "--trace", "step.json"], "--trace: only of use without --search"),
+        (["--search", "--hosts", "2", "--dp-shard", "2"], "--hosts 2 with a layout (dp_shard 2)"),
+        (["--search", "--trace", "step.json"], "--trace: only used without --search"),
         (
             ["--search", "--no-reshard-after-forward"],
-            "--reshard-after-forward: only of use without",
+            "--reshard-after-forward: only used without",
         ),
         # Two ranks at most share a layer, so that four hosts have samples of their own.
         (
             ["--search", "--hosts", "4", "--sequences", "3"],
-            "no layout of 8 GPUs has as few as 3 sequences a step: at least 4",
+            "no layout of 8 GPUs takes as few as 3 sequences per step: at least 4",
         ),
     ):
         with pytest.raises(SystemExit):

@@ -78,9 +78,9 @@ def test_a_pipeline_inside_a_host_sends_over_its_links():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gpus": 12}, "12 GPUs do not divide into TP 8 × PP 1"),
-        ({"batch": 3}, "a batch of 3 does not divide into micro-batches of 2"),
-        ({"tp": 12, "gpus": 12}, "TP 12 does not fill hosts of 8"),
+        ({"gpus": 12}, "12 GPUs can't be divided into TP 8 × PP 1"),
+        ({"batch": 3}, "a batch of 3 can't be divided into micro-batches of 2"),
+        ({"tp": 12, "gpus": 12}, "TP 12 doesn't fill hosts of 8"),
         ({"sizes": WIDE.sizes._replace(key_value_heads=8)}, "give flash=True"),
     ],
 )

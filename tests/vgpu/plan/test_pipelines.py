@@ -204,7 +204,7 @@ def test_the_trace_has_a_lane_for_each_stage_s_rank(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "pp 2 × tp 2 on 4 H100" in shown
     assert "interleaved 1F1B, 2 chunks: 2 micro-batches of 2 on each" in shown
-    assert "layers of the stages: 1, 2, 1, 0" in shown
+    assert "layers per stage: 1, 2, 1, 0" in shown
     assert "waiting for other stages" in shown and "micro-batches in flight" in shown
     rows = json.loads(trace.read_text())["traceEvents"]
     lanes = {row["args"]["name"] for row in rows if row["name"] == "process_name"}
@@ -226,21 +226,21 @@ def test_smaller_micro_batches_are_among_what_would_fit():
     [
         ({"layout": Layout(pp=8)}, "8 stages .* too many for a model of 4 layers: at most 4"),
         ({"layout": Layout(pp=4), "chunks": 2}, "8 stages .* too many"),
-        ({"layout": Layout(pp=2), "batch": 3}, "a batch of 3 cannot .* 2 micro-batches"),
+        ({"layout": Layout(pp=2), "batch": 3}, "a batch of 3 can't .* 2 micro-batches"),
         (
             {"layout": Layout(pp=4), "chunks": 1, "batch": 6, "micro_batches": 4},
-            "a batch of 6 cannot be divided into 4 micro-batches",
+            "a batch of 6 can't be divided into 4 micro-batches",
         ),
         (
             {"layout": Layout(pp=2), "chunks": 2, "micro_batches": 3, "batch": 3},
-            "3 is not a multiple",
+            "3 isn't a multiple",
         ),
         ({"layout": Layout(pp=2), "micro_batches": 0}, "micro_batches must be at least 1"),
         (
             {"layout": Layout(), "chunks": 2},
-            "belong to a pipeline: give the layout a pp of at least 2",
+            "are for pipelines: give the layout a pp of at least 2",
         ),
-        ({"layout": Layout(dp_shard=4), "micro_batches": 2}, "belong to a pipeline"),
+        ({"layout": Layout(dp_shard=4), "micro_batches": 2}, "are for pipelines"),
     ],
 )
 def test_a_plan_refuses_a_pipeline_that_cannot_be(options, message):
@@ -256,4 +256,4 @@ def test_a_search_tries_no_pipelines():
 def test_405b_is_cut_as_the_command_says():
     whole = Plan(LLAMA["405B"], Layout(1, 8, 8, 8), 32, recompute="full")
     assert whole.schedule.micro_batches == 8 and whole.micro_batch == 4
-    assert command._pipeline(whole).endswith("layers of the stages: 15, 6 × 16, 15")
+    assert command._pipeline(whole).endswith("layers per stage: 15, 6 × 16, 15")

@@ -73,24 +73,24 @@ def test_recomputation_takes_less_memory_and_more_time(how):
     ("options", "message"),
     [
         ({"layout": Layout(dp_shard=6)}, "6 ranks .* do not fill hosts of 4 GPUs"),
-        ({"layout": Layout(tp=8)}, "8 ranks cannot share a layer evenly: key-value heads 4"),
+        ({"layout": Layout(tp=8)}, "8 ranks can't share a layer evenly: key-value heads 4"),
         ({"recompute": "some"}, "one of none, selective, full, got 'some'"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"batch": 1.5}, "batch must be a whole number, got 1.5"),
         ({"sizes": dataclasses.replace(SMALL, layers=0)}, "layers must be at least 1, got 0"),
         (
             {"sizes": dataclasses.replace(SMALL, width=260)},
-            "a width of 260 cannot be divided among 8 heads",
+            "a width of 260 can't be divided among 8 heads",
         ),
         (
             {"sizes": dataclasses.replace(SMALL, key_value_heads=16)},
-            "8 heads cannot be divided among 16 key",
+            "8 heads can't be divided among 16 key",
         ),
         ({"gpu": "Z1"}, "no GPU preset 'Z1'"),
         ({"layout": Layout(dp_shard=100_000)}, "100,000 ranks .* at most 32,768"),
-        ({"batch": 10**9}, "1,000,000,000 sequences of 128 tokens .* give a smaller batch"),
+        ({"batch": 10**9}, "1,000,000,000 sequences of 128 tokens .* use a smaller batch"),
         ({"layout": Layout(pp=2), "batch": 10**9}, "500,000,000 sequences of 128 tokens"),
-        ({"layout": Layout(4, 3)}, "in different ways"),
+        ({"layout": Layout(4, 3)}, "differently"),
         ({"sizes": dataclasses.replace(SMALL, layers=10_000)}, "10,000 layers .* at most 1,024"),
         (
             {"layout": Layout(pp=2), "batch": 10_000, "micro_batches": 10_000},
@@ -119,7 +119,7 @@ def test_the_command_prints_bytes_time_and_speed_and_writes_a_trace(tmp_path, ca
     shown = capsys.readouterr().out
     assert "dp_shard 8 on 8 A100-SXM4-40GB, 2 hosts" in shown and "It fits." in shown
     assert re.search(r"reserved by the allocator +\S+ MiB", shown)
-    assert re.search(r"[\d,]+ tokens/s a GPU, 2,048 tokens a step", shown)
+    assert re.search(r"[\d,]+ tokens/s per GPU, 2,048 tokens per step", shown)
     rows = json.loads(trace.read_text())["traceEvents"]
     assert any(row["name"].startswith("nccl") for row in rows)
 
@@ -156,7 +156,7 @@ def test_async_tp_is_an_option_of_a_plan(capsys):
     assert {"all_reduce", "reduce_scatter"} <= sent
     with pytest.raises(SystemExit):
         run("--tp 4 --async-tp")
-    assert "--async-tp is a pass of torch.compile: give --compile" in capsys.readouterr().err
+    assert "--async-tp is a pass of torch.compile: also give --compile" in capsys.readouterr().err
 
 
 def test_gpus_may_differ_in_speed():
@@ -182,7 +182,7 @@ def test_a_cost_that_is_the_plans_own_changes_the_plan(layout):
 
 
 def test_the_command_says_what_would_fit(capsys):
-    # Two GPUs a host, so that there are few layouts to try.
+    # Two GPUs per host, so that there are few layouts to try.
     run("--dp-shard 4 --batch 20000 --gpus-per-host 2 --gpu A100")
     shown = capsys.readouterr().out
     assert "It does not fit." in shown
@@ -206,12 +206,12 @@ def test_gathering_again_is_among_what_would_fit(recompute, advice):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--width 260", "a width of 260 cannot be divided among 8 heads"),
+        ("--width 260", "a width of 260 can't be divided among 8 heads"),
         ("--layers 0", "layers must be at least 1, got 0"),
         ("--dp-shard 0", "dp_shard must be at least 1, got 0"),
         ("--dp-shard 100000", f"too many: a plan takes at most {MOST_RANKS:,}"),
         ("--search --hosts 100000", f"too many: a plan takes at most {MOST_RANKS:,}"),
-        ("--batch 1000000000", "give a smaller batch, or shorter sequences"),
+        ("--batch 1000000000", "use a smaller batch or shorter sequences"),
     ],
 )
 def test_the_command_refuses_in_a_sentence(capsys, options, message):

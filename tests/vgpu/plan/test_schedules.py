@@ -99,7 +99,7 @@ def test_the_order_for_one_host_respects_all_needs():
                 assert place[need] < place[action]
 
 
-def test_a_transfer_delays_the_neighbour_only():
+def test_a_transfer_delays_the_neighbor_only():
     p, m = 2, 1
     simulated = simulate(schedules.one_forward_one_backward(p, m), Times(transfer=10))
     assert simulated.makespan == p * 3 + 2 * 10
@@ -152,13 +152,13 @@ def test_a_deadlock_names_the_circle_and_not_who_waits_for_it():
         ([], "at least one device"),
         (["", ""], "at least one device, one chunk and one action"),
         (["F0 X0"], "device 0: 'X0' is not an action such as F0 or B3"),
-        (["F0 F0 B0"], "device 0: 0F0 comes twice"),
-        (["F0 B0", "F0"], "device 1: stage 1 takes micro-batch 0 through F; expected F and B"),
-        (["F0 B0 W0"], "stage 0 takes micro-batch 0 through FBW"),
-        (["F1 B1"], "stage 0 takes micro-batch 0 through nothing"),
+        (["F0 F0 B0"], "device 0: 0F0 appears twice"),
+        (["F0 B0", "F0"], "device 1: stage 1 runs micro-batch 0 through F; expected F and B"),
+        (["F0 B0 W0"], "stage 0 runs micro-batch 0 through FBW"),
+        (["F1 B1"], "stage 0 runs micro-batch 0 through nothing"),
         (
             ["F0 B0", "F0 B0 0F1"],
-            "device 1: 0F1 is of stage 0, which belongs in the row of device 0",
+            "device 1: 0F1 is for stage 0, which belongs in the row of device 0",
         ),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_schedule_refuses_rows_with_missing_or_doubled_actions(rows, said):
 
 @pytest.mark.parametrize("action", [Action("Q", 0, 0), Action("F", -1, 0), Action("F", 0, 1)])
 def test_a_schedule_refuses_an_action_that_cannot_be(action):
-    with pytest.raises(ValueError, match=r"device 0: .* is no action"):
+    with pytest.raises(ValueError, match=r"device 0: .* isn't an action"):
         Schedule("odd", ((action, Action("B", 0, 0)),))
 
 

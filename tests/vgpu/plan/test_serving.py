@@ -98,7 +98,7 @@ def test_a_published_row_is_met_within_a_tenth():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tp": 3}, r"tp=3 ranks cannot share a layer evenly: heads 32, feed-forward width 14336"),
+        ({"tp": 3}, r"tp=3 ranks can't share a layer evenly: heads 32, feed-forward width 14336"),
         ({"pp": 33}, "pp=33 stages are too many for 32 layers"),
         ({"weight_bits": 4}, "weight_bits must be 8 or 16, got 4"),
         ({"usable_memory": 0}, r"usable_memory must be in \(0, 1\], got 0"),
@@ -136,9 +136,9 @@ def test_the_command_serves(capsys):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--serve --dp-shard 8 --batch 2", "--dp-shard, --batch: of no use with --serve"),
-        ("--prompt 100", "--prompt: only of use with --serve"),
-        ("--serve --tp 5", "tp=5 ranks cannot share a layer evenly"),
+        ("--serve --dp-shard 8 --batch 2", "--dp-shard, --batch: not used with --serve"),
+        ("--prompt 100", "--prompt: only used with --serve"),
+        ("--serve --tp 5", "tp=5 ranks can't share a layer evenly"),
     ],
 )
 def test_the_command_refuses_options_that_do_not_go_together(capsys, line, message):

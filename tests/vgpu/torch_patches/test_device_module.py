@@ -42,8 +42,8 @@ def test_the_submodules_have_the_names_of_torch_cudas():
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("vgpu.CUDAGraph", "torch.cuda has one, virtual GPUs have nothing like it; leave it out"),
-        ("vgpu.FloatTensor", "make tensors with dtype= and device="),
+        ("vgpu.CUDAGraph", "torch.cuda has it, but virtual GPUs have nothing like it; skip it"),
+        ("vgpu.FloatTensor", "create tensors with dtype= and device="),
         ("vgpu.nonsense", "'torch.vgpu' has no attribute 'nonsense'$"),
         (
             "vgpu.memory.memory_snapshot",
