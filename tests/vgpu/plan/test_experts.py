@@ -163,7 +163,7 @@ def test_experts_go_with_pipelines_context_and_recomputation():
             "6 experts can't be divided among 4 ranks of ep",
         ),
         ({"layout": Layout(dp_shard=2, ep=2), "recompute": "selective"}, "use none or full"),
-        ({"layout": Layout(tp=2)}, "without tensor parallelism"),
+        ({"layout": Layout(tp=2)}, "with tensor parallelism"),
         (
             {"sizes": dataclasses.replace(SMALL, experts=ExpertSizes(2, 3, 8))},
             "through 3 of 2 experts",
@@ -190,5 +190,5 @@ def test_experts_go_with_pipelines_context_and_recomputation():
 def test_experts_that_cannot_be_divided_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         plan(**{"layout": Layout(), **options})
-    with pytest.raises(ValueError, match="must divide the 8 ranks of dp_shard"):
+    with pytest.raises(ValueError, match="must divide the 3 ranks of dp_shard"):
         Layout(dp_shard=3, ep=2)
