@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from results import Result, compare, judge, printed, ranks, run
+from results import Done, Result, compare, judge, printed, ranks, run
 
 TEXT = "".join(f"{a} times {b} is {a * b}.\n" for a in range(60) for b in range(60))
 
@@ -194,15 +194,93 @@ def nanochat(folder: Path) -> Result:
     return result
 
 
+def torchtitan(folder: Path) -> Result:
+    """torchtitan.train with the debug models of Llama 3 and DeepSeek-V3: layouts beside one GPU.
+
+    All begin at the seed checkpoint of one GPU, and one GPU is beside the CPU. All documents are
+    alike, so that two ranks see what one does.
+    """
+    result = Result()
+    data = folder / "tests" / "assets" / "c4_test" / "data.json"
+    data.parent.mkdir(parents=True, exist_ok=True)
+    data.write_text((json.dumps({"text": TEXT[:800]}) + "\n") * 4000, "utf-8")
+    on_cpu = folder.with_name("on_cpu")
+    shutil.copytree(folder, on_cpu)
+    code = on_cpu / "torchtitan"
+    edit(code / "tools" / "utils.py", ('_get_available_device_type() or "cuda"', '"cpu"'))
+    edit(code / "distributed" / "utils.py", ("[device_module.current_device()]", "None"))
+    flex = "torch.nn.attention.flex_attention"
+    edit(
+        code / "models" / "common" / "attention.py",
+        (f"from {flex} import (", f"import {flex}\n{flex}._validate_device = lambda *_: None\n"
+         f"from {flex} import ("),
+    )  # fmt: skip
+    monitor = "__import__('unittest.mock').mock.Mock(device_name='CPU', device_capacity_gib=0)"
+    edit(
+        code / "components" / "metrics.py",
+        ("= DeviceMemoryMonitor(device_type)", f"= {monitor}"),
+        ("return device_memory_monitor", "device_memory_monitor.get_peak_stats = (\n"
+         "        lambda: DeviceMemStats(*[0.0] * 6))\n    return device_memory_monitor"),
+    )  # fmt: skip
+
+    def train(model: str, gpus: int, *arguments: str, seed: bool = False) -> Done:
+        out = folder / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        if not seed:
+            shutil.copytree(folder / model, out)
+        done = run(
+            *ranks(gpus or 1), "--role=rank", "--tee=3", "--local-ranks-filter=0",
+            "-m", "torchtitan.train", f"--module={model}", f"--config={model}_debugmodel",
+            "--training.steps=3", "--training.num_tokens_per_microbatch_per_dp_rank=256",
+            "--training.max_context_length=128", "--training.mixed_precision_param=float32",
+            "--training.disable_cuda_graphs", "--checkpoint.enable", "--checkpoint.interval=100",
+            f"--dump_folder={out}", *arguments,
+            gpus=gpus, folder=folder if gpus else on_cpu,
+            variables={} if gpus else {"TORCHDYNAMO_DISABLE": "1"},
+        )  # fmt: skip
+        if seed:
+            shutil.move(out, folder / model)
+        return done
+
+    losses = printed(r"loss:")
+    degree = "--parallelism.{}_degree={}".format
+    shard, replicate = "data_parallel_shard", "data_parallel_replicate"
+    tp, pp, cp = "tensor_parallel", "pipeline_parallel", "context_parallel"
+    layouts = [
+        ("FSDP 2", {shard: 2}), ("DDP 2", {replicate: 2, shard: 1}), ("TP 2", {tp: 2}),
+        ("CP 2", {cp: 2}), ("PP 2", {pp: 2}), ("FSDP 2 and TP 2", {shard: 2, tp: 2}),
+    ]  # fmt: skip
+    ep = "expert_parallel"  # of the GPUs that shard the rest
+    experts = [("FSDP 2", {shard: 2}), ("FSDP 2 with EP 2", {shard: 2, ep: 2})]
+    for model, tried in (("llama3", layouts), ("deepseek_v3", experts)):
+        judge(
+            result, f"{model}, seed checkpoint",
+            train(model, 1, "--checkpoint.create_seed_checkpoint", "--debug.seed=42", seed=True),
+        )  # fmt: skip
+        one = train(model, 1)
+        compare(result, f"{model}, 1 GPU", one, train(model, 0), losses)
+        for name, sizes in tried:
+            pipeline = ["--parallelism.pipeline_parallel_schedule=1F1B"] if pp in sizes else []
+            options = [degree(of, size) for of, size in sizes.items()]
+            gpus = int(np.prod([size for of, size in sizes.items() if of != ep]))
+            done = train(model, gpus, *options, *pipeline)
+            compare(result, f"{model}, {name}", done, one, losses)
+    judge(result, "llama3, compiled", train("llama3", 1, "--compile.enable"))
+    judge(result, "llama3, CUDA graphs", train("llama3", 1, "--training.no-disable_cuda_graphs"))
+    return result
+
+
 PROGRAMS: dict[str, Callable[[Path], Result]] = {
     "nanogpt": nanogpt,
     "picotron": picotron,
     "nanochat": nanochat,
+    "torchtitan": torchtitan,
 }
 NEEDS = {
     "nanogpt": [],
     "picotron": ["transformers", "datasets", "tokenizers"],
     "nanochat": ["tiktoken", "rustbpe", "pyarrow", "filelock", "yaml"],
+    "torchtitan": ["datasets", "tokenizers", "grain", "tyro", "spmd_types", "torch_checkpointing"],
 }
 
 
