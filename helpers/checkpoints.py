@@ -98,6 +98,8 @@ def load_whole(model: nn.Module, path: Path) -> None:
         whole = torch.load(path, map_location="cpu", mmap=True)  # values are read on demand
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         raise CheckpointRefused(f"cannot read {path}: {str(error).splitlines()[0]}") from error
+    if not isinstance(whole, dict):
+        raise CheckpointRefused(f"{path} has no state dict, but a {type(whole).__name__}")
     whole, own = whole.get("model", whole), model.state_dict()
     for name in own | whole:
         there, here = (

@@ -296,9 +296,10 @@ PRESETS: dict[str, GPUSpec] = {
         tensor_flop_per_s=1307.4e12,
         multi_processor_count=304,
         compute_capability=(9, 4),
-        source="AMD Instinct MI300X data sheet, peaks at 2.1 GHz, dense: float32 256, TF32 1024, float16 2048 "
-        "and float8 4096 FLOPs a clock of each of 304 compute units, which stand for multiprocessors; "
-        "gfx942 is what PyTorch reports as (9, 4)",
+        source="AMD Instinct MI300X data sheet, dense, peak engine clock 2100 MHz; AMD's ROCm documentation (MI300 "
+        "series microarchitecture) has the same rates as FLOPs a clock of each of 304 compute units, which "
+        "stand for multiprocessors: float32 256, TF32 1024, float16 2048, float8 4096; gfx942 is what PyTorch "
+        "reports as (9, 4)",
         link=LINKS["Infinity Fabric 4"],
         host_link=LINKS["PCIe 5"],
         tf32_flop_per_s=653.7e12,

@@ -140,6 +140,7 @@ def test_a_whole_state_dict_is_loaded_into_shards(run, tmp_path):
             {"norm.weight": torch.ones(3)},
             "bad.pt is from a different model: embedding.weight is None there",
         ),
+        (torch.ones(3), "bad.pt has no state dict, but a Tensor"),
     ],
 )
 def test_the_script_refuses_a_file_that_has_none_of_its_weights(
@@ -161,8 +162,10 @@ def test_the_script_refuses_a_file_that_has_none_of_its_weights(
     [
         ("--dp-shard 3", "1 ranks are not dp_replicate 1 × dp_shard 3 × tp 1"),
         ("--tp 2", "1 ranks are not dp_replicate 1 × dp_shard 1 × tp 2"),
-        ("--batch 0", "0 sequences in a batch do not divide into 1 equal parts"),
-        ("--layers -1", "layers must be at least 1, got -1"),
+        ("--batch 0", "--batch must be at least 1"),
+        ("--save-every 0", "--save-every must be at least 1"),
+        ("--dp-shard -2 --tp -2", "--dp-shard must be at least 0"),
+        ("--layers -1", "--layers must be at least 0"),
     ],
 )
 def test_the_script_refuses_sizes_that_do_not_divide(monkeypatch, capsys, options, message):

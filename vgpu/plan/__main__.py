@@ -78,6 +78,12 @@ _EXPERTS = {
         "an expert's slots, relative to an equal share of the tokens (default: 1, which is also "
         "dropless training with a balanced router)",
     ),
+    "ranks_per_token": (
+        "ranks_per_token",
+        int,
+        "of ep on which a token's experts may be, to each of which it's sent once (default: any, and it's "
+        "sent once for each expert)",
+    ),
 }
 _LAYOUT = {
     "dp_replicate": "replicas: data parallelism with whole copies of the model",
@@ -150,6 +156,11 @@ def parser() -> argparse.ArgumentParser:
         "--reduce",
         choices=REDUCE,
         help=f"dtype in which gradients are reduced across ranks (default: {Plan.reduce})",
+    )
+    step.add_argument(
+        "--wrap-ends",
+        action="store_true",
+        help="FSDP2 shards embedding and output in their own right, as notebooks/train.py does",
     )
     step.add_argument(
         "--float8",

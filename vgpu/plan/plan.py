@@ -120,10 +120,7 @@ class Plan:
                     f"{layout.ep} ranks of ep need experts to divide: give sizes with experts"
                 )
             return
-        if experts.count % layout.ep:
-            raise ValueError(
-                f"{experts.count} experts can't be divided among {layout.ep} ranks of ep"
-            )
+        experts.check_division(layout.ep)
         if layout.ep > 1 and self.recompute == "selective":
             # FSDP2's hooks on the experts would run inside the checkpoint, with a different count
             # in the backward pass.

@@ -6,7 +6,8 @@ since compiled code ends there. Then one kernel reads the inputs of the chain an
 Anything else that needs an intermediate result recomputes it from the same inputs, as torch.compile's
 partitioner does between forward and backward pass; an intermediate result that's never needed outside
 its chain is never written. The limit on a chain's length is TorchInductor's
-(torch/_inductor/config.py, ``realize_acc_reads_threshold``).
+(torch/_inductor/config.py, ``realize_acc_reads_threshold``). Operations on complex numbers are part of no
+chain, since it has no code for them (``unsupported_input_tensor`` in torch/_inductor/lowering.py).
 
 Left out: the memory that a compiled program saves; templates that fuse into matrix products; CUDA
 graphs; kernels that are faster or slower than the ones they replace.

@@ -136,6 +136,16 @@ def test_compiling_and_gathering_once_are_options():
     assert gathers[0] < gathers[1]
 
 
+def test_embedding_and_output_are_gathered_by_themselves_if_they_are_wrapped():
+    wrapped, _ = read("--dp-shard 4 --wrap-ends")
+    largest = [
+        max(e.size_bytes for e in predict(plan).timeline.events if e.name == "all_gather")
+        for plan in (wrapped, dataclasses.replace(wrapped, wrap_ends=False))
+    ]
+    one = 2 * SMALL.vocabulary * SMALL.width  # bfloat16
+    assert largest == [one, 2 * one + 2 * SMALL.width]  # together with the last norm
+
+
 def test_async_tp_is_an_option_of_a_plan(capsys):
     plan, costs = read("--tp 4 --batch 8 --compile --async-tp")
     assert costs == {"fuses": True, "async_tp": True}

@@ -91,6 +91,15 @@ def test_a_chain_is_launched_when_its_result_is_needed(name):
     del kept
 
 
+def test_complex_numbers_are_left_out_of_chains_as_torch_compile_has_no_code_for_them():
+    x, turn = torch.rand(SIDE, 2, device="vgpu"), torch.ones(SIDE, device="vgpu") * 1j
+    with vgpu.record(FUSED) as timeline:
+        turned = torch.view_as_real(torch.view_as_complex(x * 2) * turn) + 1
+    vector = 4 * 2 * SIDE
+    assert launched(timeline) == [("fused", 2 * vector), ("mul", 3 * vector), ("fused", 2 * vector)]
+    del turned
+
+
 def test_a_result_that_nobody_needs_is_never_launched():
     x = matrix()
     with vgpu.record(FUSED) as timeline:
