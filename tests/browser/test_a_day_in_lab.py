@@ -43,7 +43,7 @@ CONTRAST = """roots => {
 }"""
 
 
-def test_an_exercise_wrong_then_right_shows_both_and_the_progress(open_lesson):
+def test_an_exercise_shows_a_wrong_answer_then_a_right_one_and_the_progress(open_lesson):
     (path,) = (path for path in lessons.NOTEBOOKS if path.name.startswith("04"))
     (wrong, phrase), *_ = wrong_answers("4.1")
     lesson = open_lesson("04")
@@ -90,7 +90,7 @@ def test_the_stop_button_ends_a_running_launch_and_its_processes(open_lesson):
     assert not alive
 
 
-def test_a_lesson_is_done_with_the_keyboard_alone(open_lesson):
+def test_a_lesson_can_be_done_with_the_keyboard_alone(open_lesson):
     lesson = open_lesson("04")
     keyboard = lesson.page.keyboard
     cells = lesson.cells()

@@ -56,9 +56,7 @@ def test_every_position_of_the_controls_shows_its_answer(browser, address):
     page.close()
 
 
-def test_without_javascript_the_first_answer_stands_and_no_control_that_does_nothing(
-    browser, address
-):
+def test_without_javascript_the_page_shows_the_first_answer_and_no_dead_controls(browser, address):
     page = browser.new_page(java_script_enabled=False)
     page.goto(address)
     assert page.locator(".explorer-answer").inner_text().split("\n")[-1] == "8 PCIe H100 2"

@@ -130,7 +130,7 @@ def on_real_gpus(source):
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def test_lessons_ask_for_real_gpus_in_known_ways_only():
+def test_lessons_check_for_real_gpus_only_in_known_ways():
     found = {}
     for path in lessons.NOTEBOOKS:
         for cell in filter(asks, lessons.cells(path)):
@@ -144,7 +144,7 @@ def test_lessons_ask_for_real_gpus_in_known_ways_only():
 @pytest.mark.parametrize(
     "path", [path for path in ASKING if ASKING[path]], ids=lambda path: path.stem[:2]
 )
-def test_the_branches_of_real_gpus_run(path):
+def test_the_branches_for_real_gpus_run(path):
     cells = lessons.cells(path)
     for name in ASKING[path]:
         position = [cell.id for cell in cells].index(name)
@@ -154,7 +154,7 @@ def test_the_branches_of_real_gpus_run(path):
         assert runs.outcome(run) == ("", ""), name
 
 
-def test_the_branch_without_gpus_is_gone():
+def test_the_branch_for_no_gpus_is_removed():
     source = 'if kind == "vgpu":\n    a()\nelse:\n    b(1 if torch.cuda.is_available() else 2)'
     assert on_real_gpus(source) == "b(1)"
     assert on_real_gpus('if kind == "cuda":\n    a("cuda:1")') == "a('vgpu:1')"

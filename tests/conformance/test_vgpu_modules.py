@@ -38,7 +38,7 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("entry", sampled(ENTRIES).values(), ids=sampled(ENTRIES))
-def test_modules_give_the_cpus_values_and_gradients(entry):
+def test_modules_match_the_cpus_values_and_gradients(entry):
     info, training = entry
     samples = info.module_inputs_func(
         info, device="cpu", dtype=torch.float32, requires_grad=True, training=training

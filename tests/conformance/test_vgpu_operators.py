@@ -107,7 +107,7 @@ def _compare(op: OpInfo, sample: SampleInput) -> bool:
 
 
 @pytest.mark.parametrize("entry", marked(sampled(ENTRIES), exceptions.OPERATORS))
-def test_operators_give_the_cpus_values_and_gradients(entry):
+def test_operators_match_the_cpus_values_and_gradients(entry):
     op, dtype = entry
     samples = op.sample_inputs_func(op, "cpu", dtype, _differentiable(op, dtype))
     assert any([_compare(op, sample) for sample in first(SAMPLES, samples)]), "nothing compared"
@@ -169,7 +169,7 @@ def _compare_out(op: OpInfo, inputs: tuple) -> None:
 
 
 @pytest.mark.xfail(strict=True, reason=exceptions.DEVICE_BESIDE_OUT)
-def test_a_device_argument_goes_with_out():
+def test_a_device_argument_can_be_combined_with_out():
     out = torch.empty(3, device=DEVICE)
     assert torch.zeros(3, out=out, device=DEVICE) is out
 
@@ -177,7 +177,7 @@ def test_a_device_argument_goes_with_out():
 @pytest.mark.parametrize(
     ("entries", "table"), [(ENTRIES, exceptions.OPERATORS), (VARIANTS, exceptions.VARIANTS)]
 )
-def test_at_least_99_percent_agree(entries, table):
+def test_at_least_99_percent_of_operators_agree(entries, table):
     """Each exception is an entry, and has its reason."""
     assert table.keys() <= entries.keys()
     assert len(table) <= len(entries) / 100, f"{len(table)} of {len(entries)} disagree"

@@ -81,7 +81,7 @@ class Problem:
 
 
 @pytest.mark.parametrize("entry", sampled(ENTRIES).values(), ids=sampled(ENTRIES))
-def test_optimizers_take_the_cpus_steps(entry):
+def test_optimizers_take_the_same_steps_as_on_the_cpu(entry):
     info, options, dtype = entry
     cpu = Problem(info, options.kwargs, dtype, "cpu")
     gpu = Problem(info, options.kwargs, dtype, DEVICE)

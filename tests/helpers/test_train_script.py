@@ -57,7 +57,7 @@ def parameters(folder, step):
     return torch.load(folder / "plain.pt")["model"]
 
 
-def test_layouts_have_the_losses_and_norms_of_a_single_process(run):
+def test_layouts_match_a_single_processs_losses_and_norms(run):
     """Lessons 07, 12, 13 and 14 compare the losses of layouts that have one dimension."""
     alone = losses(run("--steps 20"))
     assert alone[-1, 1] < alone[0, 1] < 4.5
@@ -70,7 +70,7 @@ def test_layouts_have_the_losses_and_norms_of_a_single_process(run):
         )
 
 
-def test_a_training_resumes_in_another_layout_from_its_last_complete_checkpoint(run, tmp_path):
+def test_training_resumes_in_another_layout_from_the_last_complete_checkpoint(run, tmp_path):
     options = f"--steps 30 --save-every 10 --checkpoints {tmp_path}"
     whole = losses(run(f"{options} --dp-shard 4", 4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000030"]
@@ -165,7 +165,7 @@ def test_the_script_refuses_a_file_that_has_none_of_its_weights(
         ("--layers -1", "layers must be at least 1, got -1"),
     ],
 )
-def test_the_script_refuses_sizes_that_do_not_divide(monkeypatch, capsys, options, message):
+def test_the_script_refuses_sizes_that_are_not_divisible(monkeypatch, capsys, options, message):
     monkeypatch.setattr(sys, "argv", [SCRIPT, *options.split()])
     with pytest.raises(SystemExit) as refused:
         runpy.run_path(SCRIPT, run_name="__main__")
@@ -173,7 +173,7 @@ def test_the_script_refuses_sizes_that_do_not_divide(monkeypatch, capsys, option
     assert capsys.readouterr().err == f"train.py: {message}\n"
 
 
-def test_the_script_refuses_a_checkpoint_of_another_model(run, tmp_path, capfd):
+def test_the_script_refuses_another_models_checkpoint(run, tmp_path, capfd):
     run(f"--steps 2 --checkpoints {tmp_path}")
     with pytest.raises(SystemExit):
         run(f"--steps 4 --width 64 --checkpoints {tmp_path}")

@@ -27,7 +27,7 @@ from teaching.lessons import ROOT
         ({"container": "podman", "DISPLAY": ":0"}, False),
     ],
 )
-def test_a_browser_opens_only_where_its_user_sits(monkeypatch, environment, sits_here):
+def test_a_browser_opens_only_on_the_users_own_machine(monkeypatch, environment, sits_here):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(os.path, "exists", lambda path: False)

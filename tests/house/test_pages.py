@@ -20,7 +20,7 @@ def named(path):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=named)
-def test_links_lead_somewhere(path):
+def test_links_work(path):
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         if workflow := re.match(r"\.\./\.\./actions/(workflows/\w+\.yml)", target):
@@ -30,7 +30,7 @@ def test_links_lead_somewhere(path):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=named)
-def test_files_in_the_text_are_there(path):
+def test_files_named_in_the_text_exist(path):
     """`dispatch/rules.py`, `tests/lessons`, `lesson_NN.py`: with the end of its path, or all of it."""
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.DOTALL)
     for name in re.findall(r"`([\w.]+(?:/[\w.]+)*)`", text):
@@ -42,7 +42,7 @@ def test_files_in_the_text_are_there(path):
         assert places or not is_path, f"no {name}"
 
 
-def test_the_readme_s_tree_is_that_of_the_repository():
+def test_the_readmes_tree_matches_the_repository():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     tree = text.partition("## What is where\n\n```\n")[2].partition("```")[0]
     folder = ROOT

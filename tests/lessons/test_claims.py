@@ -110,6 +110,6 @@ ONCE_BADLY_PROVED = {
 }
 
 
-def test_claims_once_proved_badly_have_breaks():
+def test_claims_that_once_had_weak_proofs_have_breaks():
     untried = ONCE_BADLY_PROVED - {broken.claim for broken in all_broken()}
     assert not untried, f"add to tests/support/broken_claims: {sorted(untried)}"

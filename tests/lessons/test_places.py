@@ -20,7 +20,7 @@ def minutes(path):
     return re.search(r"\*\*Time:\*\* about (\d+) minutes", lessons.cells(path)[0].source)[1]
 
 
-def test_the_readme_s_table_is_that_of_the_notebooks():
+def test_the_readmes_table_matches_the_notebooks():
     rows = re.findall(r"^\| \[(.*)\]\(notebooks/(.*)\) \| (\d+) \| .+ \|$", README, re.MULTILINE)
     assert rows == [(title(path), path.name, minutes(path)) for path in lessons.NOTEBOOKS]
 

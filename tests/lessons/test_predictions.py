@@ -39,7 +39,7 @@ def test_every_prediction_calls_guess(path):
 
 
 @each_lesson
-def test_every_prediction_meets_its_outcome_before_anything_is_asserted(path):
+def test_every_prediction_is_compared_before_anything_is_asserted(path):
     cells = lessons.cells(path)
     taken = places(path, r'\bguess\("(\d+[a-z])"')
     met = places(path, r"\bguess_(\d+[a-z])\.compare\(")

@@ -51,7 +51,7 @@ def meets(rank, world_size):
 @pytest.mark.parametrize(
     ("kind", "ranks"), [on("virtual", 2), on("real", 1), on("real", 2), on("real", 4)]
 )
-def test_collectives_of_ranks_on_their_own_gpus(monkeypatch, kind, ranks):
+def test_collectives_match_the_cpu_on_ranks_with_their_own_gpus(monkeypatch, kind, ranks):
     backend = {"real": "cuda:nccl", "virtual": "vgpu:vccl"}[kind]
     results = launched(monkeypatch, kind, ranks, meets)
     each = [float(rank + 1) for rank in range(ranks)]
@@ -80,7 +80,7 @@ FEW = [data.ddp, sharded.fsdp, sharded.fsdp_without_resharding]
         ]
     ],
 )
-def test_a_training_is_that_of_ranks_on_the_cpu(monkeypatch, kind, ranks, group):
+def test_training_matches_ranks_on_the_cpu(monkeypatch, kind, ranks, group):
     ways = FEW if group == "few" else strategies.WAYS[group]
     ranks = launched(monkeypatch, kind, ranks, strategies.both, ways)
     assert ranks[0].keys() == {way.__name__ for way in ways}

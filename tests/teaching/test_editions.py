@@ -12,7 +12,7 @@ from teaching import editions, lessons
 (LESSON,) = (path for path in lessons.NOTEBOOKS if lessons.number(path) == "04")
 
 
-def test_the_student_edition_holds_no_solution_and_the_solved_one_all():
+def test_the_student_edition_has_no_solutions_and_the_solved_one_has_all():
     for path in lessons.NOTEBOOKS:
         original = json.loads(path.read_text("utf-8"))
         student, solved = (editions.edition(original, kind) for kind in editions.EDITIONS)
@@ -32,7 +32,7 @@ def test_the_student_edition_holds_no_solution_and_the_solved_one_all():
 
 
 @pytest.mark.parametrize("target", ["handout", "handout.zip"])
-def test_an_edition_is_a_whole_course_and_overwrites_nothing(tmp_path, target):
+def test_an_edition_is_a_complete_course_and_overwrites_nothing(tmp_path, target):
     count = editions.write("student", tmp_path / target)
     assert count == sum(len(lessons.exercise_ids(path)) for path in lessons.NOTEBOOKS)
     if target.endswith(".zip"):

@@ -46,7 +46,7 @@ def test_the_exam_has_thirteen_tasks_of_ten_to_fifteen_minutes():
 
 
 @each_task
-def test_the_stub_alone_is_not_attempted(task):
+def test_the_unchanged_stub_counts_as_not_attempted(task):
     (stub,) = lessons.tagged(lessons.EXAM, f"stub-{task}")
     assert outcome_of(lessons.EXAM, task, stub.source).status == "not attempted"
 
@@ -62,7 +62,7 @@ def test_the_solution_passes_and_shows_what_it_did(task):
 
 
 @pytest.mark.parametrize("task", ["99.2", "99.4", "99.6"])
-def test_an_answer_without_return_is_told_so_and_shown_no_line_of_the_check(task):
+def test_an_answer_without_return_gets_a_hint_and_no_line_of_the_check(task):
     (stub,) = lessons.tagged(lessons.EXAM, f"stub-{task}")
     outcome = outcome_of(
         lessons.EXAM, task, stub.source.replace("raise NotImplementedError", "...")
@@ -82,7 +82,7 @@ def test_typical_mistakes_fail_with_their_hint(task):
         assert outcome.given and outcome.hint, f"for which input, and why?\n{outcome}"
 
 
-def test_the_exam_s_tasks_are_not_in_the_course():
+def test_the_exams_tasks_are_not_in_the_course():
     ids = {item.id for item in exercises()}
     assert ids and not ids & {*TASKS}
 
@@ -97,7 +97,7 @@ def sheet(tmp_path, capsys):
     return path
 
 
-def test_the_sheet_gives_nothing_away_and_runs_without_the_teacher_s_tools(sheet):
+def test_the_sheet_gives_nothing_away_and_runs_without_the_teachers_tools(sheet):
     text = sheet.read_text("utf-8")
     assert "teaching" not in text and "Solution" not in text and "check(" not in text
     cells = lessons.cells(sheet)
@@ -111,13 +111,13 @@ def test_the_sheet_gives_nothing_away_and_runs_without_the_teacher_s_tools(sheet
         ast.parse(stub.source)
 
 
-def test_the_student_s_edition_has_no_exam(tmp_path):
+def test_the_student_edition_has_no_exam(tmp_path):
     editions.write("student", tmp_path / "student")
     names = [path.name for path in (tmp_path / "student").rglob("*")]
     assert "99_exam.ipynb" not in names and "exam" not in names
 
 
-def test_a_class_s_sheets_are_judged_like_lessons(sheet, tmp_path):
+def test_a_classs_exam_sheets_are_judged_like_lessons(sheet, tmp_path):
     notebook = json.loads(sheet.read_text("utf-8"))
     for cell in notebook["cells"]:
         if "stub-99.6" in cell["metadata"].get("tags", ()):

@@ -40,7 +40,7 @@ TYPED = {
 }
 
 
-def test_answers_after_one_that_ends_the_process_know_the_names_of_earlier_ones(tmp_path):
+def test_answers_after_one_that_ends_the_process_still_have_earlier_names(tmp_path):
     # The process that ends takes the names of 4.1 along: the next one runs 4.1 again.
     one = hand_in(tmp_path, "one", {**SOLUTIONS, "4.2": "import os; os._exit(3)"})
     notebook = json.loads(one.read_text("utf-8"))
@@ -75,7 +75,7 @@ time.sleep(600)
 """
 
 
-def test_a_limit_of_time_ends_an_answer_and_all_that_it_started_but_not_the_next(tmp_path):
+def test_the_time_limit_ends_an_answer_and_all_that_it_started_but_not_the_next(tmp_path):
     pids = [tmp_path / "one", tmp_path / "two"]
     answers = {
         "4.1": STARTS_A_CHILD.format(pid=str(pids[0])),
@@ -108,7 +108,7 @@ for pid in children:
 """
 
 
-def test_a_limit_of_memory_ends_an_answer_and_counts_shared_pages_once(tmp_path):
+def test_the_memory_limit_ends_an_answer_and_counts_shared_pages_once(tmp_path):
     answers = {"4.2": "kept = bytearray(b'x') * 2**31\nwhile True: pass"}
     if sys.platform == "linux":
         answers["4.1"] = SHARES + SOLUTIONS["4.1"]
@@ -159,7 +159,7 @@ if "bomb" in globals():
 FORMULA = "class E(Exception): __module__ = None\nE.__name__ = '=1+1'\nraise E"
 
 
-def test_hostile_answers_change_no_other_learner_s_verdict(tmp_path, capsys):
+def test_hostile_answers_do_not_change_other_learners_verdicts(tmp_path, capsys):
     hostile = {
         "=forks": {**SOLUTIONS, "4.1": FORKS + SOLUTIONS["4.1"], "4.2": FORMULA},
         "honest": TYPED,

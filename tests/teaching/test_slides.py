@@ -17,7 +17,7 @@ def notebook(*cells):
     return made
 
 
-def test_headings_begin_slides_and_answers_are_left_out():
+def test_headings_start_slides_and_answers_are_left_out():
     made = notebook(
         ("words", "# 04 · A lesson", "opening"),
         ("code", "import torch", "setup"),
@@ -33,19 +33,19 @@ def test_headings_begin_slides_and_answers_are_left_out():
     assert kinds == ["slide", "skip", "slide", "-", "-", "-", "skip", "skip", "skip"]
 
 
-def test_the_cells_after_a_prediction_begin_a_new_slide():
+def test_the_cells_after_a_prediction_start_a_new_slide():
     made = notebook(
         ("words", "## Two GPUs\n\n**Predict:** how many?"), ("code", "2"), ("code", "3")
     )
     assert slides.slide_types(made) == ["slide", "subslide", "-"]
 
 
-def test_a_full_slide_goes_on_below():
+def test_a_full_slide_continues_below():
     made = notebook(("words", "## Part"), *[("code", "x\n" * 20)] * 3)
     assert slides.slide_types(made) == ["slide", "-", "subslide", "subslide"]
 
 
-def test_assertions_wait_for_a_key_of_their_own():
+def test_assertions_wait_for_a_separate_keypress():
     made = notebook(
         ("words", "## Part"),
         ("code", "x = f(2)\nprint(x)\nassert x == 4, (\n    'four'\n)\nprint('done')", "claim-A01"),
@@ -65,7 +65,7 @@ def test_assertions_wait_for_a_key_of_their_own():
     assert slides.slide_types(made) == ["slide", "-", "fragment", "fragment", "-", "-"]
 
 
-def test_prose_behind_an_output_does_not_come_before_it():
+def test_prose_after_an_output_does_not_appear_before_it():
     made = notebook(
         ("words", "## Part"), ("code", "6 * 7"), ("words", "It is 42."), ("code", "later"),
         ("words", "## Next"), ("words", "More."),
@@ -82,7 +82,7 @@ def test_prose_behind_an_output_does_not_come_before_it():
     assert key("later") is key("It is 42") and key("6") is None and key("More") is None
 
 
-def test_an_output_waits_for_the_next_key():
+def test_an_output_waits_for_the_next_keypress():
     made = notebook(("words", "## Part"), ("code", "6 * 7"), ("code", "assert 6 * 7 == 42"))
     made.cells[1].outputs = [
         nbformat.v4.new_output("execute_result", data={"text/plain": "the answer"})
@@ -102,7 +102,7 @@ def test_a_cells_own_slide_type_decides():
     assert slides.slide_types(made) == ["slide", "skip"]
 
 
-def test_a_heading_inside_a_cell_begins_a_cell_with_its_own_metadata():
+def test_a_heading_inside_a_cell_starts_a_cell_with_its_own_metadata():
     made = notebook(("words", "The answer.\n\n## Next\n\nWords.", "figure"), ("code", "x"))
     slides.split_at_headings(made)
     assert [cell.source for cell in made.cells] == ["The answer.\n\n", "## Next\n\nWords.", "x"]
@@ -111,7 +111,7 @@ def test_a_heading_inside_a_cell_begins_a_cell_with_its_own_metadata():
 
 
 @pytest.mark.parametrize("path", lessons.NOTEBOOKS, ids=lambda path: path.stem)
-def test_every_lesson_begins_with_a_slide_and_gives_no_solution_away(path):
+def test_every_lesson_starts_with_a_slide_and_gives_no_solution_away(path):
     made = nbformat.read(path, as_version=4)
     slides.split_at_headings(made)
     kinds = slides.slide_types(made)

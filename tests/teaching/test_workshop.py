@@ -32,7 +32,7 @@ def test_a_timetable_fills_its_time_and_gives_each_core_more_than_it_takes(half,
         assert given >= 1.2 * own, f"{title}: {given} minutes for a core of {own:.0f}"
 
 
-def test_the_workshop_has_the_cores_alone_and_a_page(tmp_path, capsys):
+def test_the_workshop_has_only_the_cores_and_a_page(tmp_path, capsys):
     workshop.main([str(tmp_path / "workshop")])
     assert "your page" in capsys.readouterr().out
     page = (tmp_path / "workshop.md").read_text("utf-8")

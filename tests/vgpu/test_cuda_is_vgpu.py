@@ -44,7 +44,7 @@ def read(source):
         ("get_backend() == Backend.NCCL", "get_backend() == Backend.VCCL"),
     ],
 )
-def test_words_of_cuda_are_replaced(source, expected):
+def test_cuda_names_are_replaced(source, expected):
     found, reading = read(source)
     assert found == expected
     assert reading.lines and f"line {1 + source.count(chr(10))}" in str(reading)
@@ -69,7 +69,7 @@ def test_words_of_cuda_are_replaced(source, expected):
         "import jax as th\nth.cuda",
     ],
 )
-def test_other_words_are_left_alone(source):
+def test_other_names_are_left_alone(source):
     found, reading = read(source)
     assert found == source and not reading.lines
 
@@ -85,11 +85,11 @@ def test_other_words_are_left_alone(source):
         ("cuda=on", "cuda=on"),
     ],
 )
-def test_words_in_arguments_of_the_command_are_replaced(argument, expected):
+def test_cuda_names_in_command_line_arguments_are_replaced(argument, expected):
     assert cuda_is_vgpu.replace_in_argument(argument) == expected
 
 
-def test_a_method_called_cuda_goes_by_both_names():
+def test_a_method_called_cuda_gets_both_names():
     """Also one that calls its superclass's, of a class made in a function; not a local function."""
     source = """
 def make():
@@ -115,7 +115,7 @@ found = make().cuda().moved, make().cuda.__name__
     assert sorted(reading.lines["cuda"]) == [6, 11, 12, 16]
 
 
-def test_a_file_is_read_where_it_mentions_cuda_and_is_not_torch_s(tmp_path):
+def test_a_file_is_read_if_it_mentions_cuda_and_is_not_torchs(tmp_path):
     finder = cuda_is_vgpu.Finder(read=["numba"], not_read=["mine.kernels"])
     for name, chosen in {
         "accelerate.utils": True, "torch.cuda": False, "torchvision.ops": True, "numba.core": True,
@@ -140,7 +140,7 @@ def test_installed_packages_are_counted_and_own_files_are_listed(monkeypatch):
 
 
 @pytest.mark.virtual_gpus(2, gpu="H100")
-def test_names_that_only_cuda_has_can_be_named_and_refuse_when_used():
+def test_names_that_only_cuda_has_exist_and_raise_when_used():
     assert not hasattr(torch.vgpu, "CUDAGraph")
     cuda_is_vgpu.install()
     try:

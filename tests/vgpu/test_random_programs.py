@@ -15,7 +15,7 @@ from teaching.lessons import ROOT
 
 
 @pytest.mark.parametrize("first", range(0, 300 if ALL else 150, 150))
-def test_programs_agree_with_the_cpu(first):
+def test_random_programs_agree_with_the_cpu(first):
     # In a process of their own: what a program leaves allocated must not meet tests that count bytes.
     options = ["-W", "ignore", "-m", "random_programs", "--seed", str(first), "--programs", "150"]
     done = subprocess.run(

@@ -68,7 +68,7 @@ print(json.dumps(seen))
 
 
 @pytest.mark.parametrize("name", ["./a folder/my script.py", "no_ending"])
-def test_a_script_sees_what_python_shows_it(name, tmp_path):
+def test_a_script_sees_what_it_sees_under_python(name, tmp_path):
     script = tmp_path / name
     script.parent.mkdir(exist_ok=True)
     script.write_text(PROBE)
@@ -310,7 +310,9 @@ def package(tmp_path, monkeypatch):
         (("--cuda-is-vgpu", "--not-read", "chooser"), "add --read chooser"),
     ],
 )
-def test_a_run_that_stayed_on_the_cpu_names_who_chose_it(options, advice, package, tmp_path):
+def test_a_run_that_stayed_on_the_cpu_names_the_package_that_chose_it(
+    options, advice, package, tmp_path
+):
     _, out, error = run(*options, "train.py", cwd=tmp_path)
     assert out == "cpu\n"
     assert error == (
@@ -353,7 +355,7 @@ def test_a_command_runs_as_python_c_does(tmp_path):
         ("python - a", [], []),
     ],
 )
-def test_a_python_s_own_options_are_told_from_its_program(command, flags, program):
+def test_pythons_own_options_are_distinguished_from_its_program(command, flags, program):
     path = ROOT / "vgpu" / "for_children" / "sitecustomize.py"
     assert runpy.run_path(path)["split"](command.split()) == (flags, program)
 
@@ -371,7 +373,7 @@ def test_a_python_s_own_options_are_told_from_its_program(command, flags, progra
         (["/lib/torch/_inductor/compile_worker/__main__.py"], False),
     ],
 )
-def test_processes_that_run_no_program_of_the_user_s_stay_as_they_are(program, wanted):
+def test_processes_that_run_no_user_program_are_left_alone(program, wanted):
     path = ROOT / "vgpu" / "for_children" / "sitecustomize.py"
     assert runpy.run_path(path)["is_wanted"](program) == wanted
 
@@ -381,7 +383,7 @@ def test_a_missing_module_is_named_in_one_line(tmp_path):
     assert (code, error) == (1, "ModuleNotFoundError: No module named 'nosuch'\n")
 
 
-def test_a_script_beside_a_vgpu_module_of_its_own_is_warned(tmp_path):
+def test_a_script_next_to_its_own_vgpu_module_is_warned(tmp_path):
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "vgpu.py").write_text("VALUE = 1\n")
@@ -402,7 +404,7 @@ def test_the_examples_in_the_help_parse():
         parser().parse_args(command)
 
 
-def test_under_torchrun_there_is_a_gpu_for_each_rank(monkeypatch):
+def test_under_torchrun_each_rank_has_a_gpu(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.delenv("VGPU_COUNT", raising=False)
     assert parser().parse_args(["x.py"]).count == 4

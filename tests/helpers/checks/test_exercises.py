@@ -67,7 +67,7 @@ def _lab_is_closed():
 
 
 @each_exercise
-def test_the_stub_alone_is_not_attempted(path, exercise_id):
+def test_the_unchanged_stub_counts_as_not_attempted(path, exercise_id):
     (stub,) = lessons.tagged(path, f"stub-{exercise_id}")
     assert outcome_of(path, exercise_id, stub.source).status == "not attempted"
 
@@ -80,7 +80,7 @@ def test_the_folded_solution_passes(path, exercise_id):
 
 
 @pytest.mark.parametrize("exercise_id", [each for each in RIGHT if ALL or each not in LONG])
-def test_answers_that_are_right_in_another_way_pass(exercise_id):
+def test_right_answers_of_another_kind_pass(exercise_id):
     (path,) = (path for path, each in EXERCISES if each == exercise_id)
     for source in RIGHT[exercise_id]:
         outcome = outcome_of(path, exercise_id, source)

@@ -23,5 +23,5 @@ def test_after_backward_a_kept_loss_holds_nothing():
     assert held_by(lambda loss: loss.backward() or loss) == [0, 0, 0]
 
 
-def test_a_graph_that_nobody_refers_to_is_not_held():
+def test_a_graph_without_references_is_not_held():
     assert held_by(lambda loss: loss.detach()) == [0, 0, 0]

@@ -7,7 +7,7 @@ from helpers.widgets.layouts import GPUS, answer, answer_table, plan_of
 from vgpu.plan import predict
 
 
-def test_dp_shard_takes_the_gpus_that_are_left():
+def test_dp_shard_takes_the_remaining_gpus():
     plan = plan_of(tp=4, dp_replicate=2, batch=1, recompute="full")
     assert (plan.layout.dp_replicate, plan.layout.dp_shard, plan.layout.tp) == (2, 8, 4)
     assert plan.layout.ranks == GPUS

@@ -55,7 +55,7 @@ def test_a_layer_costs_what_one_gpu_records(monkeypatch):
     assert twice == pytest.approx(2 * cost.activation_bytes, rel=1e-5)
 
 
-def test_answer_gives_time_and_memory_of_a_gpu_by_name():
+def test_answer_has_the_time_and_memory_of_a_gpu_by_name():
     one, eight = answer("1F1B", 1, 16, "H100"), answer("1F1B", 8, 16, "H100")
     assert eight.cost == one.cost
     assert math.isclose(eight.alone, one.simulated.makespan, rel_tol=1e-9)
@@ -109,7 +109,7 @@ def test_layer_cost_leaves_virtual_gpus_as_they_were():
         (("1F1B", 8, BATCH * 2, "H100"), "doesn't divide evenly"),
     ],
 )
-def test_show_answer_explains_a_choice_without_a_schedule(choice, said, drawn, capsys):
+def test_show_answer_explains_an_impossible_schedule(choice, said, drawn, capsys):
     show_answer(*choice)
     assert said in capsys.readouterr().out
     assert drawn == []

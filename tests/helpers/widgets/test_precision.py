@@ -26,7 +26,7 @@ def test_a_scale_per_row_helps_against_a_large_token_and_not_against_a_channel()
     assert of_token.error < 0.03 and of_channel.error > 0.5
 
 
-def test_the_largest_number_goes_to_the_end_of_the_format():
+def test_the_largest_number_is_scaled_to_the_end_of_the_format():
     found = answer("e4m3", "tensor", "one token", 1)
     assert found.scaled.abs().max() <= torch.finfo(torch.float8_e4m3fn).max
     assert len(found.scaled) == 255 * 512

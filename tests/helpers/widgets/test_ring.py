@@ -30,7 +30,7 @@ def test_every_rank_ends_with_every_sum(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-def test_half_way_each_rank_has_one_complete_chunk(ranks):
+def test_halfway_each_rank_has_one_complete_chunk(ranks):
     half_way = ring.ring_states(ranks)[ranks - 1]
     for rank, numbers in enumerate(half_way.held):
         complete = [chunk for chunk, n in enumerate(numbers) if len(origins(n)) == ranks]
@@ -53,7 +53,7 @@ def test_in_every_step_each_rank_sends_another_chunk_and_only_its_neighbor_chang
 
 
 @pytest.mark.parametrize("ranks", [0, ring.MOST_RANKS + 1])
-def test_ring_states_refuse_a_number_of_ranks_that_cannot_be_drawn(ranks):
+def test_ring_states_refuses_a_number_of_ranks_that_cannot_be_drawn(ranks):
     with pytest.raises(ValueError, match="1 to 8 ranks"):
         ring.ring_states(ranks)
 

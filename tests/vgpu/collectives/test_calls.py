@@ -133,7 +133,7 @@ def test_a_group_refuses_two_ranks_on_one_gpu_as_nccl_does():
         launch.run(main, 2, gpu="V100")
 
 
-def test_a_group_refuses_a_tensor_on_another_gpu_than_its_own_as_nccl_does():
+def test_a_group_refuses_a_tensor_on_a_gpu_other_than_its_own_as_nccl_does():
     main = cell(
         """
         def main(rank, world_size):

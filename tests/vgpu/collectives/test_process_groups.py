@@ -182,7 +182,7 @@ def main(rank, world, bodies, cases):
 
 
 @pytest.mark.parametrize(("bodies", "asynchronous"), [(COLLECTIVES, True), (AT_ONCE, False)])
-def test_every_collective_gives_what_it_gives_on_the_cpu(bodies, asynchronous):
+def test_every_collective_returns_what_it_returns_on_the_cpu(bodies, asynchronous):
     main, tried = cell(RANKS)["main"], cases(bodies, asynchronous)
     ranks = launch.run(main, 4, bodies, tried, gpu="V100")
     for rank, outcomes in enumerate(ranks):
@@ -280,12 +280,12 @@ def test_a_hang_names_the_collective_on_virtual_tensors():
         ({"gpu": "V100", "memory_bytes": 0}, "must be a positive whole number.*; found 0"),
     ],
 )
-def test_launch_refuses_gpus_that_cannot_be(options, phrase):
+def test_launch_refuses_impossible_gpus(options, phrase):
     with pytest.raises(ValueError, match=phrase):
         launch.run(lambda rank, world: None, 2, **options)
 
 
-def test_launch_takes_real_gpus_where_there_are_enough(monkeypatch):
+def test_launch_uses_real_gpus_if_there_are_enough(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.delenv("VGPU_DEVICES", raising=False)
@@ -315,7 +315,7 @@ def test_an_all_gather_reads_one_large_tensor_as_nccl_does():
         torch.testing.assert_close(mine, expected, rtol=0, atol=0)
 
 
-def test_autograd_warns_of_a_parameter_in_a_collective_as_on_the_cpu():
+def test_autograd_warns_about_a_parameter_in_a_collective_as_on_the_cpu():
     main = cell(
         """
         def main(rank, world_size):
@@ -452,7 +452,7 @@ def main(rank, world, names):
 """
 
 
-def test_a_communication_hook_gives_what_it_gives_on_the_cpu():
+def test_a_communication_hook_returns_what_it_returns_on_the_cpu():
     names = ["own", "allreduce", "fp16", "PowerSGD"]
     if torch.version.cuda is not None:  # other builds of torch lack this one, whatever the device
         names.append("bf16")

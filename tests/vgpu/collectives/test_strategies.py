@@ -28,7 +28,7 @@ def results_of(group):
     ("group", "name"),
     [(group, way.__name__) for group, ways in WAYS.items() for way in ways],
 )
-def test_a_strategy_gives_on_virtual_gpus_what_it_gives_on_the_cpu(group, name):
+def test_a_strategy_has_the_same_results_on_virtual_gpus_as_on_the_cpu(group, name):
     ranks = [results[name] for results in results_of(group)]
     assert ranks[0][0], "rank 0 has something to compare"
     for rank, (on_cpu, on_gpu) in enumerate(ranks):
@@ -104,7 +104,7 @@ def main(rank, world, kind, recorded):
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_join_of_ddp_gives_on_virtual_gpus_what_it_gives_on_the_cpu(recorded):
+def test_ddp_join_has_the_same_results_on_virtual_gpus_as_on_the_cpu(recorded):
     """A rank without data adds zeros: C++ waits for the futures of all-reduces outside of backward."""
     on_cpu = launch.run(cell(JOIN)["main"], 2, "cpu", False)
     on_gpu = launch.run(cell(JOIN)["main"], 2, "vgpu", recorded, gpu="V100", timeout_s=60)

@@ -47,7 +47,7 @@ def test_a_ring_sends_all_parts_but_one():
         sent_bytes("scatter", 400, 4)
 
 
-def test_a_dtensor_that_is_split_another_way_takes_an_all_to_all():
+def test_resharding_a_dtensor_takes_an_all_to_all():
     with toy(1, 4), vgpu.shapes_only():
         mesh = init_device_mesh("vgpu", (4,))
         rows = distribute_tensor(torch.empty(400, 400, device="vgpu"), mesh, [Shard(0)])

@@ -289,7 +289,7 @@ def test_every_fault_of_a_rank_is_reported_and_leaves_nothing_behind(fault, othe
     assert left_behind(others) == []
 
 
-def test_the_error_s_cause_is_the_rank_s_own_exception():
+def test_the_errors_cause_is_the_ranks_own_exception():
     function = cell("def main(rank, world_size): raise KeyError('weights')")["main"]
     with pytest.raises(launch.RankRaised) as caught:
         launch.run(function, 2)

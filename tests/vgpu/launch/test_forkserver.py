@@ -25,7 +25,7 @@ def test_warming_up_starts_the_process_that_ranks_come_from():
 
 
 @pytest.mark.skipif(os.name != "posix", reason="process groups are POSIX's")
-def test_a_kernel_that_ends_has_no_process_to_wait_for():
+def test_a_kernel_that_exits_has_no_process_to_wait_for():
     """Jupyter's kernel waits for all of its process group, ended or not, for 2.5 s."""
     source = """
 import os, psutil
@@ -40,7 +40,7 @@ print([os.getpgid(child.pid) == os.getpgrp() for child in psutil.Process().child
 
 
 @pytest.mark.skipif(not FORKS, reason="nothing to fork from")
-def test_a_rank_looks_for_garbage_among_its_own_objects_only():
+def test_a_rank_collects_garbage_only_among_its_own_objects():
     """Going through all of torch takes longer than most ranks compute, and copies its pages."""
     source = """
     def main(rank, world_size):

@@ -66,7 +66,7 @@ def main(rank, world_size, folder):
     assert started and not any(map(is_alive, started))
 
 
-def test_a_child_that_tidies_up_when_its_rank_ends_has_the_time(tmp_path):
+def test_a_child_has_time_to_clean_up_when_its_rank_ends(tmp_path):
     names = cell(
         """
         import subprocess
@@ -81,7 +81,7 @@ def test_a_child_that_tidies_up_when_its_rank_ends_has_the_time(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["os._exit(7)", "os.abort()", "os.kill(os.getpid(), 9)"])
-def test_the_guard_ends_as_what_it_guards(ending):
+def test_the_guard_exits_with_the_status_of_its_child(ending):
     code = f"import os; {GUARD}; guard.enter(); {ending}"
     done = subprocess.run([sys.executable, "-c", code])
     plain = subprocess.run([sys.executable, "-c", f"import os; {ending}"])

@@ -62,7 +62,7 @@ def short_folder():
         yield Path(folder)
 
 
-def test_a_temporary_folder_too_long_for_a_socket_will_do(tmp_path):
+def test_a_temporary_folder_may_have_a_path_too_long_for_a_socket(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         f"{FEW_IMPORTS}from vgpu import launch\n"
@@ -82,7 +82,7 @@ def test_a_temporary_folder_too_long_for_a_socket_will_do(tmp_path):
 
 @needs_shared_memory
 @pytest.mark.parametrize("killed", ["parent", "group"])
-def test_a_killed_parent_leaves_no_process_no_file_no_shared_memory(short_folder, killed):
+def test_a_killed_parent_leaves_no_processes_files_or_shared_memory(short_folder, killed):
     # A script without a __main__ guard, on purpose: its ranks must not run it again.
     script = short_folder / "parent.py"
     script.write_text(PARENT)

@@ -124,13 +124,13 @@ def assert_gradients_crossed(host, parameters):
     assert received_bytes > 40 * gradient_bytes
 
 
-def test_the_script_is_the_lesson_s_own_functions(lesson):
+def test_the_script_consists_of_the_lessons_own_functions(lesson):
     for name in ("train", "train_epoch", "save", "resume", "batches", "power_cut"):
         assert f"def {name}(" in lesson["script"]
     compile(lesson["script"], "train_ddp.py", "exec")
 
 
-def test_the_folder_is_left_with_one_whole_checkpoint(lesson, tmp_path):
+def test_the_folder_is_left_with_one_complete_checkpoint(lesson, tmp_path):
     """A save that is cut off midway leaves the checkpoint of before."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

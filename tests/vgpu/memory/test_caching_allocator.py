@@ -47,7 +47,7 @@ def test_small_blocks_share_segments_of_2_mib():
         (13.5, 14, 14),
     ],
 )
-def test_large_blocks_have_a_segment_of_their_own(size_mib, reserved_mib, allocated_mib):
+def test_large_blocks_have_their_own_segment(size_mib, reserved_mib, allocated_mib):
     assert mib(allocated([size_mib])) == (reserved_mib, allocated_mib, 1)
 
 

@@ -45,7 +45,7 @@ def test_a_block_takes_a_segment_which_stays_when_it_is_freed(size_mib, expected
     del y
 
 
-def test_emptying_the_cache_gives_back_whole_segments_only():
+def test_emptying_the_cache_releases_only_whole_segments():
     kept, x, y = of(5), of(5), of(30)
     del x, y
     assert reserved_mib() == 50
@@ -91,7 +91,7 @@ def test_streams_share_no_segments():
     del y
 
 
-def test_cached_segments_go_before_memory_runs_out():
+def test_cached_segments_are_released_before_memory_runs_out():
     x = of(200)
     del x
     y = of(100)  # the 200, which is not cut: there is no room beside it
@@ -110,7 +110,7 @@ def test_cached_segments_go_before_memory_runs_out():
         assert [torch.vgpu.memory_stats()[name] for name in counts] == [0, 0]
 
 
-def test_a_gpu_reserves_more_than_it_has_where_cuda_would_find_no_room():
+def test_a_gpu_reserves_more_than_it_has_if_cuda_would_run_out():
     parts = [of(20) for _ in range(12)]
     del parts[::2]
     x = of(130)  # beside 120 in use
@@ -123,7 +123,7 @@ def test_a_gpu_reserves_more_than_it_has_where_cuda_would_find_no_room():
     del x, y
 
 
-def test_gpus_that_are_enabled_again_have_what_is_held_and_no_more():
+def test_reenabled_gpus_count_only_what_is_still_held():
     x, y = of(5), of(30)
     del y
     with vgpu.enable(1, memory_bytes=512 * MIB):

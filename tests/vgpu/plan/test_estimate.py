@@ -35,7 +35,7 @@ def cost(gpus_per_host=8, network="InfiniBand NDR", **shares):
     )
 
 
-def test_an_estimate_has_the_flops_that_a_counter_sees():
+def test_an_estimate_has_the_flops_that_a_counter_counts():
     small = TransformerSizes(2, 256, 8, 4, 512, 1024, sequence=128)
     model, tokens = Transformer(small), torch.zeros(1, 128, dtype=torch.int64)
     # Fused, torch 2.15 counts attention's scores twice in backward, and 2.14 nothing, on the CPU.
@@ -44,7 +44,7 @@ def test_an_estimate_has_the_flops_that_a_counter_sees():
     assert counter.get_total_flops() == 128 * estimate.flop_per_token(small, 128)
 
 
-def test_bytes_are_those_that_pytorch_sends_on_a_cluster():
+def test_estimated_bytes_are_those_that_pytorch_sends_on_a_cluster():
     """FSDP2 and tensor parallelism, one sequence on each of 2 hosts: of the blocks alone."""
     layers, tensor, data = 2, 4, 2
     model = dataclasses.replace(LLAMA["8B"], layers=layers, vocabulary=1024, sequence=512)
@@ -111,7 +111,7 @@ def test_one_gpu_sends_nothing_and_computes_six_flops_a_parameter_and_token():
     assert flop == pytest.approx(6 * matrices * 4 * 64, rel=0.01)  # attention is small here
 
 
-def test_a_mesh_divides_the_computing_and_not_the_values():
+def test_a_mesh_divides_the_computation_but_not_the_result():
     whole = mesh_step(dict.fromkeys(DIMENSIONS, 1), MODEL, 64, cost())
     for name, size in SIZES.items():
         cut = mesh_step(dict.fromkeys(DIMENSIONS, 1) | {name: size}, MODEL, 64, cost())
@@ -149,7 +149,7 @@ def test_a_slow_network_slows_only_what_goes_over_it():
         assert slow.of(name).link == "Ethernet, 100 Gb/s, TCP"
 
 
-def test_the_slowest_group_counts_and_not_rank_0_s():
+def test_the_slowest_group_counts_not_rank_0s():
     found = mesh_step({"pipeline": 5, "data": 8, "tensor": 1, "context": 1}, MODEL, 64, cost())
     assert found.of("pipeline").ranks == (15, 16, 17, 18, 19)  # four of a host, and one
     assert found.of("pipeline").link == "InfiniBand NDR"
@@ -171,6 +171,6 @@ def test_the_slowest_group_counts_and_not_rank_0_s():
         ({"expert": 2}, "sizes must name each of tensor, context, pipeline, data"),
     ],
 )
-def test_sizes_that_do_not_divide_are_named(changes, words):
+def test_sizes_that_are_not_divisible_are_named(changes, words):
     with pytest.raises(ValueError, match=words):
         mesh_step(SIZES | changes, MODEL, 64, cost())

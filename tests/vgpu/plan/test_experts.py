@@ -111,7 +111,7 @@ def test_ranks_of_ep_send_slots_there_and_back_and_gather_only_their_own_experts
     assert flop[0] == flop[1]
 
 
-def test_experts_go_with_pipelines_context_and_recomputation():
+def test_experts_combine_with_pipelines_context_and_recomputation():
     dense = dataclasses.replace(
         SMALL, layers=4, experts=dataclasses.replace(EXPERTS, dense_layers=1)
     )

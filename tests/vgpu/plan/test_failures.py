@@ -24,7 +24,7 @@ from vgpu.plan.failures import (
         (25, 10, 1, [], 28),  # a short last part
     ],
 )
-def test_a_training_with_failures_takes_as_long_as_worked_out_by_hand(
+def test_a_run_with_failures_takes_as_long_as_computed_by_hand(
     training_s, interval_s, checkpoint_s, failures_s, total_s
 ):
     found = with_failures_at(training_s, interval_s, checkpoint_s, 3, failures_s)
@@ -42,7 +42,7 @@ def test_the_simulation_agrees_with_the_formula(interval_s, restart_s):
     assert found.share == pytest.approx(expected_goodput(interval_s, **costs), rel=0.04)
 
 
-def test_a_training_that_hardly_ever_lasts_is_refused():
+def test_a_run_that_hardly_ever_completes_is_refused():
     """The formula overflowed, and the simulation drew failures for years."""
     between_failures_s = 11_141
     assert expected_goodput(8e6, 60, 300, between_failures_s) == 0
@@ -56,7 +56,7 @@ def test_a_training_that_hardly_ever_lasts_is_refused():
     assert simulated(600, 120 * 2**11, 60, 300, between_failures_s).share > 0.5
 
 
-def test_young_finds_the_best_interval():
+def test_youngs_formula_finds_the_best_interval():
     costs = {"checkpoint_s": 60, "restart_s": 300, "between_failures_s": 11_000}
     best = best_interval_s(60, 11_000)
     assert best == pytest.approx((2 * 60 * 11_000) ** 0.5)
@@ -84,6 +84,6 @@ def test_llama_3_failed_every_three_hours():
         (lambda: simulated(1, 1, 1, 1, -5), "between_failures_s must be positive .* got -5"),
     ],
 )
-def test_the_formula_refuses_times_that_cannot_be(call, words):
+def test_the_formula_refuses_impossible_times(call, words):
     with pytest.raises(ValueError, match=words):
         call()

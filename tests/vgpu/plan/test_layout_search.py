@@ -40,7 +40,7 @@ def with_memory(plan, size_bytes):
         2,
     ),
 )
-def test_a_few_blocks_tell_time_and_bytes_of_all(layout, again, recompute):
+def test_a_few_blocks_predict_the_time_and_bytes_of_all(layout, again, recompute):
     plan = dataclasses.replace(
         GUESS, layout=layout, batch=4, recompute=recompute, reshard_after_forward=again
     )
@@ -111,7 +111,7 @@ def tight(free):
     return plan, search(plan, sequences=2, processes=1)
 
 
-def test_the_fastest_are_predicted_whole_until_some_fit(free, tight):
+def test_the_fastest_plans_are_predicted_in_full_until_some_fit(free, tight):
     assert [one.step is not None for one in free.best] == [True, False]
     first = free.best[0]
     assert first.tokens_per_s == first.step.tokens_per_s
@@ -129,7 +129,7 @@ def test_a_search_in_several_processes_finds_the_same_plans(tight):
     assert str(together) == str(alone)
 
 
-def test_an_error_in_another_process_comes_as_from_a_plain_call():
+def test_an_error_in_another_process_is_raised_as_from_a_plain_call():
     with pytest.raises(ValueError, match="arithmetic_share"):
         search(APART, sequences=2, processes=2, arithmetic_share=-1.0)
 
@@ -183,7 +183,7 @@ OWN = (
 )
 
 
-def test_the_command_prints_the_best_and_why_others_fell_out(capsys):
+def test_the_command_prints_the_best_and_why_others_were_ruled_out(capsys):
     command.main([*OWN.split(), "--search", "--hosts", "1", "--sequences", "2"])
     shown = capsys.readouterr().out
     assert "dp_shard 2" in shown and "not tried" in shown and layout_search._MORE_WORK in shown

@@ -37,7 +37,7 @@ NO_LAUNCHES = {"python_launch_s": 0.0, "engine_launch_s": 0.0}
 # What is simulated
 
 
-def test_all_stages_together_compute_what_one_would():
+def test_all_stages_together_compute_what_a_single_one_would():
     one, two = (predict(plan(Layout(pp=n), 4, gpus_per_host=1)) for n in (1, 2))
     assert one.timeline.flop == two.timeline.flop
 
@@ -147,7 +147,7 @@ def test_interleaving_shortens_the_bubble_and_the_step():
     assert interleaved.idle_s < plain.idle_s
 
 
-def test_chunks_gradients_share_a_link_and_the_update_waits_for_all():
+def test_the_gradients_of_chunks_share_a_link_and_the_update_waits_for_all():
     """One chunk's are on their way when the next one's are made."""
     wide = dataclasses.replace(SIZES, layers=5, width=1024, feed_forward=4096)
     options = {"sequence": 128, "chunks": 2, "gpus_per_host": 2, "network": "Ethernet 100"}
@@ -169,7 +169,7 @@ def test_chunks_gradients_share_a_link_and_the_update_waits_for_all():
 # What is shown
 
 
-def test_a_replayed_step_is_the_step_predicted_anew():
+def test_a_replayed_step_equals_a_new_prediction():
     whole = plan(Layout(dp_shard=2, tp=2, pp=2), 4, chunks=2, gpus_per_host=4)
     step = predict(whole, fuses=True, **NO_LAUNCHES)
     assert step.replayed().timeline == step.timeline
@@ -194,7 +194,7 @@ def test_a_long_prediction_shows_its_progress(capsys, monkeypatch):
     assert "predicting" in capsys.readouterr().err
 
 
-def test_the_trace_has_a_lane_for_each_stage_s_rank(tmp_path, capsys):
+def test_the_trace_has_a_row_for_each_stages_rank(tmp_path, capsys):
     trace = tmp_path / "step.json"
     sizes = (
         "--layers 4 --width 256 --heads 8 --key-value-heads 4 --feed-forward 512 --vocabulary 1024"
@@ -243,17 +243,17 @@ def test_smaller_micro_batches_are_among_what_would_fit():
         ({"layout": Layout(dp_shard=4), "micro_batches": 2}, "are for pipelines"),
     ],
 )
-def test_a_plan_refuses_a_pipeline_that_cannot_be(options, message):
+def test_a_plan_refuses_an_impossible_pipeline(options, message):
     with pytest.raises(ValueError, match=message):
         Plan(**{"sizes": SIZES, "sequence": 128, "batch": 4, "gpus_per_host": 4, **options})
 
 
-def test_a_search_tries_no_pipelines():
+def test_a_search_does_not_try_pipelines():
     with pytest.raises(ValueError, match="this layout has 2 stages"):
         search(TWO)
 
 
-def test_405b_is_cut_as_the_command_says():
+def test_405b_is_divided_as_the_command_says():
     whole = Plan(LLAMA["405B"], Layout(1, 8, 8, 8), 32, recompute="full")
     assert whole.schedule.micro_batches == 8 and whole.micro_batch == 4
     assert command._pipeline(whole).endswith("layers per stage: 15, 6 × 16, 15")

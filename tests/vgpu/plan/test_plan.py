@@ -41,7 +41,7 @@ def test_a_rank_keeps_the_bytes_that_the_estimate_says():
     assert step.tokens_per_s == pytest.approx(128 / step.seconds)
 
 
-def test_a_gpu_reserves_no_room_for_the_model_as_a_whole():
+def test_a_gpu_reserves_no_room_for_the_whole_model():
     sizes = TransformerSizes(16, 512, 8, 4, 1024, 512, sequence=128)
     step = predict(Plan(sizes, Layout(dp_shard=32), sequence=128, recompute="full"))
     assert step.reserved_bytes < 4 * sizes.parameters
@@ -98,17 +98,17 @@ def test_recomputation_takes_less_memory_and_more_time(how):
         ),
     ],
 )
-def test_predict_refuses_a_plan_that_cannot_be(options, message):
+def test_predict_refuses_an_impossible_plan(options, message):
     with pytest.raises(ValueError, match=message):
         predict(Plan(**{"sizes": SMALL, "layout": Layout(), "gpus_per_host": 4, **options}))
 
 
-def test_a_sequence_is_as_long_as_the_model_s_unless_it_is_given():
+def test_a_sequence_has_the_models_length_unless_one_is_given():
     assert Plan(SMALL, Layout()).sequence == 128
     assert read("--sequence 64")[0].sequence == 64
 
 
-def test_leaving_a_plan_leaves_no_group_and_no_gpus():
+def test_a_plan_leaves_no_process_group_and_no_gpus():
     predict(Plan(SMALL, Layout(dp_shard=4), sequence=128, gpus_per_host=4))
     assert not torch.distributed.is_initialized() and not vgpu.is_enabled()
 
@@ -211,7 +211,7 @@ def test_the_command_refuses_in_a_sentence(capsys, options, message):
     assert left.value.code == 2 and message in error and len(error.splitlines()) == 1
 
 
-def test_the_help_s_examples_parse(capsys):
+def test_the_examples_in_the_help_parse(capsys):
     with pytest.raises(SystemExit):
         command.main(["--help"])
     shown = capsys.readouterr().out

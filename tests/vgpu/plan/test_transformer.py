@@ -15,7 +15,7 @@ def model():
     return Transformer(SMALL)
 
 
-def test_a_transformer_gives_logits_for_each_position(model):
+def test_a_transformer_returns_logits_for_each_position(model):
     assert model(torch.randint(50, (3, 16))).shape == (3, 16, 50)
     assert model(torch.randint(50, (3, 5))).shape == (3, 5, 50)
 
@@ -29,7 +29,7 @@ def test_no_position_sees_a_later_one(model):
     assert not torch.allclose(before[:, 9:], after[:, 9:])
 
 
-def test_attention_has_the_values_worked_out_by_hand(model):
+def test_attention_has_the_values_computed_by_hand(model):
     """With the keys and values of each group repeated, and the mask written out."""
     attention = model.blocks[0].attention
     x = torch.randn(2, 16, 32)
@@ -78,7 +78,7 @@ def test_llama_has_as_many_parameters_as_published(name, parameters):
         assert sum(p.numel() for p in model.parameters()) == parameters == LLAMA[name].parameters
 
 
-def test_a_model_from_the_meta_device_has_the_numbers_of_its_seed():
+def test_a_model_from_the_meta_device_has_the_values_of_its_seed():
     models = []
     for seed in (0, 0, 1):
         with torch.device("meta"):

@@ -31,7 +31,7 @@ def test_a_log_has_keyword_arguments():
     assert log.lines == ["ones(device=cpu)", "_to_copy(dtype=torch.float64)"]
 
 
-def test_a_log_counts_copies_and_no_views():
+def test_a_log_counts_copies_but_not_views():
     x = torch.ones(4)
     with OperatorLog() as log:
         assert x.to("cpu") is x
@@ -81,7 +81,7 @@ def sent_by_plain(rank, world_size):
     return sent.calls, sent.sent_bytes
 
 
-def test_collectives_of_plain_tensors_count_with_the_bytes_of_the_whole_one():
+def test_collectives_of_plain_tensors_count_the_bytes_of_the_whole_tensor():
     (calls, size_bytes), given = launch.run(plain, 4, gpu="V100")[0]
     assert calls == [
         ("all_reduce", 32),
@@ -162,7 +162,7 @@ def refused(rank, world_size):
     return str(uncounted.value), str(misplaced.value)
 
 
-def test_counters_refuse_a_gather_and_a_cpu_tensor_of_a_rank_with_a_gpu():
+def test_counters_refuse_a_gather_and_a_cpu_tensor_on_a_rank_with_a_gpu():
     uncounted, misplaced = launch.run(refused, 2, gpu="V100")[0]
     assert uncounted.startswith("what a rank sends is counted only for all_reduce")
     assert "not for gather" in uncounted

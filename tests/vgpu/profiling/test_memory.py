@@ -124,7 +124,7 @@ def test_a_record_leaves_no_hook_and_keeps_no_tensor_alive(gpus):
     assert torch.get_device_module(gpu).memory_allocated(gpu) == 0 and record.peak.total_bytes > 0
 
 
-def test_capacity_is_that_of_one_gpu_and_its_model_stays():
+def test_capacity_limits_one_gpu_and_does_not_change_its_model():
     with vgpu.enable(2, gpu="A100", link="PCIe 4"), pytest.raises(ZeroDivisionError):
         before = [torch.vgpu.mem_get_info(index) for index in range(2)]
         with memory.capacity(torch.device("vgpu:1"), 2**30):

@@ -128,7 +128,7 @@ def test_a_rank_with_fsdp2_gathers_parameters_and_keeps_its_shards(reshard, mixe
     assert found["other"] == x.nbytes
 
 
-def test_buckets_of_ddp_are_no_activations_in_any_step():
+def test_ddps_buckets_never_count_as_activations():
     with vgpu.cluster(1, 4, memory_bytes=2**40), vgpu.shapes_only():
         model = DistributedDataParallel(mlp().to("vgpu"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -43,7 +43,7 @@ def test_a_virtual_device_shows_its_name(inside):
         lambda x: x + torch.tensor([1.0, 2.0]).to(x.device),
     ],
 )
-def test_new_tensors_go_to_its_device(add):
+def test_new_tensors_go_to_the_virtual_device(add):
     x = torch.ones(3, 2, device=GPU)
     found = torch.func.vmap(add)(x)
     assert found.device == torch.device(GPU) and torch.equal(
@@ -51,7 +51,7 @@ def test_new_tensors_go_to_its_device(add):
     )
 
 
-def test_autocast_takes_its_type():
+def test_autocast_accepts_the_virtual_device_type():
     def product(x):
         with torch.autocast(x.device.type, torch.bfloat16):
             return x @ torch.ones(2, 2, device=x.device)

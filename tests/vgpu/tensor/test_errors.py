@@ -87,7 +87,7 @@ def test_operators_refuse_tensors_on_different_devices(name):
     assert on(0, 3).sum().item() == 3
 
 
-def test_cpu_scalars_and_cpu_indices_may_mix():
+def test_cpu_scalars_and_cpu_indices_can_be_mixed_with_gpu_tensors():
     x = on(1, 3)
     assert (x + torch.tensor(2.0)).tolist() == [3, 3, 3]
     assert (torch.tensor(2.0) * x).device.index == 1
@@ -108,7 +108,7 @@ def test_numpy_needs_a_cpu_tensor(convert):
     assert on(1, 2).numpy(force=True).sum() == 2
 
 
-def test_a_result_is_not_copied_deeply_and_the_message_is_torchs():
+def test_deepcopy_of_a_result_raises_torchs_error():
     messages = set()
     for device in ("cpu", "vgpu:0"):
         with pytest.raises(RuntimeError, match="pull/103001") as found:
@@ -173,7 +173,7 @@ REFUSED = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
-def test_what_virtual_gpus_do_not_have_is_refused_clearly(name):
+def test_features_that_virtual_gpus_lack_are_refused_clearly(name):
     call, message = REFUSED[name]
     with pytest.raises(NotImplementedError, match=message):
         call()
@@ -232,14 +232,14 @@ def test_a_changed_tensor_is_named_by_its_type_as_on_cuda(sparse, name):
         lambda: on(1, 2).__dlpack__(),
     ],
 )
-def test_no_message_names_the_device_of_cpp(call):
+def test_no_message_names_the_cpp_device(call):
     with pytest.raises((TypeError, BufferError)) as caught:
         call()
     assert "vgpu" in str(caught.value)
     assert "lazy" not in str(caught.value)
 
 
-def test_a_tensor_larger_than_this_machine_is_out_of_memory():
+def test_a_tensor_larger_than_this_machine_raises_out_of_memory():
     with vgpu.enable(2, memory_bytes=2**60):
         x = on(1, 2**20)
         with pytest.raises(

@@ -168,7 +168,7 @@ def step(norm, rows):
 
 
 @pytest.mark.parametrize("values", [nullcontext, vgpu.shapes_only])
-def test_one_kernel_each_way_keeps_the_output_and_a_number_a_row(values):
+def test_one_kernel_each_way_keeps_the_output_and_one_number_per_row(values):
     rows = 1024
     with values():
         norm = nn.RMSNorm(1024).to("vgpu:1", torch.bfloat16)
@@ -207,7 +207,7 @@ def on_a_rank(rank, world_size, module, parts):
 @pytest.mark.parametrize("gpu", [None, "V100"])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("shape", [(8, 3), (8, 3, 5, 4)])
-def test_unequal_parts_give_what_the_whole_batch_gives(shape, affine, gpu):
+def test_unequal_parts_give_the_results_of_the_whole_batch(shape, affine, gpu):
     kind = nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d
     module = kind(3, affine=affine)
     if affine:
@@ -231,7 +231,7 @@ def test_unequal_parts_give_what_the_whole_batch_gives(shape, affine, gpu):
             torch.testing.assert_close(state[name], value)
 
 
-def test_the_cpu_has_them_only_while_there_are_virtual_gpus():
+def test_the_cpu_has_these_kernels_only_while_virtual_gpus_are_enabled():
     vgpu.disable()  # what a test before this one may have left enabled
     x = torch.randn(4, 3)
     with vgpu.enable(1):

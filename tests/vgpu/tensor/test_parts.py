@@ -82,7 +82,7 @@ def test_bytes_are_what_pytorch_asks_an_allocator_for(name, mode):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_values_and_gradients_are_the_cpus(name):
+def test_values_and_gradients_match_the_cpus(name):
     results = []
     for device in ("cpu", "vgpu:0"):
         x, t, m = inputs(device)
@@ -124,7 +124,7 @@ INDEXED = {
 
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize("name", INDEXED)
-def test_masks_pick_what_they_pick_on_the_cpu(name):
+def test_masks_select_what_they_select_on_the_cpu(name):
     x = torch.arange(6.0).reshape(2, 3)
     with vgpu.record():
         found = INDEXED[name](x.to("vgpu:0"), M.to("vgpu:0"))
@@ -145,7 +145,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_masks_get_the_cpus_words(name):
+def test_invalid_masks_raise_the_cpus_errors(name):
     x = torch.arange(6.0).reshape(2, 3)
     with pytest.raises((IndexError, RuntimeError)) as expected:
         WRONG[name](x, M)

@@ -80,14 +80,14 @@ def test_a_shape_that_does_not_fit_is_refused():
         lambda x: torch.equal(x, x),
     ],
 )
-def test_a_shape_refuses_to_give_values_and_says_why(ask):
+def test_a_shape_refuses_to_return_values_and_says_why(ask):
     with vgpu.shapes_only():
         x = torch.ones(3, 2, device="vgpu:1")
         with pytest.raises(vgpu.NoValueError, match=r"only a shape.*shapes_only"):
             ask(x)
 
 
-def test_a_tensor_made_or_moved_in_the_block_is_a_shape():
+def test_a_tensor_created_or_moved_in_the_block_is_a_shape():
     outside = torch.ones(3)
     on_gpu = torch.ones(3, device="vgpu:0")
     with vgpu.shapes_only():

@@ -75,7 +75,7 @@ def one_product(shard, whole, weight, *others):
 # First its own piece is copied to where the others find it, 2 µs. On the fast link, pieces come while
 # others are multiplied. On the slow one, three come in 5 µs each, and the last is multiplied then.
 @pytest.mark.parametrize(("link", "wanted"), [(FAST, 2 + 4 * PIECE), (SLOW, 2 + 3 * 5 + PIECE)])
-def test_a_gather_runs_beside_the_pieces_of_its_product(link, wanted):
+def test_a_gather_overlaps_with_the_pieces_of_its_product(link, wanted):
     timeline = recorded(one_product, link)
     assert timeline.makespan_s == timeline.host_s == near(wanted)
     assert sorted(launched(timeline)) == ["copy", *["mm"] * 4, *["permute"] * 3]
@@ -104,7 +104,7 @@ def test_products_share_the_pieces_of_their_gather():
 
 
 @pytest.mark.parametrize(("link", "wanted"), [(FAST, 4 * PIECE), (SLOW, PIECE + 3 * 10)])
-def test_a_reduce_scatter_runs_beside_the_pieces_of_its_product(link, wanted):
+def test_a_reduce_scatter_overlaps_with_the_pieces_of_its_product(link, wanted):
     def program(shard, whole, weight, *others):
         return scatter(whole @ weight)
 
@@ -195,7 +195,7 @@ STAY = {
 
 
 @pytest.mark.parametrize("name", STAY)
-def test_operations_that_make_no_pair_keep_their_times(name):
+def test_unpaired_operations_keep_their_times(name):
     timeline = recorded(STAY[name])
     assert {"all_gather", "reduce_scatter"} & set(launched(timeline))
     assert times(timeline) == times(recorded(STAY[name], async_tp=False))

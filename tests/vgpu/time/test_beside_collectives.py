@@ -45,7 +45,7 @@ def recorded(**options):
     return timeline
 
 
-def test_kernels_lose_the_multiprocessors_that_a_collective_has(rank):
+def test_kernels_lose_the_multiprocessors_that_a_collective_occupies(rank):
     # At three quarters of their speed until 40: the second has done 10 of its 20 µs by then.
     timeline = recorded(collective_processors=1)
     assert times_us(timeline, "kernel") == us((0, 80 / 3), (80 / 3, 50), (50, 70))
@@ -60,7 +60,7 @@ def test_collectives_take_no_multiprocessors_unless_a_replay_says_so(rank):
     assert times_us(again, "kernel") == us((0, 40), (40, 60), (60, 80))
 
 
-def test_a_collective_begun_earlier_occupies_links_and_multiprocessors(rank):
+def test_an_earlier_collective_occupies_links_and_multiprocessors(rank):
     timeline = recorded(collective_processors=1)
     (sending,) = (event for event in timeline.events if event.kind == "collective")
     # The other one lasts until 10; that of a rank like this one, which has another GPU, counts too.
@@ -109,7 +109,7 @@ def test_a_compiled_program_ends_before_a_wait_for_a_collective(rank):
     assert after.device == read.device
 
 
-def test_a_deferred_write_to_a_block_is_launched_before_a_collective_fills_a_part_of_it(rank):
+def test_a_deferred_write_is_launched_before_a_collective_writes_part_of_its_block(rank):
     part, read = kilobytes(5), kilobytes(20)
     with vgpu.record(dataclasses.replace(COSTS, fuses=True)) as timeline:
         whole = read.neg()
@@ -119,7 +119,7 @@ def test_a_deferred_write_to_a_block_is_launched_before_a_collective_fills_a_par
     assert begin == pytest.approx(40) and timeline.races == []
 
 
-def test_a_compiled_program_goes_on_across_wait_tensor(rank):
+def test_a_compiled_program_continues_across_wait_tensor(rank):
     sent, read = kilobytes(40), kilobytes(10)
     with vgpu.record(dataclasses.replace(COSTS, fuses=True)) as timeline:
         summed = functional.all_reduce(sent, "sum", dist.group.WORLD)

@@ -42,7 +42,7 @@ def test_each_share_is_of_its_own_peak():
     assert times_s(link_share=0.5) == pytest.approx((1e-9, 1e-9, 2e-9))
 
 
-def test_a_product_in_place_costs_what_it_costs_out_of_place():
+def test_an_in_place_product_costs_the_same_as_an_out_of_place_one():
     a, b, c = (torch.empty(2, *size, device="meta") for size in ((3, 4), (4, 5), (3, 5)))
     for plain, in_place, args in (
         (ATEN.addmm, ATEN.addmm_, (c[0], a[0], b[0])),
@@ -53,7 +53,7 @@ def test_a_product_in_place_costs_what_it_costs_out_of_place():
         assert work_of(in_place.default, args, {}, args[0]) == expected
 
 
-def test_products_last_as_long_as_on_the_slowest_gpu_and_memory_does_not_wait():
+def test_products_take_as_long_as_on_the_slowest_gpu_but_memory_does_not():
     alike = vgpu.CostModel(vgpu.PRESETS["K80"], kernel_s=0.0)
     product, read = Workload(10**12, 0), Workload(0, 10**9)
 
@@ -69,7 +69,7 @@ def test_products_last_as_long_as_on_the_slowest_gpu_and_memory_does_not_wait():
     assert times(1000, spread=0) == [1, 1]
 
 
-def test_the_slowest_of_many_is_as_slow_as_the_slowest_that_are_drawn():
+def test_the_expected_slowest_matches_random_draws():
     torch.manual_seed(0)
     for count in (8, 128, 3072):
         drawn = torch.randn(4000, count).amax(1).mean().item()
@@ -87,7 +87,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "value", "wanted"), REFUSED)
-def test_a_cost_model_refuses_what_makes_no_sense(name, value, wanted):
+def test_a_cost_model_refuses_nonsensical_values(name, value, wanted):
     with pytest.raises(ValueError, match=re.escape(f"{name} must be {wanted}") + f".* {value!r}"):
         vgpu.CostModel(vgpu.PRESETS["K80"], **{name: value})
 
@@ -112,7 +112,7 @@ def test_half_precision_uses_tensor_cores():
 
 
 @pytest.mark.parametrize(("gpu", "tflops"), [("V100", 15.7), ("A100", 312), ("H100", 989)])
-def test_bfloat16_uses_tensor_cores_from_the_a100_on(gpu, tflops):
+def test_bfloat16_uses_tensor_cores_since_the_a100(gpu, tflops):
     a = torch.ones(8, 8, dtype=torch.bfloat16)
     assert work_of(ATEN.mm.default, (a, a), {}, a).arithmetic == "bfloat16"
     costs = vgpu.CostModel(vgpu.PRESETS[gpu], arithmetic_share=1.0, kernel_s=0.0)
@@ -168,7 +168,7 @@ def a_product_and_a_convolution_s():
     return [costs.kernel_time_s(Workload(10**12, 0, kind)) for kind in ("product", "convolution")]
 
 
-def test_tf32_computes_what_torch_s_settings_allow(settings):
+def test_tf32_is_used_where_torchs_settings_allow_it(settings):
     plain, tf32 = 1 / 19.5, 1 / 156  # TFLOP/s of the A100's datasheet
     assert a_product_and_a_convolution_s() == pytest.approx([plain, tf32])  # torch's defaults
     _allow_in_convolutions(False)
@@ -200,7 +200,7 @@ def test_operations_say_whether_they_multiply_or_convolve():
     }
 
 
-def test_a_setting_that_changes_in_a_recording_counts_from_then_on(settings):
+def test_a_setting_changed_in_a_recording_applies_from_then_on(settings):
     with vgpu.enable(1, gpu="A100"), vgpu.shapes_only():
         rows, columns = 9 * 256, 12 * 128  # a tile for each of 108 multiprocessors
         a = torch.empty(rows, 4096, device="vgpu:0")
@@ -251,7 +251,7 @@ MILLISECONDS = {
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives_take_the_times_worked_out_by_hand(name):
+def test_collectives_take_the_times_computed_by_hand(name):
     link = vgpu.Link("test", 1e9, 1e-6, "made for this test")
     costs = vgpu.CostModel(vgpu.PRESETS["V100"], link=link, link_share=1.0)
     found_s = costs.collective_time_s(name, 4 * 10**6, 4)
@@ -278,7 +278,7 @@ def test_collectives_take_the_times_worked_out_by_hand(name):
         ("all_to_all", 4, 1, 1, 0.010 + 4),
     ],
 )
-def test_the_host_with_the_fewest_gpus_slows_a_group_down(
+def test_the_host_with_the_fewest_gpus_slows_down_its_group(
     name, megabytes, here, there, milliseconds
 ):
     link = vgpu.Link("test", 1e9, 1e-6, "made for this test", pair_bytes_per_s=1e9)
@@ -308,7 +308,7 @@ def test_presets_have_a_link_and_a_source(name):
     assert spec.link.bandwidth_bytes_per_s >= spec.host_link.bandwidth_bytes_per_s
 
 
-def test_links_have_the_bandwidths_that_their_standards_print():
+def test_links_have_the_bandwidths_of_their_standards():
     found = {name: round(link.bandwidth_bytes_per_s / 1e9, 1) for name, link in vgpu.LINKS.items()}
     assert [found[f"PCIe {n}"] for n in (2, 3, 4, 5)] == [8.0, 15.8, 31.5, 63.0]
     assert [2 * found[f"NVLink {n}"] for n in (1, 2, 3, 4)] == [160, 300, 600, 900]
@@ -320,7 +320,7 @@ def test_fitting_finds_the_share_and_refuses_the_impossible():
         vgpu.fit_share(lambda share: 1.5 / share, 1.0)
 
 
-def test_fitting_warns_where_the_time_jumps_over_what_was_measured():
+def test_fitting_warns_if_the_time_jumps_past_the_measurement():
     with pytest.warns(RuntimeWarning, match=r"at 0\.5000 the time jumps from 3 to 2 s"):
         share = vgpu.fit_share(lambda share: 1.5 / share if share < 0.5 else 1 / share, 2.5)
     assert share == pytest.approx(0.5, rel=1e-3)

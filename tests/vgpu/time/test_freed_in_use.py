@@ -96,7 +96,7 @@ def test_record_stream_or_a_wait_keeps_memory_from_reuse(synchronize):
     assert made_here_used_there(synchronize) == []
 
 
-def test_another_stream_than_the_one_that_was_recorded_is_reported():
+def test_a_stream_other_than_the_recorded_one_is_reported():
     third = torch.vgpu.Stream("vgpu:0")
     assert len(made_here_used_there(lambda made, side: made.record_stream(third))) == 1
 
@@ -164,7 +164,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("program", "wanted"), CASES)
-def test_memory_in_use_is_told_from_memory_that_may_be_handed_out(program, wanted):
+def test_memory_in_use_is_distinguished_from_reusable_memory(program, wanted):
     side, before = torch.vgpu.Stream("vgpu:0"), [eight()]
     with vgpu.record() as timeline:
         kept = program(current("vgpu:0"), side, before)
@@ -172,7 +172,7 @@ def test_memory_in_use_is_told_from_memory_that_may_be_handed_out(program, wante
     assert [(race.operation, race.other_operation) for race in timeline.races] == wanted
 
 
-def test_a_side_stream_with_its_own_waits_needs_no_more_in_training():
+def test_a_side_stream_with_its_own_waits_is_enough_in_training():
     # What a graph keeps goes during backward, whose streams have waited when it is over.
     side = torch.vgpu.Stream("vgpu:0")
     layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)).to("vgpu:0")
@@ -191,7 +191,7 @@ def test_a_side_stream_with_its_own_waits_needs_no_more_in_training():
     assert timeline.races == []
 
 
-def test_data_parallel_copies_a_batch_beside_and_records_its_streams():
+def test_data_parallel_copies_a_batch_on_side_streams_and_records_them():
     model = nn.DataParallel(nn.Linear(8, 8).to("vgpu:0"), [0, 1])
     batch = torch.randn(4, 8).pin_memory()
     with vgpu.record() as timeline:

@@ -27,7 +27,7 @@ def launched(timeline):
     return [(event.name, event.size_bytes) for event in timeline.events]
 
 
-def test_a_chain_reads_its_beginning_and_writes_its_end():
+def test_a_chain_reads_its_inputs_and_writes_its_result():
     x, w = matrix(), matrix()
     with vgpu.record(FUSED) as timeline:
         y = (x * 2 + 1).relu() @ w
@@ -91,7 +91,7 @@ def test_a_chain_is_launched_when_its_result_is_needed(name):
     del kept
 
 
-def test_a_result_that_nobody_needs_is_never_launched():
+def test_an_unneeded_result_is_never_launched():
     x = matrix()
     with vgpu.record(FUSED) as timeline:
         x.neg().abs()
@@ -108,7 +108,7 @@ def test_recordings_have_products_with_out_and_with_sparse_operands():
     torch.testing.assert_close(y, x @ w)
 
 
-def test_halves_of_one_tensor_are_one_reading():
+def test_halves_of_one_tensor_are_read_once():
     x, w = matrix(), torch.rand(10, 5, device="vgpu")
     left, right = x[:, :10], x[:, 10:20]
     with vgpu.record(FUSED) as timeline:
@@ -143,7 +143,7 @@ def test_a_read_does_not_keep_an_earlier_result_alive():
 
 
 @pytest.mark.parametrize("costs", [COSTS, FUSED], ids=["plain", "fused"])
-def test_tensors_that_live_on_keep_no_recording_alive(costs):
+def test_tensors_that_outlive_a_recording_do_not_keep_it_alive(costs):
     read, changed = matrix(), matrix()
     with vgpu.record(costs):
         program = weakref.ref(recording.under_way.program)
@@ -220,7 +220,7 @@ def test_a_query_launches_deferred_operations():
     assert y.device == x.device
 
 
-def test_long_chains_are_cut():
+def test_long_chains_are_split():
     parts, w = [matrix() for _ in range(20)], matrix()
     with vgpu.record(FUSED) as timeline:
         total = parts[0]

@@ -23,7 +23,7 @@ def replayed(timeline):
     return times_us(timeline)
 
 
-def test_a_stream_has_the_priority_that_it_was_made_with():
+def test_a_stream_has_the_priority_that_it_was_created_with():
     made = [torch.vgpu.Stream("vgpu:0", priority=p) for p in (2, 0, -1, -3, -9)]
     assert [stream.priority for stream in made] == [0, 0, -1, -3, -3]
     assert torch.Stream("vgpu:1", priority=-1).priority == -1

@@ -27,7 +27,7 @@ def written_s(rows, columns, element_bytes=2):
     return element_bytes * rows * columns / MEMORY
 
 
-def test_a_full_wave_computes_at_the_peak_and_is_written_then():
+def test_a_full_wave_computes_at_the_peak_and_is_then_written():
     # 10 x 8 tiles of 256 x 128, on 80 multiprocessors.
     rows, inner, columns = 2560, 4096, 1024
     whole_s = flop(rows, inner, columns) / TENSOR_CORES
@@ -43,7 +43,7 @@ def test_one_row_more_needs_another_wave_of_smaller_tiles():
     assert seconds(rows, inner, columns) == pytest.approx(expected_s + written_s(rows, columns))
 
 
-def test_float32_units_take_the_smallest_tiles_at_no_loss():
+def test_float32_units_use_the_smallest_tiles_without_loss():
     # 81 x 32 tiles of 32 x 32: 32.4 waves, so 33.
     rows, inner, columns = 2561, 4096, 1024
     expected_s = flop(33 * 80 * 32, inner, 32) / FLOAT32_UNITS
@@ -58,7 +58,7 @@ def test_a_small_product_leaves_most_multiprocessors_idle():
     assert found_s == pytest.approx(20 * whole_s + written_s(64, 64, 4))
 
 
-def test_long_sums_of_few_tiles_are_split():
+def test_long_sums_with_few_tiles_are_split():
     # 16 tiles of 256 x 128, their sums in 5 parts: 80 multiprocessors are busy. The parts are written
     # and read once more in float32, which is worth it only for long sums: else 64 of 64 x 128.
     rows, columns = 512, 1024

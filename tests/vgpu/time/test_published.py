@@ -67,13 +67,13 @@ def gain(link, size, assumed=()):
 
 @each_link
 @each_assumption
-def test_two_gpus_in_turn_are_slower_by_less_than_published(link, assumed):
+def test_two_gpus_taking_turns_are_slower_but_less_than_published(link, assumed):
     assert ONE_GPU_S / TWO_GPUS_S - 1 < -0.025 < gain(link, 120, assumed) < 0
 
 
 @each_link
 @each_assumption
-def test_pipelines_gain_about_what_was_published_and_somewhat_more(link, assumed):
+def test_pipelines_gain_somewhat_more_than_published(link, assumed):
     for size, time_s in PUBLISHED_S.items():
         published = ONE_GPU_S / time_s - 1
         assert published < gain(link, size, assumed) < published + 0.14
@@ -85,7 +85,7 @@ def test_the_curve_rises_on_both_sides_and_is_flat_in_between():
     assert of[8] - of[12] < 0.03  # where the published best was
 
 
-def test_where_the_best_size_lies_depends_on_what_is_assumed_of_memory():
+def test_the_best_size_depends_on_the_assumed_memory_share():
     slow_memory = (("memory_share", 0.25),)
     of = {size: gain(VIA_HOST, size, slow_memory) for size in (8, 12, 20)}
     assert of[8] < of[12] > of[20]

@@ -31,7 +31,7 @@ def test_a_copy_that_does_not_wait_moves_garbage():
     assert (moved == 2).all().item() and races == []
 
 
-def test_a_copy_of_a_shape_is_checked_as_one_of_values():
+def test_a_copy_of_a_shape_is_checked_like_one_of_values():
     with vgpu.shapes_only():
         found = [[race.operation for race in passed_on(waits)[1]] for waits in (False, True)]
     assert found == [["copy"], []]
@@ -66,7 +66,7 @@ RACES = [
 
 @pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.parametrize(("program", "wanted"), RACES)
-def test_fused_operations_have_the_races_of_others(program, wanted, fuses):
+def test_fused_operations_have_the_same_races_as_others(program, wanted, fuses):
     main, side = torch.vgpu.current_stream("vgpu:0"), torch.vgpu.Stream("vgpu:0")
     x, weight = torch.ones(2, 64, 64, device="vgpu:0")
     with vgpu.record(fuses=fuses) as timeline:
@@ -74,7 +74,7 @@ def test_fused_operations_have_the_races_of_others(program, wanted, fuses):
     assert [(race.operation, race.other_operation) for race in timeline.races] == wanted
 
 
-def test_a_race_that_ends_well_by_the_times_is_still_reported():
+def test_a_race_that_is_harmless_by_its_times_is_still_reported():
     side = torch.vgpu.Stream("vgpu:0")
     x = torch.ones(4, device="vgpu:0")
     with vgpu.record() as timeline:
@@ -144,7 +144,7 @@ def test_a_backward_pass_launches_deferred_operations_of_both_streams_before_one
     assert timeline.races == []
 
 
-def test_an_operation_in_place_on_unfinished_values_leaves_garbage():
+def test_an_in_place_operation_on_unfinished_values_leaves_garbage():
     side = torch.vgpu.Stream("vgpu:0")
     x = torch.ones(2**20, device="vgpu:0")
     with vgpu.record():
@@ -183,7 +183,7 @@ def test_the_backward_pass_runs_on_the_streams_of_the_forward_and_waits_by_itsel
     torch.testing.assert_close(gradient.cpu(), reference.weight.grad)
 
 
-def test_default_streams_alone_need_no_waits():
+def test_default_streams_need_no_waits():
     torch.manual_seed(0)
     first, second = nn.Linear(8, 8).to("vgpu:0"), nn.Linear(8, 2).to("vgpu:1")
     with vgpu.record() as timeline:

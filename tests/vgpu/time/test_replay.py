@@ -61,7 +61,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_replay_without_changes_is_equal_to_the_last_bit(name):
+def test_a_replay_without_changes_is_equal_bit_for_bit(name):
     with vgpu.record() as timeline:
         PROGRAMS[name]()
     assert timeline.events
@@ -198,7 +198,7 @@ def test_a_message_waits_for_its_receiver():
     assert timeline.of("vgpu:1")[-1].start_s == near(6)
 
 
-def test_hosts_wait_for_one_another_at_a_barrier():
+def test_hosts_wait_for_each_other_at_a_barrier():
     def meets(rank, x):
         for _ in range(2 * rank):
             x.neg()
@@ -273,7 +273,7 @@ def test_joined_refuses_ranks_with_different_calls():
         joined(lambda rank, x: dist.all_reduce(x), lambda rank, x: dist.all_reduce(x[:100]))
 
 
-def test_joined_refuses_recordings_that_do_not_fit_together():
+def test_joined_refuses_recordings_that_do_not_match():
     one = of_rank(0, lambda rank, x: dist.send(x, 1), gpus_per_host=3)
     with pytest.raises(ValueError, match="there are several recordings of rank 0"):
         vgpu.joined([one, one])
@@ -288,7 +288,7 @@ def test_joined_refuses_recordings_that_do_not_fit_together():
         vgpu.joined([both])
 
 
-def test_ranks_that_do_the_same_are_as_one_alone():
+def test_ranks_that_do_the_same_take_as_long_as_one_alone():
     def step(rank, x):
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to("vgpu")
         for layer in model:

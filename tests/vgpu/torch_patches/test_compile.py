@@ -46,7 +46,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("moves", ["before", "after"])
-def test_a_compiled_model_trains_to_the_values_of_the_plain_one(way, moves):
+def test_a_compiled_model_trains_to_the_same_values_as_a_plain_one(way, moves):
     plain, model = network().to("vgpu:1"), network()
     if moves == "before":
         model.to("vgpu:1")
@@ -146,7 +146,7 @@ def test_shapes_and_an_empty_argument_list_are_not_compiled():
     assert graphs == []
 
 
-def test_compile_warns_once_and_not_for_backends_that_fuse_nothing(monkeypatch):
+def test_compile_warns_once_but_not_for_backends_that_fuse_nothing(monkeypatch):
     monkeypatch.setattr(compile_patch, "_has_said", False)
     x = torch.ones(2, device="vgpu")
 
@@ -200,7 +200,7 @@ def test_virtual_time_counts_forward_and_backward_of_a_compiled_module_as_fused(
     assert {event.module for event in compiled.events} == {"", "0", "2", "3"}
 
 
-def test_a_program_that_is_compiled_as_a_whole_takes_the_time_of_fuses():
+def test_a_program_compiled_as_a_whole_takes_as_long_as_with_fuses():
     x = torch.rand(32, 64, device="vgpu")
     model = block()
 
@@ -236,7 +236,7 @@ def test_operations_between_compiled_calls_are_launched_one_by_one():
     assert z.shape == x.shape
 
 
-def test_no_warning_of_hooks_comes_from_a_compiled_module_in_a_recording():
+def test_a_compiled_module_in_a_recording_does_not_warn_about_hooks():
     compiled = torch.compile(block())
     with vgpu.record():
         compiled(torch.rand(2, 64, device="vgpu"))  # warnings are errors here

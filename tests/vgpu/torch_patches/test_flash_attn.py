@@ -40,7 +40,7 @@ def formula(q, k, v, sees):
     ],
 )
 @pytest.mark.parametrize("heads", [4, 2])
-def test_flash_attn_func_sees_the_keys_that_it_should(options, queries, sees, heads):
+def test_flash_attn_func_attends_to_the_right_keys(options, queries, sees, heads):
     q, k, v = tensors(queries, heads=heads)
     seen = sees(torch.arange(queries)[:, None], torch.arange(8)[None])
     out = flash_attn.flash_attn_func(q, k, v, **options)
@@ -70,7 +70,7 @@ def test_flash_attn_func_takes_the_time_of_one_fused_kernel_each_way():
     ]
 
 
-def test_flash_attn_func_refuses_what_it_does_not_compute():
+def test_flash_attn_func_refuses_unsupported_arguments():
     q, k, v = tensors()
     with pytest.raises(RuntimeError, match=r"only support fp16 and bf16 .* q is torch\.float32"):
         flash_attn.flash_attn_func(q.float(), k.float(), v.float())
@@ -83,7 +83,7 @@ def test_flash_attn_func_refuses_what_it_does_not_compute():
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_apply_rotary_emb_turns_pairs_of_numbers_by_their_position(interleaved):
+def test_apply_rotary_emb_rotates_pairs_of_numbers_by_their_position(interleaved):
     x = torch.rand(2, 6, 4, 16, device="vgpu")
     angles = torch.arange(8.0, device="vgpu")[:, None] * torch.rand(5, device="vgpu")
     cos, sin = angles.cos(), angles.sin()

@@ -125,7 +125,7 @@ def test_sparse_gradients_are_changed_too():
     torch.testing.assert_close(trained("vgpu"), trained("cpu"))
 
 
-def test_an_optimizer_handles_parameters_of_gpus_and_of_the_host():
+def test_an_optimizer_handles_parameters_on_gpus_and_on_the_host():
     moved, made, host = network(), nn.Linear(2, 2, device="vgpu:1"), network("cpu")
     for model in (moved, made, copy.deepcopy(moved)):
         assert _default_to_fused_or_foreach(list(model.parameters()), False) == (False, True)

@@ -80,7 +80,7 @@ def enable_two(worker):
     vgpu.enable(2)
 
 
-def test_workers_of_a_loader_may_make_tensors_on_a_virtual_gpu():
+def test_data_loader_workers_can_create_tensors_on_a_virtual_gpu():
     loader = torch.utils.data.DataLoader(
         OnDevice(),
         batch_size=None,  # torch would collate them in a storage of their device

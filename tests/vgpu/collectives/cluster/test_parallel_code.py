@@ -23,7 +23,7 @@ def step(model, width=256, **changes):
     return timeline
 
 
-def test_ddp_in_one_cluster_leaves_nothing_to_the_next():
+def test_ddp_in_one_cluster_leaves_nothing_for_the_next():
     """Its groups' names are those of the next one, whose gradients are freed once they are sent."""
 
     def peak_bytes(wrap):
@@ -101,7 +101,7 @@ def test_tensor_parallel_sends_one_all_reduce_each_way():
         assert timeline.races == []
 
 
-def test_a_second_cluster_has_groups_of_its_own():
+def test_a_second_cluster_has_its_own_groups():
     """DTensor keeps plans for meshes, which are equal for ranks whose groups are not."""
     found = {}
     for rank in (0, 5):

@@ -148,7 +148,7 @@ PLAYED = {
 
 
 @pytest.mark.parametrize("schedule", PLAYED)
-def test_every_action_begins_when_the_schedule_s_own_player_says(schedule):
+def test_every_action_starts_when_the_schedule_simulator_says(schedule):
     """vgpu.plan.schedules simulates boxes; here torch's own code ran, and its steps were played."""
     chunks = 2 if schedule is ScheduleInterleaved1F1B else 1
     timeline = together(schedule, 4, 8, chunks=chunks)
@@ -157,7 +157,7 @@ def test_every_action_begins_when_the_schedule_s_own_player_says(schedule):
         assert work(timeline, rank) == [(box.action.kind, round(box.start)) for box in row]
 
 
-def test_messages_take_their_time():
+def test_messages_take_the_time_computed_by_hand():
     """Two stages, two micro-batches, 1 µs for each message: worked out by hand.
 
     A message begins when both ends are ready, and torch asks for the next one when it has handed
@@ -176,7 +176,7 @@ def test_messages_take_their_time():
     assert timeline.makespan_s == pytest.approx(16 * US, abs=2 * ONES_S)
 
 
-def test_sizes_that_are_not_given_are_named():
+def test_missing_sizes_are_named():
     with vgpu.cluster(1, 2, rank=1) as made, vgpu.shapes_only():
         stage = PipelineStage(Stage().to(made.device), 1, 2, made.device)
         schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: output.sum())

@@ -90,7 +90,7 @@ def done(timeline, device):
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_real_ranks_do_what_the_cluster_s_do(name):
+def test_real_ranks_do_what_a_clusters_ranks_do(name):
     real = launch.run(of_a_real_rank, RANKS, name, gpu="A100")
     ranks = range(RANKS) if name == "pipeline" else [0]
     for rank in ranks:

@@ -86,7 +86,7 @@ INDEXED = {
 
 
 @pytest.mark.parametrize("name", INDEXED)
-def test_the_host_waits_for_masks_and_not_for_integers(name):
+def test_the_host_waits_for_masks_but_not_for_integers(name):
     call, waited_for = INDEXED[name]
     x, mask = torch.ones(2 * KB).to("vgpu:0"), torch.arange(2 * KB).lt(KB).to("vgpu:0")
     with vgpu.record(COSTS) as timeline:
@@ -150,7 +150,7 @@ def test_copies_from_the_host_block_unless_pinned_and_non_blocking():
     assert host_s == [near(2e-6), near(2e-6), near(2e-6), near(1e-6)]
 
 
-def test_a_copy_to_the_host_waits_for_all_before_it():
+def test_a_copy_to_the_host_waits_for_everything_before_it():
     x = torch.ones(KB, device="vgpu:0")
     with vgpu.record(COSTS) as timeline:
         x.neg().cpu()
@@ -196,7 +196,7 @@ def test_events_order_streams_and_measure_time():
         start.elapsed_time(end)
 
 
-def test_backward_is_launched_by_one_thread_a_device():
+def test_backward_is_launched_by_one_thread_per_device():
     a = torch.ones(KB, device="vgpu:0", requires_grad=True)
     b = torch.ones(KB, device="vgpu:1", requires_grad=True)
     loss = (b * b).sum() + (a * a).sum().to("vgpu:1")
@@ -246,9 +246,7 @@ def test_equal_runs_give_equal_timelines():
         (0.25, 8, 2),
     ],
 )
-def test_threads_queue_for_the_part_of_a_launch_that_is_under_the_lock(
-    locked_share, count, launches
-):
+def test_threads_queue_for_the_part_of_a_launch_that_holds_the_lock(locked_share, count, launches):
     with vgpu.enable(count, gpu=SPEC):
         model = nn.DataParallel(nn.Sequential(*[nn.ReLU()] * 10).to("vgpu:0"), range(count))
         x = torch.ones(count, KB, device="vgpu:0")
@@ -260,7 +258,7 @@ def test_threads_queue_for_the_part_of_a_launch_that_is_under_the_lock(
     assert last_s - first_s == near(launches * 9 * LAUNCH_S)
 
 
-def test_spend_takes_seconds_and_record_takes_costs_by_name():
+def test_spend_keeps_the_host_busy_and_record_accepts_costs_by_name():
     x = torch.ones(KB, device="vgpu:0")
     vgpu.spend(1.0)  # nothing outside a recording
     with vgpu.record(COSTS, memory_share=0.5, link="PCIe 4") as timeline:
@@ -277,7 +275,7 @@ def test_spend_takes_seconds_and_record_takes_costs_by_name():
         pass
 
 
-def test_a_recording_simulates_nothing_until_somebody_asks(monkeypatch):
+def test_a_recording_simulates_nothing_until_it_is_queried(monkeypatch):
     simulated = []
     run = Simulator.run
 
@@ -326,7 +324,7 @@ def test_busy_time_counts_overlaps_once():
     assert covered_s([later, event, event]) == near(3e-6)
 
 
-def test_an_operator_with_a_kernel_of_its_own_is_one_kernel():
+def test_an_operator_with_its_own_kernel_is_one_kernel():
     """C++ can make silu_backward of others as well; on CUDA, as on the CPU, it is one kernel."""
     x = torch.rand(KB, device="vgpu:0", requires_grad=True)
     y = torch.nn.functional.silu(x)
