@@ -96,7 +96,7 @@ def folder_of_tests(path: Path, gpus: int) -> Result:
 
 
 MARKS = "<!-- measured -->\n", "<!-- /measured -->"
-COLUMNS = "| suite | passed | refused in words | failed | wrong number | skipped | which |"
+COLUMNS = "| suite | passed | refused | failed | wrong number | skipped | which |"
 
 
 def table(rows: list[str]) -> str:
