@@ -92,7 +92,7 @@ def sheet(tmp_path, capsys):
     path = tmp_path / "99_exam.ipynb"
     main([str(path)])
     assert "13 tasks" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="exists already"):
+    with pytest.raises(SystemExit, match="already exists"):
         main([str(path)])
     return path
 

@@ -53,5 +53,5 @@ def test_the_workshop_has_only_the_cores_and_a_page(tmp_path, capsys):
         assert "with *more*" not in prose and len(sections.core(notebook["cells"])) > 20
         for target in re.findall(r"\]\(([\w.]+\.ipynb)\)", prose):
             assert target in made, f"{name} leads to {target}, which was left out"
-    with pytest.raises(SystemExit, match="exists already"):
+    with pytest.raises(SystemExit, match="already exists"):
         workshop.main([str(tmp_path / "workshop")])
