@@ -17,7 +17,7 @@ from vgpu.profiling import memory
 from vgpu.units import format_bytes
 
 
-@exercise("99.6", "Go on with other ranks")
+@exercise("99.6", "Continue with other ranks")
 def remaining(answer: Callable[..., list[list[int]]]) -> dict[str, Any]:
     for samples, done, ranks, batch_size in ((24, 8, 2, 4), (37, 12, 3, 4), (50, 0, 4, 5)):
         order = random.sample(range(1000), samples)
@@ -63,7 +63,7 @@ def _judge_step(parts: list[list[int]], expected: list[int], given: str) -> None
         )
 
 
-@exercise("99.7", "Play a schedule")
+@exercise("99.7", "Simulate a schedule")
 def makespan(answer: Callable[..., float | None]) -> dict[str, Any]:
     played = schedules.all_forward_all_backward, schedules.one_forward_one_backward
     kinds: tuple[Any, ...] = (*played, *_STUCK)

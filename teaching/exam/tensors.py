@@ -13,7 +13,7 @@ from helpers import devices
 from helpers.checks.core import Wrong, exercise, expect_close, expect_equal, for_input
 
 
-@exercise("99.1", "What lies elsewhere")
+@exercise("99.1", "What is elsewhere")
 def elsewhere(answer: Callable[[nn.Module, torch.device], list[str]]) -> dict[str, Any]:
     gpus = devices.lab(2)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))

@@ -18,7 +18,7 @@ SETTINGS = list(product(*VALUES.values()))
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """A page with an explorer whose every answer names its setting; it says 8, PCIe, H100, 2."""
+    """A page with an explorer whose answers name their settings; initially 8, PCIe, H100, 2."""
     controls = [
         {"label": name, "values": values, "now": now, "slider": name in ("GPUs", "batch")}
         for (name, values), now in zip(VALUES.items(), (1, 1, 0, 0), strict=True)

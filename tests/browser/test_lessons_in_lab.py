@@ -13,7 +13,7 @@ names = [lessons.number(path) or path.stem for path in lessons.NOTEBOOKS]
 
 @pytest.fixture(scope="module", params=names)
 def opened(request, open_lesson):
-    """A lesson as it is before anything was run."""
+    """A lesson before anything has been run."""
     return request.param, open_lesson(request.param)
 
 

@@ -1,4 +1,4 @@
-"""How a learner runs a lesson: any cell twice in a row, and the core alone."""
+"""How a learner may run a lesson: any cell twice in a row, or only the core."""
 
 import pytest
 import runs

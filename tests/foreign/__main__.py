@@ -1,7 +1,7 @@
-"""``make test-foreign``: programs and suites that others wrote, on virtual GPUs.
+"""``make test-foreign``: third-party programs and test suites on virtual GPUs.
 
-Runs what is installed, or what a folder has. Nothing is downloaded. Without arguments it writes the
-first table of docs/foreign.md.
+Runs what's installed, or what's in a folder. Nothing is downloaded. Without arguments, it writes
+the first table of docs/foreign.md.
 
     python tests/foreign                          all suites of packages that are installed
     python tests/foreign accelerate lightning     these
@@ -32,7 +32,7 @@ def losses(done: Done) -> list[float]:
 
 
 def accelerate() -> Result:
-    """The scripts that ``accelerate test`` and its own suite run on several GPUs."""
+    """The scripts that ``accelerate test`` and accelerate's own suite run on several GPUs."""
     result = Result()
     folder = Path(importlib.util.find_spec("accelerate").origin).parent / "test_utils" / "scripts"
     for path in sorted(folder.glob("test_*.py")):
@@ -58,7 +58,7 @@ def transformers() -> Result:
 
 
 def lightning() -> Result:
-    """A small network with Lightning's strategies, losses beside DDP's on the CPU."""
+    """A small network with Lightning's strategies, its losses compared with DDP's on the CPU."""
     result = Result()
     program = HERE / "lightning_fit.py"
     cpu = run(program, "ddp", "cpu")
@@ -71,7 +71,7 @@ SUITES = {"accelerate": accelerate, "transformers": transformers, "lightning": l
 
 
 def folder_of_tests(path: Path, gpus: int) -> Result:
-    """The tests of a folder or file, by pytest."""
+    """The tests in a folder or file, run by pytest."""
     result = Result()
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         done = run(

@@ -12,7 +12,7 @@ def test_the_split_covers_all_digits_once():
     train, held_out = Digits(train=True), Digits(train=False)
     assert (len(train), len(held_out)) == (1437, 360)
     ours = torch.cat([train.data, held_out.data]).flatten(1).tolist()
-    # 16 gray levels become 255.
+    # Gray level 16 becomes 255.
     theirs = (load_digits().data * 255 / 16).round().astype(int).tolist()
     assert sorted(ours) == sorted(theirs)
 

@@ -1,4 +1,4 @@
-"""A lesson gets real GPUs where there are enough, virtual ones where not."""
+"""A lesson gets real GPUs if there are enough, and virtual ones otherwise."""
 
 import os
 
@@ -20,7 +20,7 @@ def clean(monkeypatch):
 
 @pytest.fixture
 def real_gpus(monkeypatch):
-    """Pretend that this many NVIDIA GPUs are here; only questions are asked of them."""
+    """Pretend that this machine has that many NVIDIA GPUs; they're only queried."""
 
     def pretend(count):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)

@@ -1,4 +1,4 @@
-"""The catcher for errors that teach must fail when nothing was raised."""
+"""Catching instructive errors must fail if nothing was raised."""
 
 import warnings
 

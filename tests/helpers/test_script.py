@@ -1,6 +1,6 @@
-"""Lessons show lines of train.py as they stand in the file, and read what it prints.
+"""Lessons show lines of train.py as they are in the file, and read what it prints.
 
-Lessons 07 and 12 to 15 run it with ``run_line`` and read its losses, and lesson 14 one that fails.
+Lessons 07 and 12 to 15 run it with ``run_line`` and read its losses; lesson 14 runs one that fails.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Letters from Python's own help: encoded, split, cut into batches for ranks, and learned."""
+"""Letters from Python's own help: encoded, split, divided into batches for ranks, and learned."""
 
 from dataclasses import replace
 
@@ -101,7 +101,7 @@ def test_the_letter_model_has_as_many_parameters_as_its_comment_says():
 
 
 class NextLetter(nn.Module):
-    """Sure of one thing: after each letter of the vocabulary comes the next one."""
+    """A model that's certain that each letter of the vocabulary is followed by the next one."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""notebooks/train.py: the losses of one process in other layouts, checkpoints, messages.
+"""notebooks/train.py: the same losses in every layout, checkpoints, messages.
 
 Lesson 07 restarts it after a rank is killed, and compares the parameters bit for bit.
 """
@@ -34,7 +34,7 @@ def on_a_rank(rank, world_size, arguments):
 
 @pytest.fixture
 def run(capfd, monkeypatch):
-    """Run the script on so many ranks; what it printed."""
+    """Run the script on ``ranks`` ranks; returns what it printed."""
 
     def run(options, ranks=1):
         if ranks > 1:
@@ -108,7 +108,7 @@ def test_the_script_reports_speed_and_peak_with_cuda_read_as_vgpu():
 
 
 def test_a_cluster_runs_the_script_as_fast_as_the_plan_predicts():
-    """Lesson 15 compares the two with shards of FSDP over hosts and tensor parallelism inside."""
+    """Lesson 15 compares the two with FSDP across hosts and tensor parallelism inside."""
     options = "--model 8B --layers 8 --bf16 --recompute"
     sizes = dataclasses.replace(LLAMA["8B"], layers=8)
     layouts = {

@@ -1,4 +1,4 @@
-"""The project's files say the same as each other: packages, releases of PyTorch, commands, version."""
+"""The project's files agree with each other: packages, releases of PyTorch, commands, version."""
 
 import re
 import tomllib
@@ -18,7 +18,7 @@ def text(name):
 
 
 def recipe(target):
-    """The commands of a target of the Makefile."""
+    """The commands of a Makefile target."""
     (found,) = re.findall(rf"^{target}:.*\n((?:\t.*\n)+)", text("Makefile"), re.MULTILINE)
     return [line.strip().replace("$(BIN)", ".venv/bin") for line in found.splitlines()]
 

@@ -1,6 +1,6 @@
-"""`make venv` as someone types it who has just got a clone: here a small one, without a network.
+"""`make venv` in a new clone, which here is a small one, without a network.
 
-Its torch is an empty package; Makefile, set-up, venv and pip are the real ones.
+Its torch is an empty package; Makefile, setup, venv and pip are the real ones.
 """
 
 import os
@@ -56,7 +56,7 @@ def write_wheel(folder, name, version, needs=""):
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    """A stick with two releases of PyTorch, as a folder and as an index of packages."""
+    """A USB stick with two releases of PyTorch, as a folder and as a package index."""
     stick = tmp_path_factory.mktemp("a stick")
     for torch, vision in (("2.14.1", "0.29.1"), ("2.15.0", "0.30.0")):
         write_wheel(stick, "torch", torch)
@@ -83,7 +83,7 @@ def clone(tmp_path):
 
 
 def make(folder, *arguments, **environment):
-    """Run make venv there; what it printed, and whether it succeeded."""
+    """Run make venv there; returns what it printed, and whether it succeeded."""
     plain = {"PATH": os.environ["PATH"], "HOME": str(folder.parent), "PIP_CONFIG_FILE": os.devnull}
     done = subprocess.run(
         ["make", "--no-print-directory", "venv", f"PYTHON={sys.executable}", *arguments],

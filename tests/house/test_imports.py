@@ -1,4 +1,4 @@
-"""Imports inside the package point one way: a file imports only from rows above its own (ORDER)."""
+"""Imports inside the packages point one way: a file imports only from rows above its own (ORDER)."""
 
 import ast
 

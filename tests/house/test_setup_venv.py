@@ -1,4 +1,4 @@
-"""What the set-up decides: which PyTorch, from where, and what it does when pip fails."""
+"""What setup decides: which PyTorch, from where, and what to do if pip fails."""
 
 import argparse
 import ast
@@ -79,7 +79,7 @@ def test_pip_settings_that_choose_releases_are_distinguished_from_mirrors(tmp_pa
 
 
 def test_incompatible_builds_are_replaced_if_a_release_was_requested(tmp_path, monkeypatch):
-    """As a folder of wheels that has a CPU build of torch, beside an index's torchvision."""
+    """As with a folder of wheels that has a CPU build of torch, and torchvision from an index."""
     calls, matches = [], iter([False, True])
     monkeypatch.setattr(
         setup_venv, "pip", lambda *arguments, **_: calls.append(arguments[1]) or True

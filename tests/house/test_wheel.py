@@ -1,4 +1,4 @@
-"""The wheel is the library and nothing else, and runs where the course is not."""
+"""The wheel contains only the library, and runs without the course."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The public CI: it runs commands that there are, on the versions that the project promises."""
+"""The public CI runs existing commands, on the versions that the project supports."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A working day: each lesson's core is short, needs nothing of the rest, and says its minutes."""
+"""Each lesson's core is short, needs nothing from the rest, and shows its minutes."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What every lesson's file must be, before it is even run."""
+"""Rules for every lesson's file, without running it."""
 
 import ast
 import re
@@ -77,7 +77,7 @@ def test_every_lesson_opens_with_its_goals_and_closes_with_a_summary(path):
 @each_lesson
 def test_links_within_a_lesson_and_to_others_work(path):
     text = "\n".join(cell.source for cell in prose(path))
-    # JupyterLab names a heading's place after its text, with dashes for spaces.
+    # JupyterLab creates a heading's anchor from its text, with dashes for spaces.
     places = {name.replace(" ", "-") for name in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
     for target in re.findall(r"\]\((#[^)]+|[\w.]+\.ipynb)\)", text):
         if target.startswith("#"):
@@ -99,7 +99,7 @@ def test_code_cells_are_short(path):
     sizes = {cell.id: len(cell.source.splitlines()) for cell in code(path)}
     long = {name: size for name, size in sizes.items() if size > 20}
     assert not long, f"code cells over 20 lines: {long}"
-    # Stubs, setups and checks included; a lesson is read a few lines at a time.
+    # Including stubs, setups and checks; a lesson is read a few lines at a time.
     assert sorted(sizes.values())[len(sizes) // 2] <= 9, f"the median is too long: {sizes}"
 
 

@@ -1,4 +1,4 @@
-"""The places outside the notebooks that name lessons say what the notebooks say."""
+"""Files outside of the notebooks that mention lessons agree with the notebooks."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""make test-gpu where there is no GPU: what it would do, what is missing, and its exit status."""
+"""make test-gpu without a GPU: what it would do, what's missing, and its exit status."""
 
 import pytest
 from real_gpus import __main__ as command

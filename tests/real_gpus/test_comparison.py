@@ -1,4 +1,4 @@
-"""What is compared between real and virtual GPUs, tried here between virtual ones."""
+"""The comparison of real and virtual GPUs, tested here between virtual ones."""
 
 import copy
 import functools
@@ -15,7 +15,7 @@ def observed(gpu="H100"):
 
 @pytest.fixture
 def pair():
-    """The same observation twice, to be changed by a test."""
+    """Two copies of an observation, for tests to change."""
     return copy.deepcopy(observed()), copy.deepcopy(observed())
 
 

@@ -19,7 +19,7 @@ def test_cells_and_scripts_are_the_learners(path):
 
 
 def test_an_error_raised_in_a_package_is_reported_at_the_learners_line():
-    """The error came from a compiled package's own folder, which the checks once forgot."""
+    """The error came from a compiled package's folder, which the checks used to miss."""
     names = {}
     source = "def pick(numbers):\n    raise LookupError('no such row')\n"
     exec(compile(source, "/usr/lib64/python3.13/site-packages/frames/pick.py", "exec"), names)

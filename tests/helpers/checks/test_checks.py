@@ -18,9 +18,9 @@ def own_progress(tmp_path, monkeypatch):
 @pytest.fixture
 def doubled(monkeypatch):
     """An exercise that exists for one test: double a random tensor."""
-    # All of them: what is first imported in this test would be forgotten with it.
+    # Import all of them: what's first imported in this test would be forgotten with it.
     monkeypatch.setattr(core, "_exercises", {item.id: item for item in exercises()})
-    # Checks stand in the package; these ones stand here, and are no learner's code either.
+    # Checks are in the package; these are here, but aren't learners' code, either.
     monkeypatch.setattr(blame, "_COURSE", (*blame._COURSE, Path(__file__).parent))
 
     @exercise("99.1", "double it")

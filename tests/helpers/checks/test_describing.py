@@ -1,4 +1,4 @@
-"""Values in words: what differs never reads the same, and the largest difference has its place."""
+"""Values as text: different values never read the same, and the largest difference is located."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Predictions: made or skipped, shown beside the outcome, counted."""
+"""Predictions: made or skipped, shown next to the outcome, counted."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def own_progress(tmp_path, monkeypatch):
 
 @pytest.fixture
 def displayed(monkeypatch):
-    """What is displayed, in a kernel that Jupyter's server started."""
+    """What's displayed in a kernel that Jupyter's server started."""
     monkeypatch.setenv("JPY_SESSION_NAME", "04_dataparallel_shapes.ipynb")
     shown = []
     monkeypatch.setattr(guesses, "display", shown.append)

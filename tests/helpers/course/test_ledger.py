@@ -1,4 +1,4 @@
-"""The ledger can be searched and counted, and each claim leads to the cell that proves it."""
+"""The ledger can be searched and counted, and each claim links to the cell that proves it."""
 
 import json
 
@@ -22,7 +22,7 @@ def cell(kind, cell_id, source, *tags):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A ledger of three claims and two lessons; X1 is proved in both, and twice in its own."""
+    """A ledger with three claims and two lessons; X1 is proved in both, and twice in its own."""
     (tmp_path / "claims.yml").write_text(LEDGER, encoding="utf-8")
     first = [
         cell("markdown", "opening", "# Title\n\n```\n# no heading\n```"),

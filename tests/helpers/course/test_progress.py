@@ -1,4 +1,4 @@
-"""The overview of lesson 00 is read from the lessons themselves."""
+"""The overview in lesson 00 is read from the lessons themselves."""
 
 import json
 

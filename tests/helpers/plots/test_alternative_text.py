@@ -1,4 +1,4 @@
-"""Every figure carries alternative text, in JupyterLab, in exported HTML and on the site."""
+"""Every figure has alternative text, in JupyterLab, in exported HTML and on the site."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ PLOTS = sorted((lessons.ROOT / "helpers" / "plots").rglob("[a-z]*.py"))
 
 
 def shown(draw, monkeypatch):
-    """What a drawing function hands to the page."""
+    """What a drawing function displays."""
     pictures = []
     monkeypatch.setattr(style, "display", pictures.append)
     draw()

@@ -1,4 +1,4 @@
-"""Figures, read through their alternative texts and what is drawn."""
+"""Figures, checked through their alternative texts and what's drawn."""
 
 import matplotlib
 import matplotlib.pyplot as plt

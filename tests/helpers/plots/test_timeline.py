@@ -29,7 +29,7 @@ def test_every_gpu_has_a_lane_and_every_event_a_kind(recorded):
     lanes = lanes_of(recorded, host=True)
     assert list(lanes) == ["vgpu:0", "vgpu:1", "vgpu:2", "host"]
     assert lanes["vgpu:2"] == []
-    # relu() stands outside every module.
+    # relu() is outside of every module.
     kinds = {"copy", "forward", "backward", "other kernels"}
     assert {kind_of(e) for e in lanes["vgpu:0"]} == kinds
     assert list(lanes_of(recorded, devices=recorded.devices[1:2])) == ["vgpu:1"]
@@ -112,7 +112,7 @@ def test_lanes_of_joined_ranks_are_numbered_by_rank():
 
 
 def test_a_stream_of_hairlines_has_no_lane():
-    """Its lane would look empty; the line under the title says that it is not there."""
+    """Its lane would look empty; the line below the title says that it's left out."""
     with vgpu.enable(1, gpu="K80"), vgpu.shapes_only():
         x, tiny = torch.ones(2**26, device="vgpu"), torch.ones(1, device="vgpu")
         with vgpu.record() as found:

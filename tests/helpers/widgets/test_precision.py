@@ -1,4 +1,4 @@
-"""The explorer of lesson 17: what a cast to float8 does to the numbers beside a large one."""
+"""The explorer of lesson 17: what a cast to float8 does to the numbers next to a large one."""
 
 import pytest
 import torch

@@ -11,7 +11,7 @@ from helpers.widgets import ring
 
 @pytest.fixture
 def shown(monkeypatch):
-    """Figures that would have been shown, as the texts on them."""
+    """The texts on the figures that would have been shown."""
     figures = []
 
     def keep(picture):
@@ -89,5 +89,5 @@ def test_the_sliders_redraw_and_stay_within_the_ring(shown):
     assert step.max == 14
     ranks.value = 2
     assert step.value == step.max == 2
-    # One drawing a change, of what the sliders then say: nothing failed silently.
+    # One drawing per change, with the sliders' values: nothing failed silently.
     assert "11" in shown[-1] and "rank 1" in shown[-1] and "rank 2" not in shown[-1]

@@ -1,4 +1,4 @@
-"""The explorer of lesson 12: bytes of each way of cutting, beside what is allocated and sent."""
+"""The explorer of lesson 12: bytes of each way to shard, compared with what's allocated and sent."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def test_one_gpu_sends_and_gathers_nothing():
 
 
 def test_answer_matches_what_fully_shard_keeps_and_sends():
-    """PyTorch's own, as rank 0 of 8: with its gradients in bfloat16, as the explorer counts."""
+    """PyTorch's own FSDP2 as rank 0 of 8, with gradients in bfloat16, as the explorer counts them."""
     found = answer(SHAPE, 8, FSDP)
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     with vgpu.cluster(hosts=1) as cluster, vgpu.shapes_only():
@@ -64,7 +64,7 @@ def test_answer_matches_what_fully_shard_keeps_and_sends():
             for event in timeline.of(cluster.device)
             if event.kind == "collective"
         )
-    # In float32, slices of parameters, gradients and two averages: 16 bytes as well.
+    # In float32, shards of parameters, gradients and two averages are 16 bytes as well.
     assert kept_bytes == pytest.approx(found.at_rest_bytes, rel=0.02)
     assert sent_bytes == pytest.approx(found.inside_bytes, rel=0.001)
 
