@@ -1,4 +1,4 @@
-"""The site's own pages, and the check of its links."""
+"""The site's own pages, and the check for broken links."""
 
 import re
 

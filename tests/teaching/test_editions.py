@@ -1,4 +1,4 @@
-"""Editions to hand out: one without solutions, one solved, each a whole course."""
+"""Editions to hand out: one without solutions, one solved, each a complete course."""
 
 import json
 import re
@@ -19,7 +19,7 @@ def test_the_student_edition_has_no_solutions_and_the_solved_one_has_all():
         for name in lessons.exercise_ids(path):
             code = lessons.solution(path, name).strip()
             (folded,) = lessons.tagged(path, f"solution-{name}")
-            # Some lessons show after the exercise what was to be written.
+            # Some lessons show the expected code after the exercise.
             shown = [c.id for c in lessons.cells(path) if code in c.source and c.id != folded.id]
             left = [c["id"] for c in student["cells"] if code in "".join(c["source"])]
             assert left == shown, f"{name} is given away"
@@ -65,7 +65,7 @@ def test_an_edition_is_a_complete_course_and_overwrites_nothing(tmp_path, target
 
 
 def _leads_nowhere_else(root, readme):
-    """What the README names is there, and what it says to type works without tests and teaching."""
+    """What the README names exists, and its commands work without tests and teaching."""
     assert "docker build" in readme and "Binder" in readme and "## Teach with it" not in readme
     for wanted in ("Dockerfile", ".devcontainer/devcontainer.json", "binder/postBuild"):
         assert (root / wanted).is_file()

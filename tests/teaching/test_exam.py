@@ -14,7 +14,7 @@ from teaching.exam.__main__ import JUDGED_LATER, main
 from teaching.judge import outcome_of
 
 TASKS = lessons.exercise_ids(lessons.EXAM)
-# Right in another way than the solution: a text of it, and what stands there instead.
+# Right answers that differ from the solution: text in it, and what replaces it.
 OTHERS = {
     "99.7": [("return max(free_s)", "from numpy import array\n    return array(free_s).max()")],
     "99.8": [("1000, 1500", "460, 12_500")],
@@ -32,7 +32,7 @@ each_task = pytest.mark.parametrize("task", TASKS)
 
 @pytest.fixture(autouse=True)
 def without_the_notebook_s_gpus():
-    """Its setup asks for eight, for good; a test gives them back."""
+    """Its setup enables eight GPUs permanently; a test restores the previous ones."""
     yield
     vgpu.disable()
 
@@ -56,7 +56,7 @@ def test_the_solution_passes_and_shows_what_it_did(task):
     solution = lessons.solution(lessons.EXAM, task)
     others = [solution.replace(*pair) for pair in OTHERS.get(task, ())]
     assert solution not in others
-    for source in [solution] * (3 if ALL else 1) + others:  # the input is drawn anew
+    for source in [solution] * (3 if ALL else 1) + others:  # the input is redrawn
         outcome = outcome_of(lessons.EXAM, task, source)
         assert outcome.status == "right" and outcome.achieved, f"{source}\n{outcome}"
 

@@ -1,4 +1,4 @@
-"""Explorers on the site's pages: every answer is there, and those compared are what the function gives."""
+"""Explorers on the site's pages: every answer is there, and a sample of them matches the function."""
 
 import html.parser
 from itertools import product
@@ -12,14 +12,14 @@ from teaching import lessons, rendered
 from teaching.pages import explorers
 
 SETUP = "%matplotlib inline\nfrom helpers.widgets.ring import ring_explorer, show_ring"
-# Of a sample, the first and the last of each, and a step past the end.
+# The sample has the first and last value of each control, and a step past the end.
 SAMPLE = [(2, 0), (2, 3), (3, 1), (4, 0), (4, 6)]
 COMPARED = list(product((2, 3, 4), range(7))) if ALL else SAMPLE
 
 
 @pytest.fixture(scope="module")
 def lesson(tmp_path_factory):
-    """The ring's explorer in a lesson, executed; then its function for some of 3 × 7 settings."""
+    """The ring's explorer, executed in a lesson; then its function for some of 3 × 7 settings."""
     calls = [f"show_ring({ranks}, {step})" for ranks, step in COMPARED]
     cells = [nbformat.v4.new_code_cell(source) for source in (SETUP, "ring_explorer()", *calls)]
     folder = tmp_path_factory.mktemp("explorers")

@@ -1,4 +1,4 @@
-"""Folders as learners leave them: the newest copy, lost tags, cells that are gone, anything else."""
+"""Folders as learners leave them: several copies, lost tags, missing cells, anything else."""
 
 import csv
 import json
@@ -73,7 +73,7 @@ def test_every_learner_is_in_the_table_whatever_the_folder_contains(tmp_path, ca
     with odd["large"].open("wb") as file:
         file.truncate(10**12)
     odd["bom"].write_bytes(b"\xef\xbb\xbf" + LESSON.read_bytes())
-    # A disk of another system: bytes that are not UTF-8; and a name that would break the table.
+    # Another system's disk: bytes that aren't UTF-8; and a name that would break the table.
     strange = [os.fsencode(folder) + b"/M\xfcller", os.fsencode(folder) + b"/a\nb"]
     for name in strange:
         os.mkdir(name)

@@ -1,4 +1,4 @@
-"""Answers are judged as in a notebook; endless, greedy or hostile, one harms no other learner."""
+"""Answers are judged as in a notebook; endless, greedy or hostile ones don't harm other learners."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ assert text == "\\n8 GPUs\\n! nothing\\n"
 """
 
 
-# Typed as in a notebook; later answers know the names of earlier ones.
+# Typed as in a notebook; later answers can use the names of earlier ones.
 TYPED = {
     "4.1": AS_IN_A_NOTEBOOK + SOLUTIONS["4.1"],
     "4.2": "%%time\nassert left == 2\n" + SOLUTIONS["4.2"],
@@ -41,12 +41,12 @@ TYPED = {
 
 
 def test_answers_after_one_that_ends_the_process_still_have_earlier_names(tmp_path):
-    # The process that ends takes the names of 4.1 along: the next one runs 4.1 again.
+    # When the process ends, the names of 4.1 are lost: the next one reruns 4.1.
     one = hand_in(tmp_path, "one", {**SOLUTIONS, "4.2": "import os; os._exit(3)"})
     notebook = json.loads(one.read_text("utf-8"))
     tags = [cell["metadata"].get("tags", ()) for cell in notebook["cells"]]
     (place,) = (index for index, of in enumerate(tags) if "stub-4.3" in of)
-    # A cell that fails, above one that is right.
+    # A failing cell above a right one.
     trial = {"cell_type": "code", "metadata": {}, "source": "assert replica_sizes(16, 8)\n1 / 0"}
     notebook["cells"].insert(place, trial)
     one.write_text(json.dumps(notebook), "utf-8")
@@ -175,7 +175,7 @@ def test_hostile_answers_do_not_change_other_learners_verdicts(tmp_path, capsys)
     shown = capsys.readouterr().out
     rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines()[1:7]}
     assert rows.keys() == hostile.keys()
-    # What "overwrites" and "writes" get is their own affair.
+    # What verdicts "overwrites" and "writes" get doesn't matter.
     assert rows["=forks"] == ["✓", "!", "✓", "2"] and rows["honest"] == ["✓", "✓", "✓", "3"]
     assert rows["waits"] == ["✓", "✓", "·", "2"], "4.2 is right without what 4.1 left"
     assert rows["raises"] == ["!", "!", "!", "0"]

@@ -1,4 +1,4 @@
-"""Lessons for the book and the slides: an explorer shows its first picture where nothing is live."""
+"""Lessons for the book and the slides: without a kernel, an explorer shows its first picture."""
 
 import nbformat
 

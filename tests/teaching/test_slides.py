@@ -1,4 +1,4 @@
-"""What goes on which slide, decided from a lesson's cells."""
+"""What goes on which slide, determined from a lesson's cells."""
 
 import re
 
@@ -77,7 +77,7 @@ def test_prose_after_an_output_does_not_appear_before_it():
     def key(text):
         return page.find(string=re.compile(text)).find_parent(class_="fragment")
 
-    # One key for the output, one for the prose, which brings along what follows it.
+    # One keypress for the output, one for the prose, together with what follows it.
     assert page.find_all(class_="fragment") == [key("^42$"), key("It is 42")]
     assert key("later") is key("It is 42") and key("6") is None and key("More") is None
 
@@ -91,7 +91,7 @@ def test_an_output_waits_for_the_next_keypress():
     text = slides.as_slides(made, "part")
     before, _, after = text.partition('<div class="fragment">')
     assert "6</span>" in before and "the answer" not in before and "the answer" in after
-    # The assertion is one more key, after the output.
+    # The assertion needs one more keypress, after the output.
     assert "assert" not in before and after.index("the answer") < after.index(">assert<")
     assert after.count('class="fragment"') == 1
 

@@ -10,7 +10,7 @@ from vgpu import launch
 
 
 def errors_of_wrong_calls(device):
-    """What each wrong call raises, in the last rank of two."""
+    """What each wrong call raises, on the last rank of two."""
     import torch
     import torch.distributed as dist
 
@@ -83,7 +83,7 @@ def wrong_and_right_calls(rank, world, errors_of_wrong_calls):
 def test_ranks_and_a_cluster_refuse_the_same_wrong_calls():
     ranks = launch.run(wrong_and_right_calls, 2, errors_of_wrong_calls, gpu="V100")
     errors = ranks[1][0]
-    for _, *done in ranks:  # what is contiguous, or channels-last, is a row of numbers
+    for _, *done in ranks:  # contiguous and channels-last tensors are one block of memory
         assert done == [[2, 2], 192, [96, 96, 144, 144]]
     with vgpu.cluster(hosts=1, gpus_per_host=2, rank=1) as cluster, vgpu.shapes_only():
         assert errors_of_wrong_calls(cluster.device) == errors

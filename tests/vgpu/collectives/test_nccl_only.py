@@ -1,4 +1,4 @@
-"""What NCCL or CUDA would have to do: done otherwise, or refused in a sentence."""
+"""What only NCCL or CUDA can do: done differently, or refused with a message."""
 
 import torch
 from cells import cell

@@ -1,4 +1,4 @@
-"""Training on ranks with virtual GPUs, bit for bit what it is on the CPU, and on one process."""
+"""Training on ranks with virtual GPUs matches the CPU and a single process bit for bit."""
 
 import functools
 
@@ -13,14 +13,14 @@ from vgpu import launch
 
 cloudpickle.register_pickle_by_value(strategies)
 
-# Every third way of each group.
+# Every third way in each group.
 WAYS = {group: ways if ALL else ways[::3] for group, ways in strategies.WAYS.items()}
 BY_BATCH = ("ddp", "fsdp", "hybrid_sharding", "fsdp_without_resharding")
 
 
 @functools.cache
 def results_of(group):
-    """For each rank, what the ways of a group gave; all on one start of the ranks."""
+    """For each rank, the results of a group's ways; the ranks are started only once."""
     return launch.run(strategies.both, 4, WAYS[group], gpu="V100")
 
 
@@ -72,7 +72,7 @@ LIMIT_BYTES = 6 * 2**20
 
 
 def test_a_model_that_runs_out_of_memory_under_ddp_trains_under_fully_shard():
-    # Parameters, gradients and Adam's two states: 16 bytes a parameter, 8 MiB on each GPU.
+    # Parameters, gradients and Adam's two states: 16 bytes per parameter, 8 MiB on each GPU.
     with pytest.raises(launch.RankRaised, match=r"total capacity of 6\.00 MiB") as raised:
         launch.run(cell(TRAIN)["main"], 2, False, gpu="V100", memory_bytes=LIMIT_BYTES)
     assert "OutOfMemoryError" in str(raised.value)

@@ -1,4 +1,4 @@
-"""The table of collectives: each operator of torch has a row, and what an added one brings."""
+"""The table of collectives: each of torch's operators has a row, and each row is complete."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from toy_cluster import EXACT, collectives, toy
 import vgpu
 from vgpu.collectives.table import COLLECTIVES, NAMES, sent_bytes
 
-# What sends nothing, what needs gloo by name and CPU tensors, and messages to several ranks at once.
+# Operators that send nothing, need gloo by name and CPU tensors, or send to several ranks at once.
 WITHOUT_A_ROW = {
     "_c10d_functional::_wrap_tensor_autograd",
     "_c10d_functional::batch_p2p_ops",

@@ -1,4 +1,4 @@
-"""Tensors around virtual ones: their device, their random numbers, and what is imported when."""
+"""Wrappers of virtual tensors: their device, their random numbers, and when modules are imported."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.virtual_gpus(2)
 
 def test_a_wrapper_shows_the_virtual_device_and_moves():
     class Around(torch.Tensor):
-        """A wrapper subclass as anyone may write it."""
+        """A wrapper subclass, as anyone might write it."""
 
         @staticmethod
         def __new__(cls, inside):

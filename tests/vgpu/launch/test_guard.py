@@ -1,4 +1,4 @@
-"""What a rank has started ends with the call: in sessions of its own, without its environment."""
+"""What a rank started ends with the call, even in other sessions and without its environment."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from vgpu.launch import guard
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
 
-# By itself: its package would import torch.
+# Imported by path, because its package would import torch.
 GUARD = f"import sys; sys.path.insert(0, {os.path.dirname(guard.__file__)!r}); import guard"
 
 STARTS = """

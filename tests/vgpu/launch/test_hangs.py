@@ -1,4 +1,4 @@
-"""Which hangs are certain, and who is reported missing, from where the ranks are."""
+"""Which hangs are certain, and who's reported missing, given where the ranks are."""
 
 import math
 from collections import Counter
@@ -36,7 +36,7 @@ def test_a_rank_that_still_computes_is_not_a_certain_hang():
 
 def test_ranks_in_the_same_collective_are_not_deadlocked():
     assert not is_deadlock([waiting(started(1)), waiting(started(1))])
-    # One has gone on to the next while the other is finishing.
+    # One has moved on to the next while the other is finishing.
     ahead = waiting(started(1, finished=True), started(2))
     assert not is_deadlock([ahead, waiting(started(1))])
 
@@ -52,7 +52,7 @@ def test_all_reduce_of_different_sizes_is_a_mismatch():
     ranks = [waiting(started(1)), waiting(started(1, shape=(3,)))]
     assert is_deadlock(ranks)
     assert "Mismatch in all_reduce" in explain(ranks, str)
-    # One has got through with what there was, and waits for the other at the next.
+    # One has finished with what had arrived, and waits for the other in the next.
     ahead = waiting(started(1, finished=True), started(2, name="barrier"))
     assert is_deadlock([ahead, waiting(started(1, shape=(3,)))])
 
@@ -71,7 +71,7 @@ def test_all_reduce_of_different_types_is_a_mismatch():
 
 
 def messaging(rank, source, target, *, others=(), tag=0):
-    """Blocked in a send or recv; others: what it has sent before."""
+    """Blocked in a send or recv; others: what it sent before."""
     message = Message("0", source, target, tag)
     state = RankState("runs", LINE, "recv", True, [], BOTH, message=message)
     (state.received if rank == target else state.sent)[message] += 1
@@ -119,7 +119,7 @@ def test_a_new_group_that_a_member_never_creates_is_a_certain_hang():
     text = explain([making_group([0, 1]), missing], str)
     assert "new_group([0, 1]): rank 0 came, rank 1 never came" in text
     assert not is_deadlock([making_group([0, 1]), making_group([0, 1])])
-    missing.groups_made = 2  # it has made it and gone on
+    missing.groups_made = 2  # it has created it and moved on
     assert not is_deadlock([making_group([0, 1]), missing])
 
 

@@ -1,4 +1,4 @@
-"""What cannot travel between processes is refused with its name and a way out."""
+"""What can't be sent between processes is refused by name, with advice."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What ranks print is put together from the bytes of their pipes, and shown in order of time."""
+"""What ranks print is reassembled from the bytes in their pipes, and shown in order of time."""
 
 import pytest
 from cells import run

@@ -1,4 +1,4 @@
-"""launch.run hands a cell's function to processes and brings its results back."""
+"""launch.run sends a cell's function to processes and returns its results."""
 
 import os
 import threading
@@ -33,7 +33,7 @@ def test_results_come_in_rank_order_and_the_group_is_ready():
 
 
 def test_no_function_starts_before_every_rank_has_joined():
-    """It may leave the group at once, whose connections others would still be making."""
+    """It may leave the group immediately, while others would still be connecting."""
     names = cell(
         """
         class Late:
@@ -94,7 +94,7 @@ def test_a_changed_cell_is_what_runs():
 
 def test_the_environment_is_torchruns_and_threads_are_divided(monkeypatch):
     monkeypatch.setenv("SET_IN_A_CELL", "yes")
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")  # torch reads it when it is imported
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")  # torch reads it on import
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "SET_IN_A_CELL")
     results = run(
         """

@@ -53,7 +53,7 @@ def test_saved_tensors_count_until_the_graph_is_freed():
     assert allocated() == 4096 + 4096 + 512
     del y
     assert allocated() == 4096 + 4096 + 512
-    loss.backward()  # frees what was saved, makes w.grad
+    loss.backward()  # frees what was saved, creates w.grad
     assert allocated() == 4096 + 4096 + 512
     w.grad = None
     del loss
@@ -226,7 +226,7 @@ def test_a_bad_memory_fraction_is_refused(fraction, kind):
 
 
 def test_a_copy_of_a_tensors_attributes_is_on_the_same_gpu():
-    # dcp.async_save copies them one by one, and would copy all blocks of a GPU of its own.
+    # dcp.async_save copies them one by one; it must not copy the GPU with all its blocks.
     with vgpu.enable(1):
         attributes = vars(torch.ones(3, device="vgpu:0"))
         copied = copy.deepcopy(attributes["_gpu"])

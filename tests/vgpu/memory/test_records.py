@@ -70,7 +70,7 @@ def test_blocks_belong_to_the_stream_on_which_they_were_allocated():
         del x
         y = of(5)
     assert [event.stream for event in record.events] == [side.stream_id, 0, side.stream_id, 0]
-    # Two segments of 20 MiB on vgpu:0: what is free belongs to the side stream.
+    # Two segments of 20 MiB on vgpu:0: the free part belongs to the side stream.
     assert record.reserved("vgpu:0").reserved_bytes == 40 * MIB
     assert record.reserved("vgpu:1").reserved_bytes == 20 * MIB
     del y, other

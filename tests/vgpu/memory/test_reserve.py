@@ -1,4 +1,4 @@
-"""What torch.vgpu says is reserved: the segments that CUDA's allocator would have by now."""
+"""Reserved memory as reported by torch.vgpu: the segments that CUDA's allocator would have."""
 
 import gc
 import random
@@ -94,13 +94,13 @@ def test_streams_share_no_segments():
 def test_cached_segments_are_released_before_memory_runs_out():
     x = of(200)
     del x
-    y = of(100)  # the 200, which is not cut: there is no room beside it
+    y = of(100)  # the 200, which isn't split: there's no room left in it
     assert reserved_mib() == 200
     z = of(156)
     assert torch.vgpu.memory_allocated() == 256 * MIB
     counts = ["num_alloc_retries", "num_ooms"]
     assert [torch.vgpu.memory_stats()[name] for name in counts] == [1, 0]
-    for _ in range(2):  # each time it tries again, and gives up
+    for _ in range(2):  # each time, it retries and gives up
         with pytest.raises(torch.OutOfMemoryError):
             of(1)
     assert [torch.vgpu.memory_stats()[name] for name in counts] == [3, 2]
@@ -136,7 +136,7 @@ def test_reenabled_gpus_count_only_what_is_still_held():
 
 
 def some_program(ask, seed=0):
-    """Blocks made, resized and freed at random, on two streams; asks each time."""
+    """Blocks are created, resized and freed at random, on two streams, with a query after each."""
     chance, side, live = random.Random(seed), torch.vgpu.Stream("vgpu:0"), []
     for _ in range(300):
         kind = chance.random()
@@ -167,7 +167,7 @@ def test_the_reserve_equals_what_a_record_replays(longest_log, shapes, monkeypat
 
 
 def test_the_allocator_survives_frees_during_an_allocation(monkeypatch):
-    """Whenever an object is made Python may collect others, and their finalizers may do anything."""
+    """Whenever an object is created, Python may collect others, whose finalizers may do anything."""
     held, made = [of(3), of(9)], []
 
     class Block(memory.Block):
@@ -180,7 +180,7 @@ def test_the_allocator_survives_frees_during_an_allocation(monkeypatch):
     monkeypatch.setattr(memory, "Block", Block)
     kept = of(30)
     assert torch.vgpu.memory_allocated() == (12 + 12 + 30) * MIB
-    assert reserved_mib() == 20 + 12 + 30  # one of 12 lies where the first two did
+    assert reserved_mib() == 20 + 12 + 30  # one of 12 is where the first two were
     made.clear()
     assert torch.vgpu.memory_allocated() == 30 * MIB
     torch.vgpu.empty_cache()

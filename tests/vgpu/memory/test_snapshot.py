@@ -1,4 +1,6 @@
-"""Memory snapshots of virtual GPUs, as torch.cuda.memory._snapshot has them; PyTorch's viewer reads them."""
+"""Memory snapshots of virtual GPUs have the format of torch.cuda.memory._snapshot, and PyTorch's
+viewer reads them.
+"""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""One rank of a cluster that does not exist: what it is told, and what it cannot do."""
+"""One rank of a cluster that doesn't exist: its environment, and what it can't do."""
 
 import os
 import sys
@@ -31,7 +31,7 @@ def test_leaving_a_cluster_restores_everything():
     with pytest.raises(KeyError), toy():
         raise KeyError
     assert not dist.is_initialized()
-    assert sys.excepthook is excepthook  # torch's process group lets errors name their rank
+    assert sys.excepthook is excepthook  # torch's process group makes errors name their rank
     assert vgpu.is_enabled() == enabled
     assert dict(os.environ) == before
     assert gpus.current_index() == 0

@@ -1,4 +1,4 @@
-"""What a rank of a cluster that does not exist sends: what is refused, and how long the rest takes."""
+"""What a rank of a cluster that doesn't exist sends: what's refused, and how long the rest takes."""
 
 import pytest
 import torch
@@ -23,13 +23,14 @@ def test_collectives_refuse_tensors_with_values():
 
 
 MS = 1e-3
-MEGABYTES_8 = 2_000_000  # elements of float32
+MEGABYTES_8 = 2_000_000  # float32 elements
 
 
 @pytest.mark.parametrize(
     ("call", "milliseconds"),
     [
-        # 6 steps inside and 1 between hosts, 7/8 of the bytes at 4 × 0.5 GB/s, but at most 1 GB/s.
+        # 6 steps inside and 1 between hosts, and 7/8 of the bytes at 4 × 0.5 GB/s, but at most 1
+        # GB/s.
         (lambda x, parts: dist.all_gather_single(x, parts[0]), 0.016 + 7),
         (lambda x, parts: dist.reduce_scatter_single(parts[0], x), 0.016 + 7),
         (lambda x, parts: dist.all_gather(parts, parts[0].clone()), 0.016 + 7),

@@ -1,4 +1,4 @@
-"""A cluster's GPUs are not those from before its block, though they are named alike."""
+"""A cluster's GPUs aren't those from before its block, although they have the same names."""
 
 import contextlib
 import gc
@@ -31,7 +31,7 @@ def counts():
 
 
 def fsdp_in_a_cluster():
-    """A model whose modules lie in cycles; the bytes that it leaves when the block ends."""
+    """A model with modules in reference cycles; yields the bytes that it leaves when the block ends."""
     with vgpu.cluster(hosts=1, gpus_per_host=2), vgpu.shapes_only():
         model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).to("vgpu")
         fully_shard(model)
@@ -44,7 +44,7 @@ def test_what_a_cluster_leaves_behind_does_not_count_on_other_gpus():
     with vgpu.enable(1):
         kept = of(3)
         of(2)
-        assert fsdp_in_a_cluster() > 4 * MIB  # garbage, which still lives
+        assert fsdp_in_a_cluster() > 4 * MIB  # garbage that's still alive
         assert counts() == (3 * MIB, 5 * MIB)
         torch.vgpu.reset_peak_memory_stats()
         with vgpu.record_memory() as record:
@@ -130,7 +130,7 @@ def test_a_record_in_a_cluster_leaves_out_the_gpus_outside_of_it():
         outside = of(1)
         with vgpu.cluster(hosts=1, gpus_per_host=2), vgpu.record_memory() as within:
             inside = of(4)
-            del outside  # as the collector of garbage may do at any time
+            del outside  # as the garbage collector may do at any time
             assert within.allocated_bytes("vgpu:0") == [4 * MIB]
             assert torch.vgpu.memory_allocated("vgpu:0") == 4 * MIB
         del inside

@@ -1,4 +1,4 @@
-"""Bytes on a rank of a virtual cluster are those that others published; none is fitted."""
+"""Bytes on a rank of a virtual cluster match published ones; none are fitted."""
 
 import pytest
 
