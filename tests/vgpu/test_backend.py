@@ -1,4 +1,4 @@
-"""``disable`` leaves torch as it was, but for what torch allows only once in a process."""
+"""``disable`` leaves torch as it was, except for what torch allows only once per process."""
 
 import ast
 import subprocess
@@ -53,13 +53,13 @@ assert keys() == kernels
 """
 
 PERMANENT = {
-    # torch.utils.rename_privateuse1_backend works once in a process, and names the type here.
+    # torch.utils.rename_privateuse1_backend works once per process, and names the device type here.
     "class DeviceType.VGPU",
     "class DeviceType.name",
     "class ProfilerActivity.VGPU",
     "class ProfilerActivity.name",
     "torch.utils.backend_registration._privateuse1_backend_name",
-    # The name makes torch.accelerator ask torch.vgpu whether it is available; it says no.
+    # The name makes torch.accelerator ask torch.vgpu whether it's available; it says no.
     "torch.vgpu",
 }
 

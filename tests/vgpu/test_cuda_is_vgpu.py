@@ -1,4 +1,4 @@
-"""Which words of a program written for CUDA are read for virtual GPUs, and which are not."""
+"""Which names in a program written for CUDA are read as virtual GPUs', and which aren't."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from vgpu import cuda_is_vgpu
 
 
 def read(source):
-    """The source as it is read, normalized."""
+    """The source after replacement, normalized."""
     reading = cuda_is_vgpu.Replacements("x.py")
     return ast.unparse(cuda_is_vgpu.Replacer(reading).visit(ast.parse(source))), reading
 
@@ -90,7 +90,9 @@ def test_cuda_names_in_command_line_arguments_are_replaced(argument, expected):
 
 
 def test_a_method_called_cuda_gets_both_names():
-    """Also one that calls its superclass's, of a class made in a function; not a local function."""
+    """Also one that calls its superclass's, and one in a class defined in a function, but not a
+    local function.
+    """
     source = """
 def make():
     def cuda():
@@ -167,7 +169,9 @@ def test_names_that_only_cuda_has_exist_and_raise_when_used():
         assert torch.vgpu.get_arch_list() == ["sm_90"]
         assert torch.vgpu.default_generators[1].device == torch.device("vgpu:1")
         assert torch.vgpu.has_magma
-        if not torch.cuda.is_available():  # as torch.testing gives CUDA tests streams of their own
+        if (
+            not torch.cuda.is_available()
+        ):  # as torch.testing does to give CUDA tests their own streams
             other = torch.vgpu.Stream(1)
             torch._C._cuda_setStream(other.stream_id, other.device_index, other.device_type)
             assert torch.vgpu.current_stream(1) == other

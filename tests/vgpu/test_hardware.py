@@ -1,4 +1,4 @@
-"""GPUs, links and networks: presets, those from files, and what is refused."""
+"""GPUs, links and networks: presets, those from files, and what's refused."""
 
 import re
 

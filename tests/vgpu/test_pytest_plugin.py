@@ -1,4 +1,4 @@
-"""``pytest --vgpus 4``: a project's tests for CUDA, in a pytest of their own."""
+"""``pytest --vgpus 4``: a project's CUDA tests, in a separate pytest."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""``python -m vgpu``: what a script sees, and what it is told when it cannot run."""
+"""``python -m vgpu``: what a script sees, and the errors if it can't run."""
 
 import json
 import multiprocessing
@@ -21,7 +21,7 @@ UNUSED = "vgpu: no virtual GPU was used: nothing was put on one\n"
 
 
 def run(*arguments, cwd, typed=""):
-    """The command; its return code, output and errors."""
+    """Run the command; returns its return code, output and errors."""
     command = [sys.executable, "-m", "vgpu", *map(str, arguments)]
     done = subprocess.run(
         command, cwd=cwd, env=ENVIRONMENT, input=typed, text=True, capture_output=True
@@ -113,8 +113,8 @@ def test_a_script_ends_as_under_python(kinds, options, tmp_path):
 
 
 def test_ctrl_c_ends_a_script_as_under_python(tmp_path):
-    # A shell's background jobs start with Ctrl-C switched off, and so might this test. Of one long
-    # sleep Python would not wake if the signal came just before it.
+    # A shell's background jobs start with Ctrl-C disabled, and so might this test. Python wouldn't
+    # wake from a single long sleep if the signal came just before it.
     (tmp_path / "script.py").write_text(
         "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "print('begun', flush=True)\nfor _ in range(10_000): time.sleep(0.01)\n"
@@ -204,7 +204,7 @@ if __name__ == "__main__":
 METHODS = multiprocessing.get_all_start_methods()
 
 
-# What is spawned is in the next test, too.
+# The next test also covers spawned processes.
 @pytest.mark.parametrize(
     "method", METHODS if ALL else [m for m in METHODS if m != "spawn"] or METHODS
 )
@@ -293,7 +293,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package that chooses a device, among the installed ones."""
+    """An installed package that chooses a device."""
     folder = tmp_path / "site-packages" / "chooser"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(PACKAGE)
@@ -322,7 +322,7 @@ def test_a_run_that_stayed_on_the_cpu_names_the_package_that_chose_it(
 
 
 def test_every_python_that_a_run_starts_has_its_virtual_gpus(package, tmp_path):
-    """As launchers start ranks; the run knows that they used the GPUs, though itself did not."""
+    """Processes as started by launchers; the run knows that they used the GPUs, although it didn't itself."""
     (tmp_path / "launcher.py").write_text(
         "import subprocess, sys\n"
         "for program in (['train.py'], ['-m', 'train'], ['-c', 'import train']):\n"

@@ -1,4 +1,4 @@
-"""A torch that is older than the range, one that is newer than any tried, and names that are gone."""
+"""A torch that's older than the supported range, one that's newer than any tested, and missing names."""
 
 import importlib
 import subprocess
@@ -22,7 +22,7 @@ def test_an_older_torch_is_refused_in_one_sentence():
         "ImportError: found torch 2.12.1+cpu, but virtual GPUs need 2.13 or newer: "
         'python -m pip install "torch>=2.13"'
     )
-    # Before anything of the library that might not load there.
+    # Before any part of the library that might not load there.
     assert "backend.py" not in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""Plans whose ranks share each sequence: what they compute, keep and send, and what is refused."""
+"""Plans whose ranks share each sequence: what they compute, keep and send, and what's refused."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def in_attention(step):
 
 
 def test_ranks_share_what_one_would_compute():
-    """Each computes a causal half of its own part, and half of what its part has with each other one."""
+    """Each computes the causal half of its own part, and half of its part's scores with each other part."""
     one, four = predict(plan(Layout())), predict(plan(Layout(cp=4)))
     assert in_attention(one) == 4 * in_attention(four)
     products = [step.timeline.flop - in_attention(step) for step in (one, four)]

@@ -1,4 +1,4 @@
-"""Experts: what they compute, beside a loop over tokens; what plans with them send, and what is refused."""
+"""Experts: their results match a loop over tokens; what plans with them send, and what's refused."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def made(sizes=EXPERTS, seed=0):
 
 
 def one_by_one(module, tokens):
-    """Each token through its experts, as if each had room for all."""
+    """Send each token through its experts, as if each had room for all."""
     chances = F.linear(tokens, module.router).softmax(-1)
     weights, experts = chances.topk(module.sizes.per_token)
     weights = weights / weights.sum(-1, keepdim=True)
@@ -55,7 +55,7 @@ def test_an_expert_without_a_slot_left_drops_the_token():
         module.router[1] = -module.router[0]
         tokens = (
             module.router[0].expand(1, 6, 16) + 0
-        )  # all want the first expert, which has 3 slots
+        )  # all choose the first expert, which has 3 slots
         output = module(tokens)[0]
     assert output[:3].abs().sum() > 0 and not output[3:].any()
 

@@ -1,4 +1,4 @@
-"""A step from few of its layers is that of the whole model."""
+"""A step extrapolated from a few layers matches that of the whole model."""
 
 import dataclasses
 
@@ -21,7 +21,9 @@ SIZES = TransformerSizes(8, 1024, 8, 8, 2752, 2048, sequence=1024)
 )
 def test_extrapolated_time_and_bytes_are_those_of_all_layers(layout):
     plan = Plan(SIZES, layout, 4, 1024, "full")
-    few = extrapolate(dataclasses.replace(plan, gpu="A100"), gpu=plan.gpu)  # a cost is the plan's
+    few = extrapolate(
+        dataclasses.replace(plan, gpu="A100"), gpu=plan.gpu
+    )  # this cost is the plan's
     whole = predict(plan)
     assert few.plan == plan
     assert few.seconds() == pytest.approx(whole.seconds, rel=0.01)
@@ -53,7 +55,7 @@ def test_a_rank_need_not_train_first(layout):
 
 
 def test_earlier_ddp_in_the_same_process_does_not_change_bytes(tmp_path):
-    """Its group is gone, and the next one gets its name."""
+    """Its group is gone, and the next one gets the same name."""
     store = (tmp_path / "store").as_uri()
     dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     with vgpu.enable(1):

@@ -1,4 +1,4 @@
-"""Linear layers with products in float8: their values, what plans multiply in it, what ranks send."""
+"""Linear layers with float8 products: their values, what plans multiply in float8, what ranks send."""
 
 import dataclasses
 
@@ -55,7 +55,7 @@ def test_blocks_multiply_in_float8_and_the_output_does_not():
 def test_layers_that_share_an_input_cast_it_once():
     step = predict(plan(Layout(), float8=True))
     largest = [e for e in step.timeline.events if e.name == "amax" and not e.backward]
-    weights, inputs = 7, 4  # of queries, keys and values one; of gate and up one
+    weights, inputs = 7, 4  # one for queries, keys and values; one for gate and up
     assert len(largest) == SMALL.layers * (weights + inputs)
 
 

@@ -1,4 +1,4 @@
-"""How ranks are grouped, how a model is cut into stages, and what dividing one leaves behind."""
+"""How ranks are grouped, how a model is divided into stages, and what that leaves behind."""
 
 import gc
 import itertools
@@ -60,7 +60,7 @@ def test_groups_of_one_kind_placed_differently_on_hosts_are_refused(layout):
 @pytest.mark.parametrize(
     ("layers", "stages", "counts"),
     [
-        (126, 8, [15, *[16] * 6, 15]),  # what torchtitan's own function gives
+        (126, 8, [15, *[16] * 6, 15]),  # the result of torchtitan's own function
         (126, 16, [7, *[8] * 14, 7]),
         (6, 2, [3, 3]),
         (7, 2, [4, 3]),

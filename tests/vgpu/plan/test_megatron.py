@@ -1,4 +1,4 @@
-"""Megatron-LM's form: what its recipes change."""
+"""Megatron-LM: what its recipes change."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_small_layers_wait_for_the_host():
 
 
 def test_tensor_parallelism_costs_the_host_six_collectives_per_layer():
-    """Two forward, two when that is recomputed, two backward."""
+    """Two forward, two in the recomputation, two backward."""
     twice = SMALL._replace(tp=2, gpus=2)
     whole, divided = (
         megatron._seconds(recorded(run).layer, recorded(SMALL).layer, run, SHARES)

@@ -1,4 +1,4 @@
-"""Plans with stages: how a model is cut, what plays, what is kept, and what is refused."""
+"""Plans with stages: how a model is divided, what's simulated, what's kept, and what's refused."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ def plan(layout, batch, **options):
 
 TWO = plan(Layout(dp_shard=2, pp=2), 2, gpus_per_host=2)  # a host for each stage
 
-# A rank's launches run ahead of its GPU; where each action is recorded, they begin anew.
+# A rank's launches run ahead of its GPU; since each action is recorded separately, they start over.
 NO_LAUNCHES = {"python_launch_s": 0.0, "engine_launch_s": 0.0}
 
 
@@ -49,13 +49,13 @@ def test_parameters_are_gathered_once_and_gradients_summed_once():
         return [sum(e.name == name for e in events) for name in ("all_gather", "reduce_scatter")]
 
     gathers, sums = sent()
-    assert gathers == sums == 3  # two blocks, and what lies outside them
+    assert gathers == sums == 3  # two blocks, and what's outside of them
     again, same = sent(reshard_after_forward=True)
     assert again > gathers and same == sums
 
 
 def test_pytorch_s_own_pipeline_takes_as_long_and_as_many_bytes():
-    """Two ranks of torch.distributed.pipelining recorded, and simulated together."""
+    """Two ranks of torch.distributed.pipelining, recorded and simulated together."""
     layout = Layout(pp=2)
     whole = plan(layout, 6, micro_batches=3, gpus_per_host=1)
     timelines, peaks = [], []
@@ -148,7 +148,7 @@ def test_interleaving_shortens_the_bubble_and_the_step():
 
 
 def test_the_gradients_of_chunks_share_a_link_and_the_update_waits_for_all():
-    """One chunk's are on their way when the next one's are made."""
+    """One chunk's gradients are still being sent when the next one's are computed."""
     wide = dataclasses.replace(SIZES, layers=5, width=1024, feed_forward=4096)
     options = {"sequence": 128, "chunks": 2, "gpus_per_host": 2, "network": "Ethernet 100"}
     step = predict(Plan(wide, Layout(2, 2, pp=2), 4, **options))
@@ -162,7 +162,7 @@ def test_the_gradients_of_chunks_share_a_link_and_the_update_waits_for_all():
             assert all(one.end_s <= then.start_s + 1e-12 for one, then in pairwise(turns))
         update = [event for event in events if event.module.startswith("update")]
         assert max(event.end_s for event in sent) <= update[0].start_s
-    # Were there no such meeting, nothing above would be shown.
+    # Without such a coincidence, nothing above would be tested.
     assert any(event.waited_s > 1e-6 for event in step.timeline.events)
 
 
@@ -218,7 +218,7 @@ def test_smaller_micro_batches_are_among_what_would_fit():
     assert {"micro_batches": 4} in command._changes(plan(Layout(pp=2), 4))
 
 
-# Bad input
+# Invalid input
 
 
 @pytest.mark.parametrize(

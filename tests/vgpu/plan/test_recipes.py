@@ -1,4 +1,4 @@
-"""What a training does otherwise: accumulation, the type of reduction, which blocks are recomputed."""
+"""Variants of training: accumulation, the dtype of reductions, which blocks are recomputed."""
 
 import dataclasses
 

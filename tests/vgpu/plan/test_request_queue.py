@@ -1,4 +1,4 @@
-"""Requests in a queue: when each token comes, by schedule, and what no schedule may do."""
+"""Requests in a queue: when each token comes, depending on the schedule, and what schedules may not do."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules: complete, without deadlock, and with the bubble and memory of the papers."""
+"""Pipeline schedules: complete, free of deadlocks, and with the papers' bubble and memory."""
 
 import math
 from itertools import pairwise
@@ -27,7 +27,7 @@ each_kind = pytest.mark.parametrize("make", schedules.KINDS.values(), ids=schedu
 
 
 def bubbles(times=None):
-    """Every schedule that some size allows, simulated."""
+    """Every schedule that's possible for some sizes, simulated."""
     for p, m in SIZES:
         for make in schedules.KINDS.values():
             if make is not schedules.interleaved or m % p == 0:
@@ -55,9 +55,9 @@ def test_interleaving_divides_the_bubble_by_the_chunks(p, m, v):
         return
     simulated = simulate(schedules.interleaved(p, m, v))
     assert math.isclose(simulated.bubble, (p - 1) / (v * m + p - 1), abs_tol=1e-12)
-    # A chunk takes its share of a device's time, so the work is that of the other schedules.
+    # A chunk takes its share of a device's time, so the work is the same as in the other schedules.
     assert math.isclose(sum(box.end - box.start for box in simulated.boxes[0]), 3 * m)
-    # In units of a device's layers: p + (p - 1) / v, unless the batch has ended before.
+    # In units of a device's layers: p + (p - 1) / v, unless the batch ends before that.
     assert peaks_in_flight(simulated.schedule)[0] == min(v * p + p - 1, v * m)
 
 
@@ -107,7 +107,7 @@ def test_a_transfer_delays_only_the_neighbor():
 
 
 def test_stages_with_whole_and_halved_backwards_can_be_combined():
-    # The last device halves its backward, the first does not: it needs the first half only.
+    # The last device halves its backward, but the first doesn't: it needs only the first half.
     mixed = from_text(["F0 F1 B0 B1", "F0 I0 F1 I1 W0 W1"])
     assert simulate(mixed).makespan == 7
     assert set(needs(Action("B", 0, 0), mixed)) == {Action("F", 0, 0), Action("I", 0, 1)}
@@ -138,7 +138,7 @@ def test_a_deadlock_is_found_and_named(rows, said):
 
 
 def test_a_deadlock_names_the_cycle_but_not_who_waits_for_it():
-    # Device 0 only waits for the circle of devices 1 and 2.
+    # Device 0 only waits for the cycle of devices 1 and 2.
     rows = ["F0 F1 B0 B1", "F0 B0 F1 B1", "F0 F1 B0 B1"]
     with pytest.raises(DeadlockError) as caught:
         simulate(from_text(rows))
@@ -190,7 +190,7 @@ def test_a_schedule_can_be_read_back_from_its_text(make):
 
 @pytest.fixture
 def numbers(monkeypatch):
-    """The numbers on each panel that would have been shown: their outlines and places."""
+    """The numbers on each panel that would have been shown: their outlines and positions."""
     found = []
 
     def keep(_):

@@ -1,4 +1,4 @@
-"""Servers on paper: bytes beside a real cache, seconds beside datasheets and a published row."""
+"""Estimated servers: bytes match a real cache, seconds match datasheets and a published row."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Logs of operators; and what a rank sends in collectives, of plain tensors, of DTensors, in backward."""
+"""Logs of operators, and what a rank sends in collectives: of plain tensors, of DTensors, in backward."""
 
 import pytest
 import torch
@@ -91,13 +91,13 @@ def test_collectives_of_plain_tensors_count_the_bytes_of_the_whole_tensor():
         ("reduce_scatter", 128),
         ("all_to_all", 32),
         ("broadcast", 32),
-        # The functional ones, which are waited for when their result is used.
+        # Functional collectives, which are waited for when their results are used.
         ("all_reduce", 32),
         ("all_gather", 128),
         ("reduce_scatter", 128),
     ]
     assert size_bytes == 3 / 4 * (2 * 2 * 32 + 6 * 128 + 32) + 32
-    # Numbers, not bytes, and of what is given only: however a collective is called.
+    # Elements, not bytes, and only those passed in, however a collective is called.
     assert given == [
         ("all_reduce", 8),
         ("all_gather", 8),
@@ -140,14 +140,14 @@ def test_collectives_of_dtensors_and_of_backward_passes_count():
         ("all_gather", 4 * 256),
         ("all_to_all", 256),
         ("reduce_scatter", 256),
-        ("all_reduce", 256),  # the gradient of what every rank holds
+        ("all_reduce", 256),  # the gradient of what every rank has
     ]
     assert names == [name for name, _ in calls]
-    assert noted == ["all_gather", "reduce_scatter"]  # by the names that c10d's have, too
+    assert noted == ["all_gather", "reduce_scatter"]  # under the same names as c10d's
 
 
 def refused(rank, world_size):
-    """The errors of a gather that is counted, and of an all-reduce of a CPU tensor."""
+    """The errors for a counted gather, and for an all-reduce of a CPU tensor."""
     x = torch.zeros(2, device=own_gpu())
     parts = [torch.empty_like(x) for _ in range(world_size)] if rank == 0 else None
     with CollectiveCounter(), pytest.raises(NotImplementedError) as uncounted:

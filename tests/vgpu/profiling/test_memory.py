@@ -52,7 +52,7 @@ def test_peaks_are_those_of_the_step_alone(gpus):
 
 @pytest.fixture
 def step():
-    """A small model on one GPU, with what a step of it needs."""
+    """A small model on one GPU, with what its training step needs."""
     (gpu,) = devices.lab(1)
     layers = nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()
     model = nn.Sequential(*layers).to(gpu)
@@ -94,7 +94,7 @@ def test_causes_of_a_record_are_those_of_a_hand_calculation(step):
     assert without_state == 0 and record.moments[0].by_cause["gradients"] == 0
     assert all(moment.by_cause["inputs"] == x.nbytes for moment in record.moments)
     at_loss = [moment for moment in record.moments if moment.phase == "forward"][-1]
-    # What each ReLU has made, and the loss itself.
+    # The outputs of the ReLUs, and the loss itself.
     output = 256 * 128 * 4
     assert at_loss.activations_by_module == {"1": output, "3": output, "": 512}
     assert [record.moments[-1].by_cause[c] for c in ("activations", "temporary")] == [512, 0]
@@ -105,7 +105,7 @@ def test_recomputed_activations_belong_to_the_checkpoint_s_modules(step):
     _, model, x = step
     with memory.StepRecord(model, inputs=[x]) as record:
         loss = checkpoint(model, x, use_reentrant=False).sum()
-        loss = loss * 1  # an operation after which the output of the model is gone
+        loss = loss * 1  # an operation after which the model's output is gone
         record.phase("backward")
         loss.backward()
     forward = [moment for moment in record.moments if moment.phase == "forward"]

@@ -54,7 +54,7 @@ def test_values_and_gradients_match_the_cpus_and_no_scores_are_kept(dtype, mask,
     expected, _ = attended("cpu", dtype, made, **options)
     found, kept = attended("vgpu:1", dtype, made, **options)
     for mine, other in zip(found, expected, strict=True):
-        if options.get("enable_gqa"):  # where several heads' gradients are added, orders differ
+        if options.get("enable_gqa"):  # if several heads' gradients are added, the order differs
             tolerance = 1e-5 if dtype is torch.float32 else 1e-2
             torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
         else:
@@ -159,7 +159,7 @@ def test_operands_on_two_devices_are_refused():
 
 @pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
 def test_causal_biases_override_scaled_dot_product_attention(bias):
-    """With a mask's result, by whichever name the function was imported and when."""
+    """The result is that of a mask, however and whenever the function was imported."""
     vgpu.disable()
     imported_before = F.scaled_dot_product_attention
     torch.manual_seed(0)

@@ -92,7 +92,7 @@ def peak_and_kept(call):
 def test_reductions_read_half_precision_and_sum_in_float32(dtype, call, peak_mib, kept_mib):
     """make_reduction in ATen/native/ReduceOpsUtils.h casts half precision on the CPU only;
     impl_func_cum_ops in ReduceOps.cpp casts everywhere."""
-    # In no order: however many threads share a product, none has 0 and another one infinity.
+    # Shuffled, so that however many threads share a product, none has 0 and another one infinity.
     order = torch.randperm(2**20, generator=torch.Generator().manual_seed(0))
     x = torch.linspace(0.98, 1.02, 2**20)[order].view(1024, 1024).to("vgpu:0", dtype)
     x.requires_grad_()
@@ -193,7 +193,9 @@ class Casts(TorchDispatchMode):
 
 
 def casts_and_histories(device, make_weight, modes, **options):
-    """Of each use of one weight, each in a mode: how often it is cast, and has the result history."""
+    """For each use of one weight, in different modes: how often it's cast, and whether the result
+    has a history.
+    """
     weight = make_weight(torch.ones(4, 2, device=device))
     x = torch.ones(2, weight.shape[0], dtype=torch.bfloat16, device=device)
     found = []

@@ -1,4 +1,4 @@
-"""Tensors made of 0-dimensional virtual ones, which torch reads with Python dispatch off."""
+"""Tensors created from 0-dimensional virtual ones, which torch reads with Python dispatch disabled."""
 
 from contextlib import nullcontext
 

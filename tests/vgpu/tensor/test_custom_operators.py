@@ -1,4 +1,4 @@
-"""Operators of a program's own: their Python kernel runs on virtual tensors, as on a GPU."""
+"""A program's own operators: their Python kernels run on virtual tensors, as on a GPU."""
 
 import pytest
 import torch

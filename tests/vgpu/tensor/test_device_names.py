@@ -1,4 +1,4 @@
-"""Inside torch.func's transforms a tensor says on which GPU it is, as outside."""
+"""Inside torch.func's transforms, a tensor reports its GPU, as it does outside."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ GPU = "vgpu:1"
 
 
 def in_grad(function):
-    """What ``function`` of a tensor on GPU 1 gives, called inside ``torch.func.grad``."""
+    """The result of ``function`` for a tensor on GPU 1, called inside ``torch.func.grad``."""
     found = []
     torch.func.grad(lambda x: (found.append(function(x)), x.sum())[1])(torch.ones(2, device=GPU))
     return found[0]

@@ -1,4 +1,4 @@
-"""Where tensors are made and moved, and what they say of themselves."""
+"""Where tensors are created and moved, and what they report about themselves."""
 
 import copy
 import pickle
@@ -138,7 +138,7 @@ def test_reenabled_gpus_have_nothing_selected():
 
 
 class Named(TorchDispatchMode):
-    """Notes the devices that operators are asked for."""
+    """Records the devices that operators are asked for."""
 
     def __init__(self):
         super().__init__()
@@ -290,7 +290,7 @@ def test_in_backward_the_nodes_device_is_current():
 
 
 def test_per_channel_observers_get_their_size():
-    """The operator resizes them, which its schema does not say."""
+    """The operator resizes them, although its schema doesn't say so."""
 
     def observed(device):
         x = torch.arange(12.0, device="cpu").reshape(3, 4).to(device)

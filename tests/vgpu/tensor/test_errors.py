@@ -1,4 +1,4 @@
-"""The errors of a GPU, word for word but for the name; after each the device is usable."""
+"""A GPU's errors, word for word except for the name; the device stays usable after each."""
 
 import copy
 import re
@@ -186,7 +186,7 @@ class Subclass(torch.Tensor):
 
 
 def encoded():
-    """What nn.TransformerEncoder makes a nested tensor for: evaluation of padded sequences."""
+    """The case for which nn.TransformerEncoder creates a nested tensor: evaluation on padded sequences."""
     layer = nn.TransformerEncoderLayer(4, 2, 4, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 1).to(DEVICE).eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Random numbers: the CPU's values on every device, and no device disturbs another."""
+"""Random numbers: the CPU's values on every device, independently of other devices."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""``torch.inference_mode()``, where autograd is not asked and operators arrive whole."""
+"""``torch.inference_mode()``, in which autograd is skipped and operators arrive as a whole."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Operators that are several on a GPU: their bytes, events, values and errors."""
+"""Operators that consist of several on a GPU: their bytes, events, values and errors."""
 
 import contextlib
 
@@ -49,7 +49,7 @@ def inputs(device="cpu"):
 
 
 def peak_and_kept_on_cpu(call):
-    """What the CPU's allocator is asked for during a call, at most and in the end."""
+    """The bytes requested from the CPU's allocator during a call: the peak, and the bytes at the end."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         result = call()
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -77,7 +77,7 @@ def test_bytes_are_what_pytorch_asks_an_allocator_for(name, mode):
     with mode():
         on_gpu = inputs("vgpu:0")
         found = peak_and_kept(lambda: call(*on_gpu))
-    # Blocks are rounded up to 512 bytes: those of a few numbers, and of rows.
+    # Blocks are rounded up to 512 bytes, which matters for a few numbers, and for rows.
     assert found == pytest.approx(expected, rel=0.02, abs=4096)
 
 

@@ -1,4 +1,4 @@
-"""What may lie on another device than the rest: where CUDA does not compare, nor is it done here."""
+"""Operands that may be on another device than the rest: what CUDA doesn't compare isn't compared here."""
 
 import pytest
 import torch

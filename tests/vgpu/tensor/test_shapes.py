@@ -1,4 +1,4 @@
-"""``shapes_only()``: the same sizes, bytes and times as with values, and no values."""
+"""``shapes_only()``: the same sizes, bytes and times as with values, but no values."""
 
 import copy
 
@@ -218,7 +218,7 @@ def test_fused_attention_of_shapes_keeps_no_scores_and_counts_its_flops(dtype):
         assert parts[0].grad.shape == parts[0].shape
     scores = batch * heads * length * length * output.element_size()
     assert kept < scores / 8
-    # Two products forward; backward five, the scores' being computed again.
+    # Two products forward; five backward, because the scores are recomputed.
     product = 2 * batch * heads * length * length * width
     forward, backward = (e.flop for e in timeline.events if e.flop)
     assert (forward, backward) == (2 * product, 5 * product)

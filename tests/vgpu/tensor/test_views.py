@@ -1,4 +1,4 @@
-"""Views, shapes changed in place and versions: what autograd makes of them is the CPU's."""
+"""Views, shapes changed in place, and versions: autograd handles them as on the CPU."""
 
 import pytest
 import torch
@@ -247,5 +247,5 @@ def test_foreach_counts_versions_so_that_backward_notices(name):
         assert [value._version for value in values] == [1, 1]
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-        # After an error autograd's queue keeps what it has not run until the next backward.
+        # After an error, autograd's queue keeps unfinished work until the next backward.
         torch.ones((), requires_grad=True).backward()

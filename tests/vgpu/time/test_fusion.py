@@ -1,4 +1,4 @@
-"""Elementwise chains that go once through memory: what is launched, and how many bytes it moves."""
+"""Elementwise chains in one pass over memory: what's launched, and how many bytes it moves."""
 
 import dataclasses
 import gc
@@ -67,7 +67,7 @@ def need_an_intermediate_result(x, y, w):
     z @ w  # computed again from x
 
 
-# By what happens: the matrices that each fused kernel reads and writes.
+# For each case: the matrices that each fused kernel reads and writes.
 CHAINS = {
     "a reduction is part of a chain": (lambda x, y, w: (x / x.sum(-1, keepdim=True)) @ w, [2]),
     "both beginnings are read": (lambda x, y, w: (x * 2 + y * 3) @ w, [3]),
@@ -136,7 +136,7 @@ def test_a_read_does_not_keep_an_earlier_result_alive():
     with vgpu.record(FUSED) as timeline:
         with other:
             z = y * 2
-        x.neg()  # the last that reads x, which lives on
+        x.neg()  # the last one that reads x, which outlives it
     assert launched(timeline) == [("fused", 2 * KILO)]
     assert timeline.events[0].stream == other.stream_id
     assert z.device == x.device
@@ -228,7 +228,7 @@ def test_long_chains_are_split():
             total = total + part
         total @ w
     fused = [size for name, size in launched(timeline) if name == "fused"]
-    # The first nine at once; then the sum so far and seven more, or what is left.
+    # First nine at once; then the sum so far and seven more, or what's left.
     assert fused == [9 * KILO, 9 * KILO, 7 * KILO]
 
 

@@ -134,7 +134,7 @@ def test_backward_is_launched_by_an_autograd_thread(tmp_path):
 
 
 def test_kernels_of_a_stream_do_not_overlap_in_whole_nanoseconds(tmp_path):
-    # Perfetto drops a span that begins within another of its track and ends after it.
+    # Perfetto drops a span that starts within another one on its track and ends after it.
     x = torch.ones(1000, 1000, device="vgpu:0")
     with vgpu.record() as timeline:
         for _ in range(30):

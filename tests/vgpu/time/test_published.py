@@ -1,8 +1,8 @@
 """The published model-parallel experiment, predicted (claims D05, D07, D08).
 
-One figure is fitted, the share of arithmetic's peak, to the time of one GPU. What else is assumed
-is moved, to see which of the predictions stand on it. None is tuned to the other published times:
-the model predicts less of a slow-down, and more of a gain, than were measured.
+One figure, the arithmetic share, is fitted to the time on one GPU. The other assumptions are
+varied, to see which predictions depend on them. None is tuned to the other published times: the
+model predicts less of a slowdown, and more of a gain, than were measured.
 """
 
 import functools
@@ -37,7 +37,7 @@ each_assumption = pytest.mark.parametrize("assumed", ASSUMPTIONS, ids=str)
 
 @functools.cache
 def training(size=None):
-    """Recorded once, and played with any link and costs; on one GPU without a split size."""
+    """Recorded once, and replayed with any link and costs; without a split size, on one GPU."""
     with vgpu.enable(2, gpu=GPU), vgpu.shapes_only():
         return recorded(TwoStages(size) if size else one_gpu())
 
@@ -50,7 +50,7 @@ def recordings_go():
 
 @functools.cache
 def costs(assumed=()):
-    """What is assumed and what is fitted, on one GPU: the link between two plays no part."""
+    """What's assumed and what's fitted on one GPU, where the link between two doesn't matter."""
     with vgpu.enable(2, gpu=GPU):
         found = fitted(training(), **dict(assumed))
         assert seconds(training(), found) == pytest.approx(ONE_GPU_S, rel=1e-3)
@@ -59,7 +59,7 @@ def costs(assumed=()):
 
 @functools.cache
 def gain(link, size, assumed=()):
-    """How much faster two GPUs with this split size are than one; below 0 they are slower."""
+    """How much faster two GPUs with this split size are than one; below 0, they're slower."""
     found = costs(assumed)
     with vgpu.enable(2, gpu=GPU):
         return ONE_GPU_S / seconds(training(size), {**found, "link": link}) - 1

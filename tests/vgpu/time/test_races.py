@@ -1,4 +1,4 @@
-"""A stream that forgets to wait reads garbage, or is at least reported; always in the same way."""
+"""A stream that forgets to wait reads garbage, or is at least reported, always in the same way."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.virtual_gpus(2)
 
 
 def passed_on(waits):
-    """Make values on the default stream of vgpu:0, and copy them to vgpu:1 on another stream."""
+    """Create values on the default stream of vgpu:0, and copy them to vgpu:1 on another stream."""
     side = torch.vgpu.Stream("vgpu:0")
     ones = torch.ones(2**20, device="vgpu:0")
     with vgpu.record() as timeline:
@@ -79,7 +79,7 @@ def test_a_race_that_is_harmless_by_its_times_is_still_reported():
     x = torch.ones(4, device="vgpu:0")
     with vgpu.record() as timeline:
         y = x + x
-        vgpu.spend(1.0)  # on this day it has long ended
+        vgpu.spend(1.0)  # this time, it has long finished
         with torch.vgpu.stream(side):
             z = y * 3
     assert z.tolist() == [6.0] * 4
@@ -119,7 +119,7 @@ def test_the_first_operation_of_a_second_stream_can_race(fuses):
     with vgpu.record(fuses=fuses) as timeline:
         written = torch.vgpu.current_stream("vgpu:0").record_event()
         product = x @ weight
-        side.wait_event(written)  # and not for the product, which reads x
+        side.wait_event(written)  # but not for the product, which reads x
         with torch.vgpu.stream(side):
             x.mul_(2)
     (race,) = timeline.races
@@ -139,7 +139,7 @@ def test_a_backward_pass_launches_deferred_operations_of_both_streams_before_one
         (y.cos() * product).sum().backward()
     launched = [(event.name, event.stream) for event in timeline.events if event.backward]
     there = side.stream_id
-    # What the product reads, before it; and cos's part of y's gradient, which side adds to.
+    # What the product reads, before it, and cos's part of y's gradient, to which side adds.
     assert launched == [("fused", 0), ("fused", 0), ("mm", there), ("fused", there), ("fused", 0)]
     assert timeline.races == []
 
@@ -203,7 +203,7 @@ def test_the_gradient_of_a_copy_goes_back_on_the_stream_of_its_target():
     streams = {
         (str(e.device), e.stream) for e in timeline.events if e.kind == "copy" and e.backward
     }
-    # The engine makes the stream of the copy's result current; on vgpu:0 the default one is.
+    # The engine makes the stream of the copy's result current; on vgpu:0, it's the default one.
     assert streams == {("vgpu:1", into.stream_id), ("vgpu:0", 0)}
     assert timeline.races == []
 

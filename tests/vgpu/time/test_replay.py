@@ -1,6 +1,6 @@
-"""Recordings simulated again: to the last bit, on other GPUs, and several ranks together.
+"""Recordings simulated again: bit for bit, on other GPUs, and several ranks together.
 
-The toy: a launch takes 1 µs, a GPU reads and writes 1 GB/s and sends 1 GB/s, and nothing else costs.
+In the toy, a launch takes 1 µs, a GPU reads and writes 1 GB/s and sends 1 GB/s, and everything else is free.
 """
 
 import pickle
@@ -225,7 +225,7 @@ def test_both_directions_of_a_link_work_at_once():
 
 
 def test_a_host_launches_more_while_a_stream_waits():
-    """Each rank receives before it sends, and sends on a stream that waits for nothing."""
+    """Each rank receives before it sends, and sends on a stream that doesn't wait for anything."""
 
     def first(rank, x):
         side = torch.vgpu.Stream()
@@ -242,7 +242,7 @@ def test_a_host_launches_more_while_a_stream_waits():
 
     timeline = joined(first, second)
     ends = [e.end_s for e in timeline.of("vgpu:0") if e.kind == "collective"]
-    assert ends == [near(4), near(5)]  # launched third, and then sent back
+    assert ends == [near(4), near(5)]  # launched third, then sent back
 
 
 def test_copies_of_joined_ranks_name_their_gpu():

@@ -1,4 +1,4 @@
-"""Streams and events: which is current, what they say, and what a backward pass makes of them."""
+"""Streams and events: which one is current, what they report, and how a backward pass uses them."""
 
 import threading
 import time
@@ -93,7 +93,7 @@ def test_a_graph_from_before_the_recording_runs_on_the_default_stream():
     with vgpu.record() as timeline:
         side.wait_stream(torch.vgpu.current_stream())
         with side:
-            doubled = weight * 2  # makes no node
+            doubled = weight * 2  # creates no node
         y.backward(weight)
     streams = {event.name: event.stream for event in timeline.events}
     assert streams == {"mul": side.stream_id, "mm": 0}

@@ -1,4 +1,4 @@
-"""Checkpoints of virtual GPUs: the format of CUDA's, with every ``map_location``."""
+"""Checkpoints from virtual GPUs have the format of CUDA's, and work with every ``map_location``."""
 
 import io
 import subprocess

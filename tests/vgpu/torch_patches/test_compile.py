@@ -1,4 +1,4 @@
-"""``torch.compile`` on virtual GPUs: values, gradients and states as without it, times as fused."""
+"""``torch.compile`` on virtual GPUs: values, gradients and states as without it, times as when fused."""
 
 import copy
 import functools
@@ -130,7 +130,7 @@ def test_functions_of_cpu_tensors_are_compiled_as_without_virtual_gpus():
 
     x = torch.rand(4)
     torch.testing.assert_close(outer(x), x.sin() * 3 + 1)
-    assert len(graphs) == 1  # the inner one is a part of it
+    assert len(graphs) == 1  # the inner one is part of it
     model = nn.Linear(4, 2)
     torch.testing.assert_close(torch.compile(model, backend=counting(graphs))(x), model(x))
     assert len(graphs) == 2
@@ -195,7 +195,7 @@ def test_virtual_time_counts_forward_and_backward_of_a_compiled_module_as_fused(
     names = [event.name for event in compiled.events if event.module]
     assert "gelu" in [event.name for event in plain.events]
     assert "fused" in names and not {"gelu", "gelu_backward"} & set(names)
-    assert "mean" in [event.name for event in compiled.events]  # the loss is not compiled
+    assert "mean" in [event.name for event in compiled.events]  # the loss isn't compiled
     assert everything.makespan_s < compiled.makespan_s < plain.makespan_s
     assert {event.module for event in compiled.events} == {"", "0", "2", "3"}
 

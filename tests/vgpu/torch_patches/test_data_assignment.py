@@ -1,4 +1,4 @@
-"""``.data`` given another tensor's values, on another device too, as a moved module does it."""
+"""Assigning another tensor's values to ``.data``, also across devices, as moving a module does."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_data_of_another_kind_can_be_assigned():
         target.data = z.conj()
         assert target.is_conj()
         assert target.tolist() == [1 - 2j, 3]
-        target.add_(1)  # the memory is shared, the count of changes is not
+        target.add_(1)  # the memory is shared, but the version counter isn't
         assert (z.tolist(), z._version, target._version) == ([2 + 2j, 4], 0, 1)
         target.data = z
         assert target._version == 1

@@ -1,4 +1,4 @@
-"""PyTorch's own DataParallel on virtual GPUs: who sees which shape, and one device's gradients."""
+"""PyTorch's own DataParallel on virtual GPUs: who sees which shape, and a single device's gradients."""
 
 import copy
 import gc
@@ -11,7 +11,7 @@ from torch.nn.parallel import gather, parallel_apply, replicate, scatter
 
 import vgpu
 
-# Claims B02-B05: batches of 30, 30, 30 and 10, and what each replica then gets.
+# Claims B02-B05: batches of 30, 30, 30 and 10, and what each replica gets.
 LISTINGS = {
     1: [[30], [30], [30], [10]],
     2: [[15, 15]] * 3 + [[5, 5]],
@@ -21,7 +21,7 @@ LISTINGS = {
 
 
 class Recording(nn.Module):
-    """A linear layer that notes the batch size and device of each call."""
+    """A linear layer that records the batch size and device of each call."""
 
     def __init__(self):
         super().__init__()

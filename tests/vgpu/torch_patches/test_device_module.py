@@ -1,4 +1,4 @@
-"""``torch.vgpu`` has the names of ``torch.cuda`` and answers as it does."""
+"""``torch.vgpu`` has ``torch.cuda``'s names and behaves like it."""
 
 import importlib
 import operator

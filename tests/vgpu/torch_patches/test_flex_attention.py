@@ -1,4 +1,4 @@
-"""``flex_attention`` on a virtual GPU: the CPU's values, with gradients that the CPU has not."""
+"""``flex_attention`` on a virtual GPU: the CPU's values, and gradients that the CPU doesn't have."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def compiled(name):
 
 
 def attend(attention, make_mask, device, **options):
-    """Grouped queries, a learned bias, and a causal mask of documents."""
+    """Grouped queries, a learned bias, and a causal document mask."""
     torch.manual_seed(0)
     query, key, value = (torch.rand(2, heads, 48, 16).to(device) for heads in (4, 2, 2))
     bias, document = torch.rand(48).to(device), (torch.arange(48) // 20).to(device)
