@@ -42,7 +42,7 @@ def asserts_something(source):
 
 def test_the_ledger_is_well_formed():
     ids = [claim["id"] for claim in LEDGER]
-    assert len(ids) == len(set(ids)), "an id stands twice"
+    assert len(ids) == len(set(ids)), "an id occurs twice"
     for claim in LEDGER:
         assert set(claim) <= {"id", "claim", "verdict", "holds", "believed", "lesson", "pending"}
         assert claim["verdict"] in VERDICTS

@@ -52,7 +52,7 @@ def missing():
 @pytest.mark.parametrize("name", LISTED)
 def test_every_listed_private_name_exists(name, missing):
     if name in listed.WITHOUT_CUDA and torch.version.cuda is None:
-        pytest.skip("PyTorch's CPU builds lack it; lesson 01 makes it there for a moment")
+        pytest.skip("PyTorch's CPU builds lack it; lesson 01 creates it temporarily")
     if listed.SINCE.get(name, VERSION) > VERSION:
         pytest.skip(f"came with torch {listed.SINCE[name]}")
     if listed.UNTIL.get(name, VERSION) < VERSION:

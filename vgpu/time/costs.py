@@ -92,7 +92,7 @@ class Workload(NamedTuple):
         return self._replace(arithmetic=TF32 if self.allows_tf32 else FLOAT32)
 
     def of_rows(self, parts: int, right_bytes: int) -> "Workload":
-        """The workload of one of ``count`` equal parts of a matrix product's rows.
+        """The workload of one of ``parts`` equal parts of a matrix product's rows.
 
         right_bytes: the size of the right factor, which each part reads.
         """

@@ -76,7 +76,7 @@ def test_the_unchanged_stub_counts_as_not_attempted(path, exercise_id):
 def test_the_folded_solution_passes(path, exercise_id):
     outcome = outcome_of(path, exercise_id, lessons.solution(path, exercise_id))
     assert outcome.status == "right", str(outcome)
-    assert outcome.achieved, "a right answer is shown what it did, beside the budget"
+    assert outcome.achieved, "the verdict on a right answer shows what it achieved"
 
 
 @pytest.mark.parametrize("exercise_id", [each for each in RIGHT if ALL or each not in LONG])

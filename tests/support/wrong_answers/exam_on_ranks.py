@@ -1,4 +1,4 @@
-"""The same of the tasks that run on ranks."""
+"""Typical mistakes in the exam's tasks that run on ranks."""
 
 _LARGEST = """
 def largest(scores, k):

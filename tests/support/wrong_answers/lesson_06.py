@@ -257,7 +257,7 @@ def mean_over_ranks(values):
             "In step s",
         ),
         (
-            # Whole tensors go round the ring.
+            # Whole tensors travel around the ring.
             """
 def ring_all_reduce(tensor):
     total, moving = tensor.clone(), tensor

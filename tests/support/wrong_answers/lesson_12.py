@@ -85,7 +85,7 @@ WRONG = {
             "too much",
         ),
         ("def units(layer_bytes, budget_bytes):\n    return None", "make more units"),
-        # Never a cut behind the first layer, or before the last.
+        # Never a unit boundary after the first layer, or before the last.
         *(
             (
                 _UNITS.format(cuts="range(count)", most=_NEIGHBOURS, otherwise="None").replace(
