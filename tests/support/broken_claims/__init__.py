@@ -1,6 +1,7 @@
-"""Claims with their mechanism broken, one file per lesson: the cell that proves them must fail.  A
-cell that passes although its claim is false proves nothing. Each entry in a file's ``BROKEN`` says
-what's broken and how; ``tests/claims/test_broken_claims.py`` tries them.
+"""Claims with their mechanism broken, one file per lesson: the cell that proves them must fail.
+
+A cell that passes although its claim is false proves nothing. Each entry in a file's ``BROKEN``
+says what's broken and how; ``tests/claims/test_broken_claims.py`` tries them.
 """
 
 import importlib
