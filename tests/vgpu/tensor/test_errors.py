@@ -139,7 +139,7 @@ DEVICE = "vgpu:1"
 PARTS = [torch.ones(2), torch.ones(3)]
 QUANTIZED = "quantized tensors are not supported on virtual GPUs"
 NESTED = "nested tensors are not supported on virtual GPUs"
-STORAGE = "a storage alone cannot be made on or moved to a virtual GPU"
+STORAGE = "a storage alone cannot be created on or moved to a virtual GPU"
 REFUSED = {
     "storage": (lambda: torch.UntypedStorage(8, device=DEVICE), STORAGE),
     "typed storage": (lambda: torch.TypedStorage(8, dtype=torch.int8, device=DEVICE), STORAGE),
