@@ -37,7 +37,7 @@ def test_checks_and_wrong_answers_have_a_file_for_each_lesson():
 
 
 @pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
-def test_no_lesson_keeps_text_of_the_template(path):
+def test_no_lesson_keeps_template_text(path):
     number = lessons.number(path)
     places = {f"{path.name}: {cell.id}": cell.source for cell in lessons.cells(path)}
     for file in lessons.ROOT.glob(f"*/**/lesson_{number}.py"):

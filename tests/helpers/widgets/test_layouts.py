@@ -20,7 +20,7 @@ def test_the_table_has_the_speed_and_the_bytes_of_the_prediction():
     few = found.steps[0]
     assert few.seconds == predict(few.plan).seconds
     table = answer_table(found, "InfiniBand NDR")
-    assert table.rows[0] == ("tokens/s a GPU", f"{found.tokens_per_s():,.0f}")
+    assert table.rows[0] == ("tokens/s per GPU", f"{found.tokens_per_s():,.0f}")
     assert table.rows[2][1].endswith("of 80 GiB: fits")
     slow = answer_table(found, "Ethernet 100")
     assert float(slow.rows[0][1]) < 0.5 * float(table.rows[0][1])

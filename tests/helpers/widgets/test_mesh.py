@@ -25,7 +25,7 @@ def test_the_table_has_the_speed_and_the_bytes_of_the_recorded_step():
     table = answer_table(found, 64)
     assert [row[0] for row in table.rows] == list(DIMENSIONS)
     assert table.rows[0][1] == "0, 1, 2, 3, …" and table.rows[1][1] == "0"
-    assert f"{tokens_per_s(found, 64):.0f} tokens/s a GPU" in table.caption
+    assert f"{tokens_per_s(found, 64):.0f} tokens/s per GPU" in table.caption
     assert tokens_per_s(found, 64) * found.seconds * GPUS == pytest.approx(64 * 8192)
     assert "of 80 GiB: fits." in table.caption
     assert "does not fit." in answer_table(answer(mesh_sizes(1, 1, 1)), 64).caption
