@@ -3,7 +3,9 @@
 Each has three steps after a warm-up, on shapes, in virtual time. Ranks that do the same are recorded once.
 """
 
+import base64
 import functools
+import gzip
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from IPython.display import HTML
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -52,6 +55,17 @@ def write(folder: Path | str) -> dict[str, Path]:
     for letter, trace in traces().items():
         trace.timeline.to_chrome_trace(paths[letter])
     return paths
+
+
+def downloads(paths: dict[str, Path]) -> HTML:
+    """A link for each file, which holds the file itself, packed: it works wherever Jupyter runs."""
+    links = []
+    for path in paths.values():
+        packed = base64.b64encode(gzip.compress(path.read_bytes())).decode()
+        name = f"{path.name}.gz"
+        href = f"data:application/gzip;base64,{packed}"
+        links.append(f'<a download="{name}" href="{href}">{name}</a>')
+    return HTML(f"<p>Traces, packed (Perfetto opens them as they are): {', '.join(links)}</p>")
 
 
 class _Look(nn.Module):

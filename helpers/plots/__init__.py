@@ -18,6 +18,7 @@ from helpers.plots.dataparallel import (
     replica_sizes,
     share_bars,
     shares,
+    where_layers_run,
 )
 from helpers.plots.devices import memories, relabelled
 from helpers.plots.memory import (
@@ -44,7 +45,15 @@ from helpers.plots.schedules import schedule, schedules
 from helpers.plots.serving import forwards, latency_and_throughput, queues, token_times
 from helpers.plots.style import COLORS, figure, show
 from helpers.plots.timeline import timeline, timelines
-from helpers.plots.times import gained, goodput, parts_of_time, same_batch, split_sizes, split_times
+from helpers.plots.times import (
+    gained,
+    goodput,
+    parts_of_time,
+    same_batch,
+    speedups,
+    split_sizes,
+    split_times,
+)
 from helpers.plots.training import (
     by_batch,
     digit_grid,
@@ -109,6 +118,7 @@ __all__ = [
     "share_bars",
     "shares",
     "show",
+    "speedups",
     "split_sizes",
     "split_times",
     "step_by_cause",
@@ -117,5 +127,6 @@ __all__ = [
     "timeline",
     "timelines",
     "token_times",
+    "where_layers_run",
     "who_holds",
 ]

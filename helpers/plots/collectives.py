@@ -138,6 +138,10 @@ def _numbers(tensor: torch.Tensor | None) -> list[int]:
     return [] if tensor is None else [int(number) for number in tensor.flatten().tolist()]
 
 
+# Under a number on several bands, whose edges would strike it through.
+_PLATE = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+
+
 def _row(
     axes: Axes, left: float, rank: int, numbers: Sequence[int], *, with_text: bool = True
 ) -> None:
@@ -161,6 +165,7 @@ def _row(
                 ha="center",
                 va="center",
                 fontsize=9,
+                bbox=_PLATE if len(ranks_held) > 1 else None,
                 in_layout=False,  # inside its cell; measuring each would take most of the time
             )
     axes.add_collection(PolyCollection(bands, facecolor=colors, edgecolor="none"))

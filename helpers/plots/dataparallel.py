@@ -1,11 +1,11 @@
 """Figures of DataParallel: shares of a batch, the parts of a call, bytes per GPU, and times beside DDP."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import FancyBboxPatch, Rectangle
 from matplotlib.patheffects import withStroke
 
 from helpers.plots.memory import CAUSE_COLORS, MIB
@@ -44,6 +44,30 @@ def shares(runs: dict[int, list[tuple[torch.device, int]]]) -> None:
     panels[0][0].set_ylabel("samples received")
     headline(fig, "Every GPU gets a share of the batch", "counted by a hook")
     show(fig, f"Bars of samples by GPU. {' '.join(texts)}")
+
+
+def where_layers_run(ways: Mapping[str, Collection[tuple[str, str, int]]]) -> None:
+    """A panel per way, a row per layer, a column per GPU: how many samples the layer sees there.
+
+    ways: name → (GPU, layer, samples), as noted by hooks.
+    """
+    fig, panels = figure(1, len(ways), width=8.5, height=2.1, sharey=True, squeeze=False)
+    texts = []
+    for axes, (way, seen) in zip(panels[0], ways.items(), strict=True):
+        gpus = sorted({gpu for gpu, *_ in seen})
+        layers = sorted({layer for _, layer, _ in seen})
+        for gpu, layer, samples in seen:
+            x, y = gpus.index(gpu), layers.index(layer)
+            axes.add_patch(Rectangle((x - 0.45, y - 0.4), 0.9, 0.8, color=COLORS["sky"]))
+            axes.text(x, y, f"{samples} samples", ha="center", va="center")
+        axes.set(xlim=(-0.6, len(gpus) - 0.4), ylim=(len(layers) - 0.4, -0.6))
+        axes.set_xticks(range(len(gpus)), gpus)
+        axes.set_yticks(range(len(layers)), layers)
+        axes.grid(visible=False)
+        axes.set_title(way, fontweight="bold")
+        where = (f"{layer} on {gpu} sees {samples} samples" for gpu, layer, samples in sorted(seen))
+        texts.append(f"{way}: {', '.join(where)}.")
+    show(fig, f"A box where a layer runs. {' '.join(texts)}")
 
 
 def share_bars(sizes: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ def memories(
     tensors: Mapping[str, torch.Tensor],
     gpus: Sequence[torch.device],
     copies: Sequence[tuple[str, str]] = (),
+    heading: str = "A copy is another tensor",
 ) -> None:
     """The machine's memories as boxes, each with its tensors, and copies as arrows.
 
@@ -40,7 +41,7 @@ def memories(
     for source, target in copies:
         (x, y), (end, level) = where[source], where[target]
         _copy(axes, (x, y), (end, level))
-    title(axes, "A copy is another tensor", "devices as PyTorch names them")
+    title(axes, heading, "devices as PyTorch names them")
     sentences = [f"{' and '.join(names)} in {_memory(x)}" for (x, _), names in places.items()]
     arrows = "".join(f"; an arrow from {a} to {b}" for a, b in copies)
     show(fig, f"The memories of the machine as boxes: {'; '.join(sentences)}{arrows}.")

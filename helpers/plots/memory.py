@@ -19,7 +19,7 @@ from helpers.plots.style import (
 from vgpu.profiling.memory import ACTIVATIONS, OTHER, TEMPORARY, StepRecord
 
 MIB, _GIB = 2**20, 2**30
-_UNITS = {"GB": 1e9, "GiB": _GIB}
+_UNITS = {"GB": 1e9, "GiB": _GIB, "MiB": MIB}
 # A cause has one color in all figures, and bars stack in this order.
 CAUSE_COLORS = {
     "parameters": COLORS["blue"],
@@ -272,7 +272,7 @@ def held_by_cause(
     how: str = "bytes counted, shapes only",
     unit: str = "GB",
 ) -> None:
-    """A bar for each way: the bytes of one GPU by cause, in GB or GiB; dashed: a GPU's capacity."""
+    """A bar for each way: the bytes of one GPU by cause, in GB, GiB or MiB; dashed: its capacity."""
     fig, axes = figure(width=8, height=1.1 + 0.45 * len(held))
     names = list(held)[::-1]
     sizes = {

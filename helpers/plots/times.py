@@ -161,6 +161,36 @@ def gained(times_s: Mapping[int, Mapping[int, float]], message: str, how: str) -
     show(fig, f"Lines of the speedup over one GPU, by width. {summary}.")
 
 
+def speedups(times_s: Mapping[str, Mapping[int, float]], gpu: str) -> None:
+    """A line for each network: how many times as fast as one GPU; dotted is linear scaling.
+
+    times_s: network → {number of GPUs: seconds of a step}, with 1 among the numbers.
+    """
+    fig, axes = figure(width=7.5, height=3.2)
+    counts = list(next(iter(times_s.values())))
+    axes.plot(counts, counts, color=COLORS["gray"], ls=":", lw=1.5, label="n times as fast")
+    texts = []
+    for (name, times), color, marker in zip(times_s.items(), SERIES, "os^D", strict=False):
+        gains = [times[1] / times[count] for count in counts]
+        axes.plot(counts, gains, marker=marker, color=color, label=name)
+        axes.annotate(
+            f"{gains[-1]:.1f} times",
+            (counts[-1], gains[-1]),
+            (8, 0),
+            textcoords="offset points",
+            va="center",
+            color=color,
+        )
+        texts.append(
+            f"{name}: {', '.join(f'{g:.1f} on {n}' for n, g in zip(counts, gains, strict=True))}"
+        )
+    axes.set_xticks(counts)
+    axes.set(xlabel="GPUs", ylabel="times as fast as one", ylim=(0, None))
+    axes.legend(loc="upper left", fontsize=9)
+    title(axes, "More GPUs help only a step that's worth sharing", f"virtual time, {gpu}, one step")
+    show(fig, f"Lines of how many times as fast as one GPU. {'; '.join(texts)}.")
+
+
 def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, int]) -> None:
     """Million tokens/s by the number of GPUs, with a line for each network; dotted: linear scaling.
 

@@ -169,9 +169,12 @@ def test_names_that_only_cuda_has_exist_and_raise_when_used():
         assert torch.vgpu.get_arch_list() == ["sm_90"]
         assert torch.vgpu.default_generators[1].device == torch.device("vgpu:1")
         assert torch.vgpu.has_magma
-        if (
-            not torch.cuda.is_available()
-        ):  # as torch.testing does to give CUDA tests their own streams
+        from torch.vgpu.amp import autocast_mode, grad_scaler
+
+        assert autocast_mode.autocast is torch.vgpu.amp.autocast
+        assert grad_scaler.GradScaler is torch.vgpu.amp.GradScaler
+        assert torch.vgpu.streams.Stream is torch.vgpu.Stream
+        if not torch.cuda.is_available():  # as torch.testing sets CUDA tests' own streams
             other = torch.vgpu.Stream(1)
             torch._C._cuda_setStream(other.stream_id, other.device_index, other.device_type)
             assert torch.vgpu.current_stream(1) == other

@@ -55,8 +55,16 @@ def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
     device_module.set_stream(device_module.Stream(device_index, stream_id=stream_id))
 
 
-def _complete(ours: ModuleType, theirs: ModuleType, changes: Changes) -> None:
-    """Give a module of ``torch.vgpu`` the names that only its counterpart in ``torch.cuda`` has."""
+def _complete(
+    ours: ModuleType, theirs: ModuleType, changes: Changes, around: dict[int, Any] | None = None
+) -> None:
+    """Give a module of ``torch.vgpu`` the names that only its counterpart in ``torch.cuda`` has.
+
+    around: what the modules around it have for an object of ``torch.cuda``, by the object's id:
+    ``torch.cuda.amp.autocast_mode.autocast`` is ``torch.cuda.amp.autocast``.
+    """
+    known = dict(around or {})
+    known |= {id(there): vars(ours)[name] for name, there in _public(theirs) if name in vars(ours)}
     for name, there in _public(theirs):
         here = vars(ours).get(name)
         if isinstance(there, ModuleType):
@@ -65,9 +73,10 @@ def _complete(ours: ModuleType, theirs: ModuleType, changes: Changes) -> None:
                 here = ModuleType(full_name, f"What ``{there.__name__}`` has, to be named only.")
                 changes.set(ours, name, here)
                 changes.item(sys.modules, full_name, here)
-            _complete(here, there, changes)
+            _complete(here, there, changes, known)
         elif name not in vars(ours):
-            changes.set(ours, name, _refusing(f"{theirs.__name__}.{name}", there))
+            refusing = _refusing(f"{theirs.__name__}.{name}", there)
+            changes.set(ours, name, known.get(id(there), refusing))
 
 
 def _public(module: ModuleType) -> Iterator[tuple[str, Any]]:

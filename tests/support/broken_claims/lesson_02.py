@@ -69,7 +69,7 @@ BROKEN = [
     Broken(
         "A31",
         "eval() stops the recording",
-        edits=[("in_eval = model.eval()(images)", "in_eval = model.eval()(images).detach()")],
+        edits=[("scores = model.eval()(images)", "scores = model.eval()(images).detach()")],
         cell="successors",
     ),
     Broken(

@@ -13,7 +13,10 @@ BROKEN = [
                 "layer_0.to(gpus[0]), layer_1.to(gpus[1])",
                 "layer_0.to(gpus[0]), layer_1.to(gpus[0])",
             ),
-            ("layer_1(layer_0(batch).to(gpus[1]))\n(samples", "layer_1(layer_0(batch))\n(samples"),
+            (
+                "layer_1(layer_0(batch.to(gpus[0])).to(gpus[1]))",
+                "layer_1(layer_0(batch.to(gpus[0])))",
+            ),
         ],
     ),
     Broken(

@@ -66,7 +66,7 @@ BROKEN = [
     Broken(
         "J06",
         "the scale is not set by the largest number",
-        edits=[("size.amax(dim, keepdim=True)", "(100 * size.median())")],
+        edits=[("groups.abs().amax(dim, keepdim=True)", "(100 * groups.abs().median())")],
     ),
     Broken(
         "J07",
