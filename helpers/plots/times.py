@@ -218,7 +218,10 @@ def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, i
         f"{name}: {speed[counts[0]]:.2f} on {counts[0]} GPUs, {speed[counts[-1]]:.2f} on {counts[-1]}"
         for name, speed in speeds.items()
     )
-    show(fig, f"Lines of million tokens per second by number of GPUs, on logarithmic axes. {summary}.")
+    show(
+        fig,
+        f"Lines of million tokens per second by number of GPUs, on logarithmic axes. {summary}.",
+    )
 
 
 def goodput(

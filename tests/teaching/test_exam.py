@@ -31,7 +31,7 @@ each_task = pytest.mark.parametrize("task", TASKS)
 
 
 @pytest.fixture(autouse=True)
-def without_the_notebook_s_gpus():
+def without_the_notebooks_gpus():
     """Its setup enables eight GPUs permanently; a test restores the previous ones."""
     yield
     vgpu.disable()
@@ -117,7 +117,7 @@ def test_the_student_edition_has_no_exam(tmp_path):
     assert "99_exam.ipynb" not in names and "exam" not in names
 
 
-def test_a_classs_exam_sheets_are_judged_like_lessons(sheet, tmp_path):
+def test_exam_sheets_of_a_class_are_judged_like_lessons(sheet, tmp_path):
     notebook = json.loads(sheet.read_text("utf-8"))
     for cell in notebook["cells"]:
         if "stub-99.6" in cell["metadata"].get("tags", ()):

@@ -2,8 +2,8 @@
 
 An operation follows the roofline model (Williams, Waterman and Patterson, 2009): it takes the
 longer of FLOPs over FLOP/s and bytes over bytes/s, plus a fixed time to start. A matrix product
-takes longer if its tiles don't fill the GPU, and to write its result (hardware.py). FLOPs are
-counted by torch's own ``torch.utils.flop_counter``; bytes are those of the tensors. No program
+takes longer if its tiles don't fill the GPU, and must also write its result (hardware.py). FLOPs
+are counted by torch's own ``torch.utils.flop_counter``; bytes are those of the tensors. No program
 reaches a datasheet's peak, so arithmetic, memory and links each reach only a share of theirs: see
 ``CostModel``.
 

@@ -245,7 +245,7 @@ def mean_over_ranks(values):
     "6.3": [
         (
             "def ring_all_reduce(tensor):\n    dist.all_reduce(tensor)\n    return tensor",
-            "with only exchange",
+            "only exchange to build",
         ),
         ("def ring_all_reduce(tensor):\n    return tensor", "own tensor"),
         (_RING.format(last="break"), "Go around once more"),

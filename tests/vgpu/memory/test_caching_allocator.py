@@ -94,7 +94,7 @@ def counts_of_a_random_program(made, seed):
         (333, True, (187_233_730_560, 129_558_452_224, 3_053, 16_177, 11_535)),
     ],
 )
-def test_random_programs_end_as_with_pytorch_s_own_allocator(capacity_mib, expandable, expected):
+def test_random_programs_end_as_with_pytorchs_own_allocator(capacity_mib, expandable, expected):
     """The sums of all counts after each of 600 events in PyTorch 2.15's allocator. Its compiled
     code (libc10_cuda.so) got the same events, with CUDA's functions replaced by ones that only
     count bytes.

@@ -54,7 +54,7 @@ def test_parameters_are_gathered_once_and_gradients_summed_once():
     assert again > gathers and same == sums
 
 
-def test_pytorch_s_own_pipeline_takes_as_long_and_as_many_bytes():
+def test_pytorchs_own_pipeline_takes_as_long_and_as_many_bytes():
     """Two ranks of torch.distributed.pipelining, recorded and simulated together."""
     layout = Layout(pp=2)
     whole = plan(layout, 6, micro_batches=3, gpus_per_host=1)

@@ -101,7 +101,7 @@ def test_causes_of_a_record_are_those_of_a_hand_calculation(step):
     assert {moment.phase for moment in record.moments} == {"forward", "backward", "update"}
 
 
-def test_recomputed_activations_belong_to_the_checkpoint_s_modules(step):
+def test_recomputed_activations_belong_to_the_checkpoints_modules(step):
     _, model, x = step
     with memory.StepRecord(model, inputs=[x]) as record:
         loss = checkpoint(model, x, use_reentrant=False).sum()
