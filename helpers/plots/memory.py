@@ -28,6 +28,7 @@ CAUSE_COLORS = {
     "gradients": COLORS["vermilion"],
     "replicas": COLORS["sky"],
     "gathered": COLORS["sky"],
+    "KV cache": COLORS["green"],
     "gathered parameters": COLORS["sky"],
     "gradients, gathered parameters, activations": COLORS["sky"],
     ACTIVATIONS: COLORS["orange"],

@@ -200,7 +200,7 @@ def prefill_that_starves_nobody(answer: Callable[..., Any]) -> dict[str, Any]:
         prompts = [g.prompt_left for g in generations if g.prompt_left]
         most_prompts = max(most_prompts, len(prompts))
         with for_input(
-            f"{given}; prompts left {prompts}, {len(generations) - len(prompts)} generate"
+            f"{given}; prompts left {prompts}, {len(generations) - len(prompts)} decoding"
         ):
             _check_forward(tokens, generations)
         return list(tokens)
