@@ -150,7 +150,7 @@ def six_faults(answer: Any) -> dict[str, Any]:
 
 def evidence(fault: str, timeline: Timeline) -> float:
     """The number that exercise 16.2 asks for."""
-    computes = timeline.utilisation("vgpu:0")
+    computes = timeline.utilization("vgpu:0")
     if fault == "item":
         return _value_waits(timeline) / faulty_traces.STEPS
     if fault == "gather":

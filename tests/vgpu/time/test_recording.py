@@ -31,8 +31,8 @@ def test_launches_run_ahead_of_the_gpu():
     assert timeline.host_s == near(2e-6)
     assert timeline.makespan_s == near(5e-6)
     assert timeline.busy_s("vgpu:0") == near(4e-6)
-    assert timeline.utilisation("vgpu:0") == near(0.8)
-    assert timeline.utilisation("vgpu:1") == 0
+    assert timeline.utilization("vgpu:0") == near(0.8)
+    assert timeline.utilization("vgpu:1") == 0
 
 
 def test_views_launch_nothing():
