@@ -8,7 +8,9 @@ numbers stay the same. Replaced are:
   ``def cuda`` in the program gets both names;
 - the strings ``"torch.cuda.FloatTensor"``, ``"cuda"``, ``"cuda:0"`` and ``"cuda:"``, ``"cuda:%d"``
   and ``"cuda:{}"``, also in an f-string; ``nccl`` or ``NCCL`` as the name of a backend, alone or in
-  a list such as ``"cpu:gloo,cuda:nccl"``; and ``Backend.NCCL``.
+  a list such as ``"cpu:gloo,cuda:nccl"``; and ``Backend.NCCL``;
+- devices as torch prints them, inside a longer string, such as a message that a test expects:
+  ``device(type='cuda', index=0)``, ``device='cuda:0'``.
 
 Everything else stays: ``torch.backends.cuda``, ``torch.version.cuda``, and the program's own names,
 even in strings that name an attribute: ``getattr(args, "cuda")``, ``dest="cuda"``. A dictionary key
@@ -44,6 +46,7 @@ _ATTRIBUTES = {"is_cuda": f"is_{gpus.DEVICE_TYPE}"}
 # A device, whose number may be filled in later; a tensor type; a backend, or a list of
 # device:backend pairs.
 _DEVICE = re.compile(rf"{_WORD}(:(\d+|%[dis]|\{{\w*\}})?)?")
+_PRINTED = re.compile(rf"\b(type|device)='{_WORD}\b")
 _TYPE = re.compile(rf"torch\.{_WORD}\.(sparse\.)?\w+Tensor")
 _BACKENDS = re.compile(rf"(\w+:\w+,)*(({_WORD}:)?(nccl|NCCL))(,\w+:\w+)*")
 
@@ -88,13 +91,13 @@ def replaced() -> tuple[list[str], dict[str, int]]:
 
 
 def replace_name(text: str) -> str:
-    """The name of a device or backend, translated for virtual GPUs; any other text unchanged."""
+    """The name of a device or backend, translated for virtual GPUs; or a string with printed devices translated."""
     if _DEVICE.fullmatch(text) or _TYPE.fullmatch(text):
         return text.replace(_WORD, gpus.DEVICE_TYPE)
     if _BACKENDS.fullmatch(text):
         text = text.replace(_WORD, gpus.DEVICE_TYPE)
         return text.replace("nccl", BACKEND).replace("NCCL", BACKEND)
-    return text
+    return _PRINTED.sub(rf"\1='{gpus.DEVICE_TYPE}", text)
 
 
 def replace_in_argument(text: str) -> str:

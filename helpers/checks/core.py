@@ -291,7 +291,7 @@ def expect_gradients(
 def hint_by_value(
     yours: float, wrong: Mapping[str, float], otherwise: str, within: float = 0.01
 ) -> str:
-    """The hint whose wrong value is ``yours``, within the tolerance ``within``; else ``otherwise``."""
+    """The hint whose wrong value is ``yours``, within the tolerance ``within``; if none, ``otherwise``."""
     hints = (hint for hint, value in wrong.items() if math.isclose(yours, value, rel_tol=within))
     return next(hints, otherwise)
 

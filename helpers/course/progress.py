@@ -10,7 +10,7 @@ from vgpu.tables import Table
 
 # Name and audience, and lessons; an empty tuple means all of them.
 ROUTES = (
-    ("quick: from one GPU to many by the shortest way", ("00", "01", "04", "06", "07", "12")),
+    ("quick: the shortest way from one GPU to many", ("00", "01", "04", "06", "07", "12")),
     ("old code: with the appendix of that name", ("02", "03", "05")),
     (
         "large models: too large for one GPU",

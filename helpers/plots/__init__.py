@@ -20,7 +20,7 @@ from helpers.plots.dataparallel import (
     shares,
     where_layers_run,
 )
-from helpers.plots.devices import memories, relabelled
+from helpers.plots.devices import memories, relabeled
 from helpers.plots.memory import (
     against_k,
     against_segments,
@@ -106,7 +106,7 @@ __all__ = [
     "peaks_before_and_after",
     "peaks_by_cause",
     "queues",
-    "relabelled",
+    "relabeled",
     "repeated_times",
     "replica_sizes",
     "resumed_curves",

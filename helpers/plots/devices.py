@@ -47,7 +47,7 @@ def memories(
     show(fig, f"The memories of the machine as boxes: {'; '.join(sentences)}{arrows}.")
 
 
-def relabelled(seen: Mapping[str, Sequence[int]], cards: int) -> None:
+def relabeled(seen: Mapping[str, Sequence[int]], cards: int) -> None:
     """For each value of CUDA_VISIBLE_DEVICES: the physical GPUs, and the ordinal of each.
 
     seen: value → the physical GPUs of ``cuda:0``, ``cuda:1`` and so on.

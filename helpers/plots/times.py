@@ -158,7 +158,7 @@ def gained(times_s: Mapping[int, Mapping[int, float]], message: str, how: str) -
         + ", ".join(f"{times_s[w][1] / times_s[w][count]:.2f} at width {w}" for w in widths)
         for count in counts
     )
-    show(fig, f"Lines of how many times as fast as one GPU, over the width. {summary}.")
+    show(fig, f"Lines of the speedup over one GPU, by width. {summary}.")
 
 
 def speedups(times_s: Mapping[str, Mapping[int, float]], gpu: str) -> None:
@@ -218,7 +218,10 @@ def same_batch(speeds: Mapping[str, Mapping[int, float]], tokens: Mapping[int, i
         f"{name}: {speed[counts[0]]:.2f} on {counts[0]} GPUs, {speed[counts[-1]]:.2f} on {counts[-1]}"
         for name, speed in speeds.items()
     )
-    show(fig, f"Lines of million tokens per second over GPUs, on logarithmic axes. {summary}.")
+    show(
+        fig,
+        f"Lines of million tokens per second by number of GPUs, on logarithmic axes. {summary}.",
+    )
 
 
 def goodput(

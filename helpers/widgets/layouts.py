@@ -50,7 +50,7 @@ def answer_table(found: ExtrapolatedStep, network: str) -> Table:
     return Table(
         (f"{found.plan.layout}, batch {found.plan.batch}", ""),
         [
-            ("tokens/s a GPU", f"{speed:,.0f}"),
+            ("tokens/s per GPU", f"{speed:,.0f}"),
             ("one step", f"{format_seconds(seconds)}, {found.plan.tokens:,} tokens"),
             ("allocated", f"{format_bytes(allocated)} of {format_bytes(room)}: {fits}"),
         ],

@@ -1,19 +1,19 @@
-"""``make test-foreign``: programs and suites that others wrote, on virtual GPUs.
+"""``make test-foreign``: third-party programs and test suites on virtual GPUs.
 
-Runs what is installed, or what a folder has. Nothing is downloaded. Without arguments it writes the
-first table of docs/foreign.md.
+Runs what's installed, or what's in a folder. Nothing is downloaded. With --write, each suite's
+line goes into the table of docs/foreign.md.
 
     python tests/foreign                          all suites of packages that are installed
-    python tests/foreign accelerate lightning     these
-    python tests/foreign nanogpt=path             a program's folder (also picotron, nanochat)
+    python tests/foreign accelerate torch         these
+    python tests/foreign nanogpt=path             a program's folder (also picotron and others)
     python tests/foreign path/to/tests            the tests of a folder or file, by pytest
 """
 
 import argparse
-import datetime
 import importlib.metadata
 import importlib.util
 import json
+import os
 import subprocess
 import tempfile
 import xml.etree.ElementTree as ET
@@ -23,6 +23,7 @@ from programs import PROGRAMS, run_program
 from results import ROOT, Done, Result, compare, judge, ranks, run
 
 HERE = Path(__file__).resolve().parent
+PLUGINS = HERE / "pytest_plugins"
 PAGE = ROOT / "docs" / "foreign.md"
 
 
@@ -32,7 +33,7 @@ def losses(done: Done) -> list[float]:
 
 
 def accelerate() -> Result:
-    """The scripts that ``accelerate test`` and its own suite run on several GPUs."""
+    """The scripts that ``accelerate test`` and accelerate's own suite run on several GPUs."""
     result = Result()
     folder = Path(importlib.util.find_spec("accelerate").origin).parent / "test_utils" / "scripts"
     for path in sorted(folder.glob("test_*.py")):
@@ -58,7 +59,7 @@ def transformers() -> Result:
 
 
 def lightning() -> Result:
-    """A small network with Lightning's strategies, losses beside DDP's on the CPU."""
+    """A small network with Lightning's strategies, its losses compared with DDP's on the CPU."""
     result = Result()
     program = HERE / "lightning_fit.py"
     cpu = run(program, "ddp", "cpu")
@@ -67,64 +68,73 @@ def lightning() -> Result:
     return result
 
 
-SUITES = {"accelerate": accelerate, "transformers": transformers, "lightning": lightning}
+def torch() -> Result:
+    """The tests of collectives, process groups and DDP that PyTorch's wheel carries, on two ranks."""
+    return folder_of_tests(HERE / "distributed_spawn.py", 2)
 
 
 def folder_of_tests(path: Path, gpus: int) -> Result:
-    """The tests of a folder or file, by pytest."""
+    """The tests of a file, or of each file of a folder, run by pytest."""
     result = Result()
-    with tempfile.NamedTemporaryFile(suffix=".xml") as report:
-        done = run(
-            "-m", "pytest", "-p", "pytest_vgpu", f"--vgpus={gpus}", "-q", "-p", "no:cacheprovider",
-            f"--junit-xml={report.name}", path.resolve(),
-        )  # fmt: skip
-        text = Path(report.name).read_text("utf-8")
-    if not text:
-        judge(result, path.name, done)
-        return result
-    for case in ET.fromstring(text).iter("testcase"):
-        bad = case.find("failure") if case.find("failure") is not None else case.find("error")
-        if bad is not None:
-            said = "\n".join([bad.get("message", ""), bad.text or ""])
-            ended = subprocess.CompletedProcess([], 1, "", said)
-            judge(result, case.get("name", "?"), ended)
-        elif case.find("skipped") is not None:
-            result.skipped += 1
-        else:
-            result.passed += 1
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(PLUGINS), *given])}
+    for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
+        with tempfile.NamedTemporaryFile(suffix=".xml") as report:
+            done = run(
+                "-m", "pytest", "-p", "pytest_vgpu", f"--vgpus={gpus}", "-p", "forked_ranks",
+                "-q", "-p", "no:cacheprovider", f"--junit-xml={report.name}", file.resolve(),
+                variables=variables, time_limit_s=7200,
+            )  # fmt: skip
+            text = Path(report.name).read_text("utf-8")
+        if not text:
+            judge(result, file.name, done)
+            continue
+        for case in ET.fromstring(text).iter("testcase"):
+            bad = case.find("failure") if case.find("failure") is not None else case.find("error")
+            if bad is not None:
+                said = "\n".join([bad.get("message", ""), bad.text or ""])
+                ended = subprocess.CompletedProcess([], 1, "", said)
+                judge(result, case.get("name", "?"), ended)
+            elif case.find("skipped") is not None:
+                result.skipped += 1
+            else:
+                result.passed += 1
     return result
 
 
+SUITES = {
+    "accelerate": accelerate,
+    "transformers": transformers,
+    "lightning": lightning,
+    "torch": torch,
+}
 MARKS = "<!-- measured -->\n", "<!-- /measured -->"
-COLUMNS = "| suite | passed | refused in words | failed | wrong number | skipped | which |"
+COLUMNS = "| suite | torch | passed | refused | failed | wrong number | skipped | which |"
 
 
-def table(rows: list[str]) -> str:
-    torch = importlib.metadata.version("torch").partition("+")[0]
-    head = f"Measured with torch {torch} on {datetime.date.today():%d %B %Y}."
-    return "\n".join([head, "", COLUMNS, "|---|---|---|---|---|---|---|", *rows]) + "\n"
-
-
-def write_table(rows: list[str]) -> None:
-    """Into the page, between its marks."""
+def write_row(row: str) -> None:
+    """Into the page's table, between its marks, in place of the suite's line if it has one."""
     begin, end = MARKS
     before, _, rest = PAGE.read_text("utf-8").partition(begin)
-    _, _, after = rest.partition(end)
-    PAGE.write_text(before + begin + table(rows) + end + after, encoding="utf-8")
+    table, _, after = rest.partition(end)
+    rows = {line.split(" | ")[0].split()[1]: line for line in table.splitlines()[2:]}
+    rows[row.split()[1]] = row
+    lines = [COLUMNS, "|---" * COLUMNS.count(" |") + "|", *rows.values()]
+    PAGE.write_text(before + begin + "\n".join(lines) + "\n" + end + after, encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make test-foreign", description=__doc__)
     parser.add_argument("what", nargs="*", help=f"of {', '.join(SUITES)}, or paths of tests")
     parser.add_argument("--gpus", type=int, default=4, help="for the tests of a path (default: 4)")
+    parser.add_argument("--write", action="store_true", help="into docs/foreign.md")
     options = parser.parse_args()
-    rows = []
     for name in options.what or SUITES:
         if name in SUITES:
             if importlib.util.find_spec(name) is None:
                 print(f"{name} is not installed: left out")
                 continue
-            rows.append(SUITES[name]().row(f"{name} {importlib.metadata.version(name)}"))
+            row = SUITES[name]().row(name, importlib.metadata.version(name).partition("+")[0])
         elif name.partition("=")[0] in PROGRAMS:
             program, _, path = name.partition("=")
             if not (Path(path) / "README.md").exists():
@@ -133,14 +143,14 @@ def main() -> None:
             if isinstance(result, str):
                 print(result)
                 continue
-            rows.append(result.row(program))
+            row = result.row(program)
         elif Path(name).exists():
-            rows.append(folder_of_tests(Path(name), options.gpus).row(Path(name).name))
+            row = folder_of_tests(Path(name), options.gpus).row(Path(name).name)
         else:
             parser.error(f"{name!r} is neither a path nor one of {', '.join(SUITES)}")
-        print(rows[-1], flush=True)
-    if not options.what:
-        write_table(rows)
+        print(row, flush=True)
+        if options.write:
+            write_row(row)
 
 
 if __name__ == "__main__":

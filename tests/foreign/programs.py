@@ -1,7 +1,7 @@
-"""Training programs that come as a folder: what data and arguments each is run with.
+"""Training programs that come as a folder: the data and arguments with which each is run.
 
-Each is copied, given tiny data of its own format, and run as its authors do. Where a program needs an
-edit to run at all with today's packages, or to run on the CPU for comparison, the edit is here.
+Each is copied, given tiny data in its own format, and run as its authors do. If a program needs an
+edit to run with today's packages, or on the CPU for comparison, the edit is here.
 """
 
 import importlib.util
@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from results import Result, compare, judge, printed, ranks, run
+from results import Done, Result, compare, judge, printed, ranks, run
 
 TEXT = "".join(f"{a} times {b} is {a * b}.\n" for a in range(60) for b in range(60))
 
 
 def edit(path: Path, *replacements: tuple[str, str]) -> None:
-    """Replace texts of a file; an error if one is not there, since the program is another then."""
+    """Replace strings in a file; raises an error if one is missing, because then the program has changed."""
     text = path.read_text("utf-8")
     for old, new in replacements:
         if old not in text:
@@ -30,7 +30,7 @@ def edit(path: Path, *replacements: tuple[str, str]) -> None:
 
 
 def nanogpt(folder: Path) -> Result:
-    """train.py with its default ``--compile=True``, beside the CPU without it."""
+    """train.py with its default ``--compile=True``, compared with the CPU without it."""
     result = Result()
     data = folder / "data" / "tiny"
     data.mkdir()
@@ -71,7 +71,7 @@ def nanogpt(folder: Path) -> Result:
 
 
 def picotron(folder: Path) -> Result:
-    """train.py in five layouts, beside the same layout on the CPU, and with flash_attn."""
+    """train.py in five layouts, compared with the same layout on the CPU, and with flash_attn."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -146,9 +146,9 @@ def picotron(folder: Path) -> Result:
 
 
 def nanochat(folder: Path) -> Result:
-    """scripts.base_train at depth 2 in float32 beside the CPU; on two ranks; in bfloat16.
+    """scripts.base_train at depth 2: in float32, compared with the CPU; on two ranks; in bfloat16.
 
-    All documents are alike, so that two ranks see what one does.
+    All documents are alike, so that two ranks see the same as one.
     """
     import pyarrow
     import tiktoken
@@ -194,20 +194,98 @@ def nanochat(folder: Path) -> Result:
     return result
 
 
+def torchtitan(folder: Path) -> Result:
+    """torchtitan.train with the debug models of Llama 3 and DeepSeek-V3: layouts beside one GPU.
+
+    All begin at the seed checkpoint of one GPU, and one GPU is beside the CPU. All documents are
+    alike, so that two ranks see what one does.
+    """
+    result = Result()
+    data = folder / "tests" / "assets" / "c4_test" / "data.json"
+    data.parent.mkdir(parents=True, exist_ok=True)
+    data.write_text((json.dumps({"text": TEXT[:800]}) + "\n") * 4000, "utf-8")
+    on_cpu = folder.with_name("on_cpu")
+    shutil.copytree(folder, on_cpu)
+    code = on_cpu / "torchtitan"
+    edit(code / "tools" / "utils.py", ('_get_available_device_type() or "cuda"', '"cpu"'))
+    edit(code / "distributed" / "utils.py", ("[device_module.current_device()]", "None"))
+    flex = "torch.nn.attention.flex_attention"
+    edit(
+        code / "models" / "common" / "attention.py",
+        (f"from {flex} import (", f"import {flex}\n{flex}._validate_device = lambda *_: None\n"
+         f"from {flex} import ("),
+    )  # fmt: skip
+    monitor = "__import__('unittest.mock').mock.Mock(device_name='CPU', device_capacity_gib=0)"
+    edit(
+        code / "components" / "metrics.py",
+        ("= DeviceMemoryMonitor(device_type)", f"= {monitor}"),
+        ("return device_memory_monitor", "device_memory_monitor.get_peak_stats = (\n"
+         "        lambda: DeviceMemStats(*[0.0] * 6))\n    return device_memory_monitor"),
+    )  # fmt: skip
+
+    def train(model: str, gpus: int, *arguments: str, seed: bool = False) -> Done:
+        out = folder / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        if not seed:
+            shutil.copytree(folder / model, out)
+        done = run(
+            *ranks(gpus or 1), "--role=rank", "--tee=3", "--local-ranks-filter=0",
+            "-m", "torchtitan.train", f"--module={model}", f"--config={model}_debugmodel",
+            "--training.steps=3", "--training.num_tokens_per_microbatch_per_dp_rank=256",
+            "--training.max_context_length=128", "--training.mixed_precision_param=float32",
+            "--training.disable_cuda_graphs", "--checkpoint.enable", "--checkpoint.interval=100",
+            f"--dump_folder={out}", *arguments,
+            gpus=gpus, folder=folder if gpus else on_cpu,
+            variables={} if gpus else {"TORCHDYNAMO_DISABLE": "1"},
+        )  # fmt: skip
+        if seed:
+            shutil.move(out, folder / model)
+        return done
+
+    losses = printed(r"loss:")
+    degree = "--parallelism.{}_degree={}".format
+    shard, replicate = "data_parallel_shard", "data_parallel_replicate"
+    tp, pp, cp = "tensor_parallel", "pipeline_parallel", "context_parallel"
+    layouts = [
+        ("FSDP 2", {shard: 2}), ("DDP 2", {replicate: 2, shard: 1}), ("TP 2", {tp: 2}),
+        ("CP 2", {cp: 2}), ("PP 2", {pp: 2}), ("FSDP 2 and TP 2", {shard: 2, tp: 2}),
+    ]  # fmt: skip
+    ep = "expert_parallel"  # of the GPUs that shard the rest
+    experts = [("FSDP 2", {shard: 2}), ("FSDP 2 with EP 2", {shard: 2, ep: 2})]
+    for model, tried in (("llama3", layouts), ("deepseek_v3", experts)):
+        judge(
+            result, f"{model}, seed checkpoint",
+            train(model, 1, "--checkpoint.create_seed_checkpoint", "--debug.seed=42", seed=True),
+        )  # fmt: skip
+        one = train(model, 1)
+        compare(result, f"{model}, 1 GPU", one, train(model, 0), losses)
+        for name, sizes in tried:
+            pipeline = ["--parallelism.pipeline_parallel_schedule=1F1B"] if pp in sizes else []
+            options = [degree(of, size) for of, size in sizes.items()]
+            gpus = int(np.prod([size for of, size in sizes.items() if of != ep]))
+            done = train(model, gpus, *options, *pipeline)
+            compare(result, f"{model}, {name}", done, one, losses)
+    judge(result, "llama3, compiled", train("llama3", 1, "--compile.enable"))
+    judge(result, "llama3, CUDA graphs", train("llama3", 1, "--training.no-disable_cuda_graphs"))
+    return result
+
+
 PROGRAMS: dict[str, Callable[[Path], Result]] = {
     "nanogpt": nanogpt,
     "picotron": picotron,
     "nanochat": nanochat,
+    "torchtitan": torchtitan,
 }
 NEEDS = {
     "nanogpt": [],
     "picotron": ["transformers", "datasets", "tokenizers"],
     "nanochat": ["tiktoken", "rustbpe", "pyarrow", "filelock", "yaml"],
+    "torchtitan": ["datasets", "tokenizers", "grain", "tyro", "spmd_types", "torch_checkpointing"],
 }
 
 
 def run_program(name: str, path: Path) -> Result | str:
-    """The program of a folder, in a copy of it; a sentence if packages that it needs are missing."""
+    """Run the program in a copy of a folder; returns a sentence if packages that it needs are missing."""
     missing = [package for package in NEEDS[name] if importlib.util.find_spec(package) is None]
     if missing:
         return f"{name} needs {', '.join(missing)}, not installed: left out"

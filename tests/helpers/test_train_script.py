@@ -1,4 +1,4 @@
-"""notebooks/train.py: the losses of one process in other layouts, checkpoints, messages.
+"""notebooks/train.py: the same losses in every layout, checkpoints, messages.
 
 Lesson 07 restarts it after a rank is killed, and compares the parameters bit for bit.
 """
@@ -34,7 +34,7 @@ def on_a_rank(rank, world_size, arguments):
 
 @pytest.fixture
 def run(capfd, monkeypatch):
-    """Run the script on so many ranks; what it printed."""
+    """Run the script on ``ranks`` ranks; returns what it printed."""
 
     def run(options, ranks=1):
         if ranks > 1:
@@ -57,7 +57,7 @@ def parameters(folder, step):
     return torch.load(folder / "plain.pt")["model"]
 
 
-def test_layouts_have_the_losses_and_norms_of_a_single_process(run):
+def test_layouts_match_a_single_processs_losses_and_norms(run):
     """Lessons 07, 12, 13 and 14 compare the losses of layouts that have one dimension."""
     alone = losses(run("--steps 20"))
     assert alone[-1, 1] < alone[0, 1] < 4.5
@@ -70,7 +70,7 @@ def test_layouts_have_the_losses_and_norms_of_a_single_process(run):
         )
 
 
-def test_a_training_resumes_in_another_layout_from_its_last_complete_checkpoint(run, tmp_path):
+def test_training_resumes_in_another_layout_from_the_last_complete_checkpoint(run, tmp_path):
     options = f"--steps 30 --save-every 10 --checkpoints {tmp_path}"
     whole = losses(run(f"{options} --dp-shard 4", 4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000030"]
@@ -108,7 +108,7 @@ def test_the_script_reports_speed_and_peak_with_cuda_read_as_vgpu():
 
 
 def test_a_cluster_runs_the_script_as_fast_as_the_plan_predicts():
-    """Lesson 15 compares the two with shards of FSDP over hosts and tensor parallelism inside."""
+    """Lesson 15 compares the two with FSDP across hosts and tensor parallelism inside."""
     options = "--model 8B --layers 8 --bf16 --recompute"
     sizes = dataclasses.replace(LLAMA["8B"], layers=8)
     layouts = {
@@ -168,7 +168,7 @@ def test_the_script_refuses_a_file_that_has_none_of_its_weights(
         ("--layers -1", "--layers must be at least 0"),
     ],
 )
-def test_the_script_refuses_sizes_that_do_not_divide(monkeypatch, capsys, options, message):
+def test_the_script_refuses_sizes_that_are_not_divisible(monkeypatch, capsys, options, message):
     monkeypatch.setattr(sys, "argv", [SCRIPT, *options.split()])
     with pytest.raises(SystemExit) as refused:
         runpy.run_path(SCRIPT, run_name="__main__")
@@ -176,7 +176,7 @@ def test_the_script_refuses_sizes_that_do_not_divide(monkeypatch, capsys, option
     assert capsys.readouterr().err == f"train.py: {message}\n"
 
 
-def test_the_script_refuses_a_checkpoint_of_another_model(run, tmp_path, capfd):
+def test_the_script_refuses_another_models_checkpoint(run, tmp_path, capfd):
     run(f"--steps 2 --checkpoints {tmp_path}")
     with pytest.raises(SystemExit):
         run(f"--steps 4 --width 64 --checkpoints {tmp_path}")

@@ -2,8 +2,8 @@
 
 An operation follows the roofline model (Williams, Waterman and Patterson, 2009): it takes the
 longer of FLOPs over FLOP/s and bytes over bytes/s, plus a fixed time to start. A matrix product
-takes longer if its tiles don't fill the GPU, and to write its result (hardware.py). FLOPs are
-counted by torch's own ``torch.utils.flop_counter``; bytes are those of the tensors. No program
+takes longer if its tiles don't fill the GPU, and must also write its result (hardware.py). FLOPs
+are counted by torch's own ``torch.utils.flop_counter``; bytes are those of the tensors. No program
 reaches a datasheet's peak, so arithmetic, memory and links each reach only a share of theirs: see
 ``CostModel``.
 
@@ -92,7 +92,7 @@ class Workload(NamedTuple):
         return self._replace(arithmetic=TF32 if self.allows_tf32 else FLOAT32)
 
     def of_rows(self, parts: int, right_bytes: int) -> "Workload":
-        """The workload of one of ``count`` equal parts of a matrix product's rows.
+        """The workload of one of ``parts`` equal parts of a matrix product's rows.
 
         right_bytes: the size of the right factor, which each part reads.
         """

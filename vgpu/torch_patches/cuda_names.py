@@ -26,6 +26,10 @@ def install(changes: Changes) -> None:
     changes.set(device_module, "is_current_stream_capturing", lambda: False)
     changes.set(device_module, "get_arch_list", _get_arch_list)
     _complete(device_module, torch.cuda, changes)
+    if hasattr(
+        torch._C, "_nccl_version"
+    ):  # the NCCL in torch's wheel, which needs no GPU to say it
+        changes.set(vars(device_module)["nccl"], "version", torch.cuda.nccl.version)
     # Private, but tests of streams call it.
     changes.item(vars(device_module), "_sleep", _refusing(f"{torch.cuda.__name__}._sleep", None))
     changes.wrap(torch.amp.GradScaler, "__init__", _for_virtual_gpus)

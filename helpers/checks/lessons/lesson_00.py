@@ -27,7 +27,7 @@ def largest_share(answer: Callable[[int, int], int]) -> dict[str, Any]:
     yours = answer(even * 8, 8)
     if not isinstance(yours, int):
         hint = "The number is right; make it a whole number (an int), since it counts images."
-    raise Wrong(yours=yours, expected=even, given=f"a batch of {even * 8} on 8 GPUs", hint=hint)
+        raise Wrong(yours=yours, expected=even, given=f"a batch of {even * 8} on 8 GPUs", hint=hint)
     return {
         "your largest share": f"{answer(100, 8)} of 100 images on 8 GPUs",
         "tried": f"{2 + len(drawn)} batches",

@@ -22,7 +22,7 @@ Sample = namedtuple("Sample", "image label")
 
 
 class Clip:
-    """Not a tensor, but it has a ``to`` nevertheless."""
+    """Not a tensor, although it has a ``to``."""
 
     def to(self, _: Any) -> "Clip":
         return Clip()

@@ -57,7 +57,7 @@ def batch_for_all(answer: Callable[[int, int], int]) -> dict[str, Any]:
             yours = answer(wanted, gpu_count)
         hint = "Return the batch size, a whole number."
         if isinstance(yours, int | float) and yours < wanted:
-            hint = f"At least {wanted} samples were wanted."
+            hint = f"At least {wanted} samples are needed."
         elif type(yours) is int:
             working = len(_sizes(yours, gpu_count))
             if working < gpu_count:
@@ -69,7 +69,7 @@ def batch_for_all(answer: Callable[[int, int], int]) -> dict[str, Any]:
             hint = "The number is right; make it a whole number (an int), since it counts samples."
             raise Wrong(yours=yours, expected=expected, given=given, hint=hint)
     return {
-        "compared": f"{2 + len(cases)} pairs of wanted samples and GPUs",
+        "compared": f"{2 + len(cases)} pairs of required samples and GPUs",
         "17 or more on 8 GPUs": f"{answer(17, 8)}, divided into {_sizes(answer(17, 8), 8)}",
     }
 

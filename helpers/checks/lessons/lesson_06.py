@@ -65,7 +65,7 @@ def _hint_for_sum(yours: Any, total: Any, own: torch.Tensor) -> str:
     if yours.numel() < total.numel():
         return "This is a part of the sum. Collect the parts of all ranks, too."
     if yours.shape == total.shape and yours.dtype != total.dtype:
-        return "The sum differs in dtype from the tensor: make outputs with new_empty."
+        return "The sum and the tensor have different dtypes: make outputs with new_empty."
     return "The parts of the sum, in the order of the ranks, are the whole sum."
 
 
@@ -158,7 +158,7 @@ def ring_all_reduce(answer: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
                     yours=f"calls {', '.join(sorted(others))}",
                     expected="only sends and receives",
                     given=where,
-                    hint="Build the sum with only exchange.",
+                    hint="Use only exchange to build the sum.",
                 )
             hint = _hint_for_ring(yours, total, tensors[rank], ranks)
             expect_close(yours, total, given=where, hint=hint)

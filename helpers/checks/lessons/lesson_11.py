@@ -157,7 +157,8 @@ def _accumulate(
     weight: torch.Tensor,
 ) -> tuple[torch.Tensor | None, int, list[tuple[str, int]], int, int]:
     """On a rank: the gradient, how often DDP sent, all collectives, the largest forward, and the
-    most graphs of earlier forwards that there were at one."""
+    most graphs of earlier forwards that were alive during one.
+    """
     model = WatchedLinear(7, 1, bias=False)
     model.weight.data.copy_(weight)
     parallel = DistributedDataParallel(model)

@@ -111,7 +111,7 @@ def layout(answer: Plan) -> dict[str, Any]:
     if not isinstance(answer, Plan):
         raise Wrong(
             yours=f"{answer!r}",
-            expected="a Plan of Llama 70B on 64 H100s",
+            expected="a Plan for Llama 70B on 64 H100s",
             given="Llama 70B, 64 H100s",
             hint='Plan(LLAMA["70B"], Layout(dp_shard=..., tp=...), batch=...).',
         )

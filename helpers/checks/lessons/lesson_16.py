@@ -150,7 +150,7 @@ def six_faults(answer: Any) -> dict[str, Any]:
 
 def evidence(fault: str, timeline: Timeline) -> float:
     """The number that exercise 16.2 asks for."""
-    computes = timeline.utilisation("vgpu:0")
+    computes = timeline.utilization("vgpu:0")
     if fault == "item":
         return _value_waits(timeline) / faulty_traces.STEPS
     if fault == "gather":
@@ -196,7 +196,7 @@ def _why_not(fault: str, timeline: Timeline) -> str:
         )
     if fault == "loader":
         spent = evidence("loader", timeline) if timeline.host_ranges[0].kind == "work" else 0.0
-        return f"A batch takes {spent:.1f} ms to come, a step {_step_ms(timeline):.1f} ms."
+        return f"A batch takes {spent:.1f} ms to arrive, a step {_step_ms(timeline):.1f} ms."
     return "Does the next kernel start right after its launch, and is the host's row without gaps?"
 
 
@@ -209,7 +209,7 @@ def _number_hint(fault: str, number: float, found: float, timeline: Timeline) ->
         return "It is the rank whose GPU computes longest, and whose collectives are shortest."
     steps = faulty_traces.STEPS
     wrong = {
-        "That is of all three steps.": found * steps,
+        "That is for all three steps.": found * steps,
         "That is the other share: one minus the right one.": 1 - found
         if fault in ("launches", "bubble")
         else -1,

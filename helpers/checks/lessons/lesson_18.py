@@ -178,7 +178,7 @@ def _hint_for_batch(
         return "That many are in time, but their caches don't fit into memory."
     if found == max(0, int(room_bytes // each)) > right:
         return "That many fit, but reading their caches takes longer than the limit."
-    return "What's read and held are the weights, once, and a cache per sequence."
+    return "What is read and held: the weights once, and a cache per sequence."
 
 
 BUDGET = 256

@@ -11,7 +11,7 @@ from helpers.widgets import ring
 
 @pytest.fixture
 def shown(monkeypatch):
-    """Figures that would have been shown, as the texts on them."""
+    """The texts on the figures that would have been shown."""
     figures = []
 
     def keep(picture):
@@ -30,7 +30,7 @@ def test_every_rank_ends_with_every_sum(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-def test_half_way_each_rank_has_one_complete_chunk(ranks):
+def test_halfway_each_rank_has_one_complete_chunk(ranks):
     half_way = ring.ring_states(ranks)[ranks - 1]
     for rank, numbers in enumerate(half_way.held):
         complete = [chunk for chunk, n in enumerate(numbers) if len(origins(n)) == ranks]
@@ -53,7 +53,7 @@ def test_in_every_step_each_rank_sends_another_chunk_and_only_its_neighbor_chang
 
 
 @pytest.mark.parametrize("ranks", [0, ring.MOST_RANKS + 1])
-def test_ring_states_refuse_a_number_of_ranks_that_cannot_be_drawn(ranks):
+def test_ring_states_refuses_a_number_of_ranks_that_cannot_be_drawn(ranks):
     with pytest.raises(ValueError, match="1 to 8 ranks"):
         ring.ring_states(ranks)
 
@@ -89,5 +89,5 @@ def test_the_sliders_redraw_and_stay_within_the_ring(shown):
     assert step.max == 14
     ranks.value = 2
     assert step.value == step.max == 2
-    # One drawing a change, of what the sliders then say: nothing failed silently.
+    # One drawing per change, with the sliders' values: nothing failed silently.
     assert "11" in shown[-1] and "rank 1" in shown[-1] and "rank 2" not in shown[-1]

@@ -1,4 +1,4 @@
-"""Lesson 02: what a tensor copies, what keeps a history and a gradient, and what cuts it off."""
+"""Lesson 02: what copies a tensor, what keeps a history and a gradient, and what cuts them off."""
 
 from broken_claims import Broken
 

@@ -1,4 +1,4 @@
-"""Lesson 04: a batch that is cut, over all GPUs, along one dimension, and joined again."""
+"""Lesson 04: a batch that's split over all GPUs, along one dimension, and joined again."""
 
 from broken_claims import Broken
 

@@ -1,4 +1,4 @@
-"""Lesson 08: what a move between GPUs does, who works when, and what a time's spread is."""
+"""Lesson 08: what a move between GPUs does, which GPU works when, and the spread of measured times."""
 
 from broken_claims import Broken
 

@@ -2,7 +2,7 @@
 
 from broken_claims import Broken
 
-# What is trained does not matter to what a checkpoint holds.
+# What's trained doesn't matter for a checkpoint's contents.
 _THREE_STEPS = [
     ('on_gpus_of(12, "fsdp", 56, folder)', 'on_gpus_of(12, "fsdp", 3, folder)'),
     ("assert 4 < losses[0] < 5.2 and losses[-10:].mean() < 2\n", ""),

@@ -1,4 +1,4 @@
-"""Lesson 14: meshes turned round, norms counted twice, a ring that forgets, experts for everyone."""
+"""Lesson 14: reversed meshes, norms counted twice, a ring that forgets, experts for everyone."""
 
 from broken_claims import Broken
 

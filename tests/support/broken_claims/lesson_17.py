@@ -1,4 +1,4 @@
-"""Lesson 17: what fewer bits lose in weights, sums and products, and what is sent for it."""
+"""Lesson 17: what fewer bits lose in weights, sums and products, and what's sent for them."""
 
 from broken_claims import Broken
 

@@ -1,4 +1,4 @@
-"""Lesson 18: caches that forget, ranks that do not add, GPUs that read for free, servers that wait."""
+"""Lesson 18: caches that forget, ranks that don't add, GPUs that read for free, servers that wait."""
 
 from broken_claims import Broken
 

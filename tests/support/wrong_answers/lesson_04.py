@@ -24,7 +24,7 @@ WRONG = {
     ],
     "4.2": [
         ("def batch_for_all(wanted, n):\n    return wanted", "feeds only"),
-        ("def batch_for_all(wanted, n):\n    return n", "were wanted"),
+        ("def batch_for_all(wanted, n):\n    return n", "are needed"),
         ("def batch_for_all(wanted, n):\n    return float(10**6 * n)", "a whole number"),
         (
             "def batch_for_all(wanted, n):\n"

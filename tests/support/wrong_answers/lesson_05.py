@@ -195,7 +195,7 @@ WRONG = {
             "exactly one module.",
         ),
         (
-            # Goes by the names alone: a bare model may have one part, called module.
+            # Only looks at the names: a bare model may have one part, called module.
             "def load_any(model, state):\n"
             "    wrapped = isinstance(model, nn.DataParallel)\n"
             "    prefixed = all(k.startswith('module.') for k in state)\n"

@@ -245,7 +245,7 @@ def mean_over_ranks(values):
     "6.3": [
         (
             "def ring_all_reduce(tensor):\n    dist.all_reduce(tensor)\n    return tensor",
-            "with only exchange",
+            "only exchange to build",
         ),
         ("def ring_all_reduce(tensor):\n    return tensor", "own tensor"),
         (_RING.format(last="break"), "Go around once more"),
@@ -257,7 +257,7 @@ def mean_over_ranks(values):
             "In step s",
         ),
         (
-            # Whole tensors go round the ring.
+            # Whole tensors travel around the ring.
             """
 def ring_all_reduce(tensor):
     total, moving = tensor.clone(), tensor

@@ -161,7 +161,7 @@ WRONG = {
             "DDP sent nothing",
         ),
         (
-            # Only the backward stands inside no_sync.
+            # Only the backward is inside no_sync.
             "from contextlib import nullcontext\n"
             + _ACCUMULATE.format(
                 body=f"loss = {_LOSS_OF_ONE}\n"
@@ -203,7 +203,7 @@ WRONG = {
             "Joined micro-batches",
         ),
         (
-            # Sent once, and each micro-batch by itself, but every graph is kept until the end.
+            # Sent once, and each micro-batch separately, but every graph is kept until the end.
             "def accumulate(parallel, micro_batches):\n"
             f"    sum({_LOSS_OF_ONE} for x, y in micro_batches).backward()",
             "a sum of losses keeps every graph",

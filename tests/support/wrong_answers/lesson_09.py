@@ -45,7 +45,7 @@ def _repaired(first="pass", second="pass", third="pass", returned="products"):
     return _REPAIRED.format(first=first, second=second, third=third, returned=returned)
 
 
-# A new tensor for each batch, which goes while its product may still read it.
+# A new tensor for each batch, which is freed while its product may still read it.
 _NOT_RECORDED = """
 def repaired(batches, weight):
     default, side = torch.accelerator.current_stream(weight.device), torch.Stream(weight.device)

@@ -27,17 +27,17 @@ WRONG = {
         # One more than needed.
         # No warm-up at all: everything fits, and nothing overlaps.
         (_order(warm="0"), "the first ones can run more forwards"),
-        # The warm-up grows with the stage, where it should shrink.
+        # The warm-up grows with the stage, although it should shrink.
         (_order(warm="min(stage, micro_batches)"), "never ends"),
-        # Backward before forward in the steady part: the last stage has nothing to go back with.
+        # Backward before forward in the steady part: the last stage has nothing to run backward.
         (_order(loop=f'row.append(f"B{{i}}"); {_NEXT}'), "comes later in its own row"),
-        # With one micro-batch, three forwards of warm-up.
+        # Three warm-up forwards, even with one micro-batch.
         (_order(warm="3 - stage"), "These rows aren't a schedule"),
         # Without the backwards at the end.
         # Numbers, not texts.
     ],
     "10.2": [
-        # As many layers each.
+        # Equally many layers each.
         (
             _CUT.format(
                 "each = count // devices; return [each] * (devices - 1) + "

@@ -26,7 +26,7 @@ _UNITS = (
     "                return [b - a for a, b in ends]\n"
     "    return {otherwise}"
 )
-_NEIGHBOURS = "[*gathered, *(a + b for a, b in pairwise(gathered))]"
+_NEIGHBORS = "[*gathered, *(a + b for a, b in pairwise(gathered))]"
 
 _TOKENS = "def tokens_to_hide(gpus, flop_per_s, bytes_per_s):\n    return {}"
 
@@ -77,18 +77,18 @@ WRONG = {
             "neighbors",
         ),
         (
-            _UNITS.format(cuts="reversed(range(count))", most=_NEIGHBOURS, otherwise="None"),
+            _UNITS.format(cuts="reversed(range(count))", most=_NEIGHBORS, otherwise="None"),
             "with fewer gathers",
         ),
         (
-            _UNITS.format(cuts="range(count)", most=_NEIGHBOURS, otherwise="[1] * count"),
+            _UNITS.format(cuts="range(count)", most=_NEIGHBORS, otherwise="[1] * count"),
             "too much",
         ),
         ("def units(layer_bytes, budget_bytes):\n    return None", "make more units"),
-        # Never a cut behind the first layer, or before the last.
+        # Never a unit boundary after the first layer, or before the last.
         *(
             (
-                _UNITS.format(cuts="range(count)", most=_NEIGHBOURS, otherwise="None").replace(
+                _UNITS.format(cuts="range(count)", most=_NEIGHBORS, otherwise="None").replace(
                     "range(1, count)", cut
                 ),
                 "make more units",

@@ -83,7 +83,7 @@ WRONG = {
             "exp overflows",
         ),
         (
-            # One highest score for all queries: the weights of some are all 0.
+            # One highest score for all queries: some have only weights of 0.
             "def attend(query, blocks):\n"
             "    highest, total, output = -math.inf, 0.0, 0.0\n"
             "    for keys, values in blocks:\n"

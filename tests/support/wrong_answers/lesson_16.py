@@ -117,7 +117,7 @@ WRONG = {
         (_reading(A=("item", 8)), "waits for a value 0 times"),
         (_reading(B=("gather", 3.9)), "The collectives of rank 0 are: all_reduce"),
         (_reading(A=("straggler", 0)), "compare the ranks"),
-        (_reading(C=("loader", 0.2)), "A batch takes 0.2 ms to come"),
+        (_reading(C=("loader", 0.2)), "A batch takes 0.2 ms to arrive"),
         (_reading(C=("bubble", 0.66)), "A pipeline sends and receives"),
         (_reading(F=("launches", 0.7)), "right after its launch"),
         (_reading(B=("straggler", 0)), "whose GPU computes longest"),
@@ -126,7 +126,7 @@ WRONG = {
         (_reading(A=("loader", 15_000)), "In µs"),
         (_reading(A=("loader", 0.015)), "In seconds"),
         (_reading(A=("loader", 4)), "has it"),
-        (_reading(F=("item", 24)), "of all three steps"),
+        (_reading(F=("item", 24)), "for all three steps"),
     ],
     "16.3": [
         (_page(later='trace["baseTimeNanoseconds"] - first'), "divide by 1000"),

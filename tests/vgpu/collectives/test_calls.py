@@ -10,7 +10,7 @@ from vgpu import launch
 
 
 def errors_of_wrong_calls(device):
-    """What each wrong call raises, in the last rank of two."""
+    """What each wrong call raises, on the last rank of two."""
     import torch
     import torch.distributed as dist
 
@@ -83,7 +83,7 @@ def wrong_and_right_calls(rank, world, errors_of_wrong_calls):
 def test_ranks_and_a_cluster_refuse_the_same_wrong_calls():
     ranks = launch.run(wrong_and_right_calls, 2, errors_of_wrong_calls, gpu="V100")
     errors = ranks[1][0]
-    for _, *done in ranks:  # what is contiguous, or channels-last, is a row of numbers
+    for _, *done in ranks:  # contiguous and channels-last tensors are one block of memory
         assert done == [[2, 2], 192, [96, 96, 144, 144]]
     with vgpu.cluster(hosts=1, gpus_per_host=2, rank=1) as cluster, vgpu.shapes_only():
         assert errors_of_wrong_calls(cluster.device) == errors
@@ -133,7 +133,7 @@ def test_a_group_refuses_two_ranks_on_one_gpu_as_nccl_does():
         launch.run(main, 2, gpu="V100")
 
 
-def test_a_group_refuses_a_tensor_on_another_gpu_than_its_own_as_nccl_does():
+def test_a_group_refuses_a_tensor_on_a_gpu_other_than_its_own_as_nccl_does():
     main = cell(
         """
         def main(rank, world_size):

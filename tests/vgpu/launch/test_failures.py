@@ -1,4 +1,4 @@
-"""Every fault of a rank is survived, reported with its place, and leaves nothing behind."""
+"""Every fault of a rank is survived and reported with its location, and leaves nothing behind."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from vgpu.launch.processes import RankProcesses
 
 @dataclass
 class Fault:
-    """A fault, provoked by the body of a function that each of the ranks runs."""
+    """A fault, provoked by the body of a function that each rank runs."""
 
     name: str
     body: str
@@ -237,7 +237,7 @@ if rank == 0: net(torch.ones(1, 2))""",
         ["never would have", "new_group([0, 1]): rank 1 came, rank 0 never came"],
     ),
 ]
-if sys.platform == "linux":  # elsewhere nobody says what the rank that died had brought
+if sys.platform == "linux":  # on other systems, nothing tells what the dead rank had brought
     TABLE.append(
         Fault(
             "types that differ",
@@ -254,18 +254,18 @@ if sys.platform == "linux":  # elsewhere nobody says what the rank that died had
 
 @pytest.fixture(autouse=True)
 def _early_looks(monkeypatch):
-    """What is seen counts here, not how long the first look at the ranks is put off."""
+    """What's found matters here, not how long the first look at the ranks is delayed."""
     monkeypatch.setattr(launcher, "FIRST_LOOK_S", 0.1)
 
 
 @pytest.fixture(scope="module")
 def others():
-    """Processes that tests of other files keep to their end."""
+    """Processes that tests in other files keep until their end."""
     return psutil.Process().children(recursive=True)
 
 
 def left_behind(others):
-    """New processes but for the forkserver and its tracker, folders, shared memory."""
+    """New processes, except for the forkserver and its tracker, and new folders and shared memory."""
     servers = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
     own = psutil.Process()
     children = [p for p in own.children() if not any(s in " ".join(p.cmdline()) for s in servers)]
@@ -289,7 +289,7 @@ def test_every_fault_of_a_rank_is_reported_and_leaves_nothing_behind(fault, othe
     assert left_behind(others) == []
 
 
-def test_the_error_s_cause_is_the_rank_s_own_exception():
+def test_the_errors_cause_is_the_ranks_own_exception():
     function = cell("def main(rank, world_size): raise KeyError('weights')")["main"]
     with pytest.raises(launch.RankRaised) as caught:
         launch.run(function, 2)
@@ -327,7 +327,7 @@ def test_the_stop_button_says_where_the_ranks_were_and_ends_them(capsys, others,
             time.sleep(0.01)
         signal.raise_signal(signal.SIGINT)
 
-    # A shell ignores the signal for what it starts in the background, tests included.
+    # A shell makes background processes, including tests, ignore the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     stopper = threading.Thread(target=stop)
     stopper.start()
@@ -369,7 +369,7 @@ def test_a_run_after_a_failed_one_works():
 
 
 def test_ranks_that_all_fail_while_asked_for_their_state_report_their_error(monkeypatch):
-    """A hang is looked for after half a second, which is when short functions fail."""
+    """The launcher looks for hangs after half a second, which is when short functions fail."""
     ask = RankProcesses.ask_states
 
     def until_all_have_failed(processes, time_s):

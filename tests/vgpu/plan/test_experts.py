@@ -1,4 +1,4 @@
-"""Experts: what they compute, beside a loop over tokens; what plans with them send, and what is refused."""
+"""Experts: their results match a loop over tokens; what plans with them send, and what's refused."""
 
 import dataclasses
 
@@ -24,7 +24,10 @@ def made(sizes=EXPERTS, seed=0):
 
 
 def one_by_one(module, tokens, ranks=None):
-    """Each token through its experts, as if each had room for all. ranks: of two, where they may be."""
+    """Send each token through its experts, as if each had room for all.
+
+    ranks: on how many of two ranks they may be.
+    """
     chances = F.linear(tokens, module.router).softmax(-1)
     if ranks == 1:
         halves = chances.unflatten(-1, (2, -1))
@@ -59,7 +62,7 @@ def test_an_expert_without_a_slot_left_drops_the_token():
         module.router[1] = -module.router[0]
         tokens = (
             module.router[0].expand(1, 6, 16) + 0
-        )  # all want the first expert, which has 3 slots
+        )  # all choose the first expert, which has 3 slots
         output = module(tokens)[0]
     assert output[:3].abs().sum() > 0 and not output[3:].any()
 
@@ -143,7 +146,7 @@ def test_ranks_of_ep_send_slots_there_and_back_and_gather_only_their_own_experts
     assert flop[0] == flop[1]
 
 
-def test_experts_go_with_pipelines_context_and_recomputation():
+def test_experts_combine_with_pipelines_context_and_recomputation():
     dense = dataclasses.replace(
         SMALL, layers=4, experts=dataclasses.replace(EXPERTS, dense_layers=1)
     )

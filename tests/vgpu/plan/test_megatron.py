@@ -1,4 +1,4 @@
-"""Megatron-LM's form: what its recipes change."""
+"""Megatron-LM: what its recipes change."""
 
 import pytest
 
@@ -42,8 +42,8 @@ def test_small_layers_wait_for_the_host():
     assert fast > SMALL.sizes.layers * calls * megatron.CALL_S
 
 
-def test_tensor_parallelism_costs_the_host_its_six_collectives_a_layer():
-    """Two forward, two when that is recomputed, two backward."""
+def test_tensor_parallelism_costs_the_host_six_collectives_per_layer():
+    """Two forward, two in the recomputation, two backward."""
     twice = SMALL._replace(tp=2, gpus=2)
     whole, divided = (
         megatron._seconds(recorded(run).layer, recorded(SMALL).layer, run, SHARES)
@@ -84,6 +84,6 @@ def test_a_pipeline_inside_a_host_sends_over_its_links():
         ({"sizes": WIDE.sizes._replace(key_value_heads=8)}, "give flash=True"),
     ],
 )
-def test_a_run_that_does_not_divide_is_refused(changes, message):
+def test_a_run_that_is_not_divisible_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         seconds(WIDE, **changes)

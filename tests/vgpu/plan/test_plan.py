@@ -1,4 +1,4 @@
-"""Plans of training runs on clusters: what is counted, what is refused, and what the command prints."""
+"""Plans for training runs on clusters: what's counted, what's refused, and what the command prints."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def test_a_rank_keeps_the_bytes_that_the_estimate_says():
     step = predict(Plan(SMALL, Layout(dp_shard=4), sequence=128, gpus_per_host=4))
     whole = 4 * SMALL.parameters
     assert 0 < step.allocated_bytes <= step.reserved_bytes
-    kept = step.bytes_by_cause  # in blocks of 512 bytes; and the rotations of positions
+    kept = step.bytes_by_cause  # in blocks of 512 bytes, plus the rotations for positions
     assert kept["parameters"] == pytest.approx(whole // 4 + 16_384, rel=1e-3)
     assert kept["optimizer state"] == pytest.approx(2 * whole // 4, rel=0.01)
     assert kept["gathered parameters"] > 0 < kept["gradients"]
@@ -41,7 +41,7 @@ def test_a_rank_keeps_the_bytes_that_the_estimate_says():
     assert step.tokens_per_s == pytest.approx(128 / step.seconds)
 
 
-def test_a_gpu_reserves_no_room_for_the_model_as_a_whole():
+def test_a_gpu_reserves_no_room_for_the_whole_model():
     sizes = TransformerSizes(16, 512, 8, 4, 1024, 512, sequence=128)
     step = predict(Plan(sizes, Layout(dp_shard=32), sequence=128, recompute="full"))
     assert step.reserved_bytes < 4 * sizes.parameters
@@ -98,17 +98,17 @@ def test_recomputation_takes_less_memory_and_more_time(how):
         ),
     ],
 )
-def test_predict_refuses_a_plan_that_cannot_be(options, message):
+def test_predict_refuses_an_impossible_plan(options, message):
     with pytest.raises(ValueError, match=message):
         predict(Plan(**{"sizes": SMALL, "layout": Layout(), "gpus_per_host": 4, **options}))
 
 
-def test_a_sequence_is_as_long_as_the_model_s_unless_it_is_given():
+def test_a_sequence_has_the_models_length_unless_one_is_given():
     assert Plan(SMALL, Layout()).sequence == 128
     assert read("--sequence 64")[0].sequence == 64
 
 
-def test_leaving_a_plan_leaves_no_group_and_no_gpus():
+def test_a_plan_leaves_no_process_group_and_no_gpus():
     predict(Plan(SMALL, Layout(dp_shard=4), sequence=128, gpus_per_host=4))
     assert not torch.distributed.is_initialized() and not vgpu.is_enabled()
 
@@ -153,7 +153,7 @@ def test_async_tp_is_an_option_of_a_plan(capsys):
     sent = {event.name for event in predict(plan, **costs).timeline.events}
     plain = predict(plan, fuses=True)
     assert "permute" in sent and "permute" not in {e.name for e in plain.timeline.events}
-    # The loss of parts stays, and what sums several products.
+    # The loss's parts remain, and sums of several products.
     assert {"all_reduce", "reduce_scatter"} <= sent
     with pytest.raises(SystemExit):
         run("--tp 4 --async-tp")
@@ -172,7 +172,7 @@ def test_gpus_may_differ_in_speed():
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(pp=2)])
 def test_a_cost_that_is_the_plans_own_changes_the_plan(layout):
-    """Its utilization is that of the GPU that computes."""
+    """Its utilization is relative to the GPU that computes."""
     plan = Plan(SMALL, layout, batch=2, sequence=128, gpus_per_host=2)
     on_other = predict(plan, gpu="A100", network="Ethernet 100", arithmetic_share=0.4)
     other = dataclasses.replace(plan, gpu="A100", network="Ethernet 100")
@@ -196,7 +196,7 @@ def test_the_command_says_what_would_fit(capsys):
     [("full", "--reshard-after-forward"), ("none", "--recompute full --reshard-after-forward")],
 )
 def test_gathering_again_is_among_what_would_fit(recompute, advice):
-    """Where everything else is tried or cannot be: "Use more GPUs", it said."""
+    """If everything else has been tried or is impossible; it used to say "Use more GPUs"."""
     sizes = TransformerSizes(4, 512, 8, 4, 1024, 1024)
     gpu = dataclasses.replace(vgpu.PRESETS["H100"], memory_bytes=110 * 2**20)
     plan = Plan(sizes, Layout(dp_shard=8), 1, 512, recompute, False, gpu, gpus_per_host=1)
@@ -222,7 +222,7 @@ def test_the_command_refuses_in_a_sentence(capsys, options, message):
     assert left.value.code == 2 and message in error and len(error.splitlines()) == 1
 
 
-def test_the_help_s_examples_parse(capsys):
+def test_the_examples_in_the_help_parse(capsys):
     with pytest.raises(SystemExit):
         command.main(["--help"])
     shown = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""``torch.vgpu`` has the names of ``torch.cuda`` and answers as it does."""
+"""``torch.vgpu`` has ``torch.cuda``'s names and behaves like it."""
 
 import importlib
 import operator
@@ -54,12 +54,12 @@ def test_the_submodules_have_the_names_of_torch_cudas():
         ("vgpu.random.nonsense", "'torch.vgpu.random' has no attribute 'nonsense'$"),
     ],
 )
-def test_an_error_names_what_only_torch_cuda_has(name, advice):
+def test_an_error_names_attributes_that_only_torch_cuda_has(name, advice):
     with pytest.raises(AttributeError, match=advice):
         operator.attrgetter(name)(torch)
 
 
-def test_torch_reads_the_name_of_a_tensor_type():
+def test_torch_accepts_the_name_of_a_tensor_type():
     x = torch.ones(2, device="vgpu:1")
     assert torch.ones(2).type("torch.vgpu.HalfTensor").type() == x.half().type()
     with pytest.raises(AttributeError, match="set_default_device"):

@@ -1,0 +1,14 @@
+"""Processes that tests start are forked, not spawned: spawned ones import torch anew in every test.
+
+CUDA doesn't survive a fork, so PyTorch's tests spawn; virtual GPUs do.
+"""
+
+import multiprocessing
+
+import torch.multiprocessing as torch_multiprocessing
+
+_forks = multiprocessing.get_context("fork")
+torch_multiprocessing.get_context = lambda method=None: _forks
+torch_multiprocessing.set_start_method = lambda method, force=False: None
+torch_multiprocessing.Process = _forks.Process
+torch_multiprocessing.Queue = _forks.Queue
