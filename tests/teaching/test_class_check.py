@@ -95,7 +95,7 @@ def test_ctrl_c_leaves_a_complete_table_of_what_was_judged(tmp_path):
         ("--seconds inf", "expected a number above 0, found 'inf'"),
         ("--gib -1", "argument --gib: expected a number above 0, found '-1'"),
         ("--gib much", "expected a number above 0, found 'much'"),
-        ("--jobs 0", "argument --jobs: expected a whole number from 1, found '0'"),
+        ("--jobs 0", "argument --jobs: expected a whole number of at least 1, found '0'"),
     ],
 )
 def test_class_check_refuses_limits_that_cannot_work(tmp_path, capsys, options, message):

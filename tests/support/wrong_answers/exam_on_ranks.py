@@ -77,7 +77,7 @@ WRONG = {
                 scale=_SCALE,
                 scaled=_ALL,
             ),
-            "count once",
+            "count them once",
         ),
         (
             _CLIP.format(
