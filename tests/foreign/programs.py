@@ -260,7 +260,10 @@ def torchtitan(folder: Path) -> Result:
         one = train(model, 1)
         compare(result, f"{model}, 1 GPU", one, train(model, 0), losses)
         for name, sizes in tried:
-            pipeline = ["--parallelism.pipeline_parallel_schedule=1F1B"] if pp in sizes else []
+            pipeline = [
+                "--parallelism.pipeline_parallel_schedule=1F1B", "--parallelism.num_pp_microbatches=2",
+                "--training.num_tokens_per_microbatch_per_dp_rank=128",
+            ] if pp in sizes else []  # fmt: skip
             options = [degree(of, size) for of, size in sizes.items()]
             gpus = int(np.prod([size for of, size in sizes.items() if of != ep]))
             done = train(model, gpus, *options, *pipeline)

@@ -57,6 +57,27 @@ def _but_in_compiled_calls(plain: Callable[..., None]) -> Callable[..., None]:
     return _warn_once
 
 
+class _WithGradientLaidOutAlike(torch.autograd.Function):
+    """The tensor itself; its gradient has its order of dimensions in memory, as the kernel writes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.strides = x.stride()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        from torch._higher_order_ops.flex_attention import _permute_strides
+
+        if _order(gradient.stride()) == _order(ctx.strides):
+            return gradient
+        return _permute_strides(gradient, ctx.strides)
+
+
+def _order(strides: tuple[int, ...]) -> list[int]:
+    return sorted(range(len(strides)), key=strides.__getitem__)
+
+
 def _by_formula(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Compute the operator behind ``flex_attention``: output, logsumexp and maxima."""
     from torch._higher_order_ops.flex_attention import _permute_strides, math_attention
@@ -72,7 +93,9 @@ def _by_formula(plain: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if not is_virtual_device(query.device):
             return plain(self, query, key, value, *args, **kwargs)
-        query, key, value = (casting.cast_down(part) for part in (query, key, value))
+        query, key, value = (
+            _WithGradientLaidOutAlike.apply(casting.cast_down(part)) for part in (query, key, value)
+        )
         with torch.autocast(gpus.DEVICE_TYPE, enabled=False):
             output, logsumexp, maxima = checkpoint(
                 math_attention, query, key, value, *args, use_reentrant=False, **kwargs

@@ -98,3 +98,14 @@ def test_a_block_mask_on_another_gpu_raises_torchs_error():
     parts = [torch.rand(1, 2, 8, 16, device="vgpu:0") for _ in range(3)]
     with pytest.raises(RuntimeError, match="same device but got vgpu:0 and vgpu:1"):
         flex_attention(*parts, block_mask=mask)
+
+
+def test_gradients_of_flex_attention_lie_as_its_inputs_do():
+    """Those of keys with tokens before heads, whose gradient context parallelism reduces as it is."""
+    strides = []
+    inputs = [torch.rand(1, 32, 4, 16, device="vgpu", requires_grad=True) for _ in range(3)]
+    views = [one.transpose(1, 2) for one in inputs]
+    for view in views:
+        view.register_hook(lambda gradient: strides.append(gradient.stride()))
+    flex_attention(*views).square().sum().backward()
+    assert strides == [view.stride() for view in views]
