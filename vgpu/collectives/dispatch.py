@@ -75,7 +75,8 @@ def _run(func: Operator, args: Args, kwargs: Kwargs) -> Any:
     gpu = next(tensor._gpu for tensor in tensors_in(args) if type(tensor) is VirtualTensor)
     process_groups.claim_gpu(call.group, gpu)
     tally.add(call)
-    with _RecordFunctionFast(f"{process_groups.BACKEND}:{call.name}"):
+    tensors = list(call.inputs or call.outputs)
+    with _RecordFunctionFast(f"{process_groups.BACKEND}:{call.name}", tensors):
         if call.is_functional:
             result = _carry_functional(call, func, args, kwargs)
         elif call.operator == "c10d::allgather_" and len({part.shape for part in call.outputs}) > 1:
