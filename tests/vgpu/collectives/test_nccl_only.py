@@ -45,7 +45,7 @@ def test_what_only_nccl_offers_is_refused_in_a_sentence():
         "the backend vccl of virtual GPUs has no options: leave out pg_options" in said["options"]
     )
     for kind in ("nccl", "both"):
-        assert "there are only virtual ones" in said[kind] and "name 'vccl'" in said[kind]
+        assert "there are only virtual ones" in said[kind] and "use 'vccl'" in said[kind]
 
 
 SPLIT = """
