@@ -61,7 +61,7 @@ def test_ring_states_refuses_a_number_of_ranks_that_cannot_be_drawn(ranks):
 def test_origins_reads_the_ranks_off_a_number():
     assert origins(303) == [0, 2]
     assert origins(0) == []
-    with pytest.raises(ValueError, match="one for each rank"):
+    with pytest.raises(ValueError, match="one per rank"):
         origins(10**8)
     with pytest.raises(ValueError, match="isn't a number of this lesson"):
         origins(-1)

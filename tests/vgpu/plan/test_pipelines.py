@@ -203,7 +203,7 @@ def test_the_trace_has_a_row_for_each_stages_rank(tmp_path, capsys):
     command.main([*sizes.split(), *layout.split(), "--trace", str(trace)])
     shown = capsys.readouterr().out
     assert "pp 2 × tp 2 on 4 H100" in shown
-    assert "interleaved 1F1B, 2 chunks: 2 micro-batches of 2 on each" in shown
+    assert "interleaved 1F1B, 2 chunks: 2 micro-batches of 2 each" in shown
     assert "layers per stage: 1, 2, 1, 0" in shown
     assert "waiting for other stages" in shown and "micro-batches in flight" in shown
     rows = json.loads(trace.read_text())["traceEvents"]

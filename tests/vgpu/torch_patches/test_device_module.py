@@ -47,7 +47,7 @@ def test_the_submodules_have_the_names_of_torch_cudas():
         ("vgpu.nonsense", "'torch.vgpu' has no attribute 'nonsense'$"),
         (
             "vgpu.memory.memory_snapshot",
-            "'torch.vgpu.memory' has no attribute 'memory_snapshot': torch.cuda.memory has one",
+            "'torch.vgpu.memory' has no attribute 'memory_snapshot': torch.cuda.memory has it",
         ),
         ("vgpu.amp.nonsense", "'torch.vgpu.amp' has no attribute 'nonsense'$"),
         ("vgpu.nvtx.nonsense", "'torch.vgpu.nvtx' has no attribute 'nonsense'$"),
