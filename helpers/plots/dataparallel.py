@@ -107,13 +107,19 @@ def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> N
                     color="white" if order % 2 == 0 else "black",
                 )
                 bottom += size
+            if idle := count - len(received):
+                axes.text(index + 1, bottom + 0.4, f"{idle} idle", ha="center", fontsize=8)
         axes.set_xticks(range(1, len(batches) + 1))
         axes.set_xlabel(f"batch ({count} GPU{'s' if count > 1 else ''})")
         cuts = ("+".join(str(size) for _, size in received) for received in batches)
         texts.append(f"{count} GPU{'s' if count > 1 else ''}: {', '.join(cuts)}.")
         axes.grid(axis="x", visible=False)
     panels[0][0].set_ylabel("samples")
-    headline(fig, "The batch is whole outside and split inside", "counted in forward, GPU 0 at the bottom")
+    headline(
+        fig,
+        "The batch is whole outside and split inside",
+        "counted in forward, GPU 0 at the bottom",
+    )
     show(fig, f"Stacked bars of samples, one per batch, split by GPU. {' '.join(texts)}")
 
 
