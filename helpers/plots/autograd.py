@@ -20,6 +20,8 @@ def gradients(
     axes.plot(x, right, color=COLORS["blue"], label="written out of place")
     axes.plot(x, wrong, color=COLORS["vermilion"], linestyle="--", label="edited through .data")
     dots = slice(2, None, max(len(x) // 24, 1))
+    if len(flat := x[slope.abs() < 1e-6]):
+        axes.text(flat.max(), 0.04, "flat: the slope is 0", ha="right", fontsize=9)
     axes.plot(x[dots], slope[dots], "o", color=COLORS["black"], ms=4, label="slope of the values")
     axes.set(xlabel="x", ylabel="gradient dy/dx")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -39,7 +39,7 @@ def shares(runs: dict[int, list[tuple[torch.device, int]]]) -> None:
         axes.bar_label(bars, fontsize=8 if count > 4 else 9, padding=2)
         axes.set_xticks(range(count))
         axes.set(xlim=(-0.8, max(count, 3) - 0.2), xlabel=f"GPU (of {count})")
-        texts.append(f"Of {count} GPUs: {', '.join(map(str, samples))}.")
+        texts.append(f"Of {count} GPU{'s' if count > 1 else ''}: {', '.join(map(str, samples))}.")
         axes.grid(axis="x", visible=False)
     panels[0][0].set_ylabel("samples received")
     headline(fig, "Every GPU gets a share of the batch", "counted by a hook")
@@ -107,13 +107,19 @@ def replica_sizes(records: dict[int, list[list[tuple[torch.device, int]]]]) -> N
                     color="white" if order % 2 == 0 else "black",
                 )
                 bottom += size
+            if idle := count - len(received):
+                axes.text(index + 1, bottom + 0.4, f"{idle} idle", ha="center", fontsize=8)
         axes.set_xticks(range(1, len(batches) + 1))
         axes.set_xlabel(f"batch ({count} GPU{'s' if count > 1 else ''})")
         cuts = ("+".join(str(size) for _, size in received) for received in batches)
         texts.append(f"{count} GPU{'s' if count > 1 else ''}: {', '.join(cuts)}.")
         axes.grid(axis="x", visible=False)
     panels[0][0].set_ylabel("samples")
-    headline(fig, "The batch is whole outside and split inside", "counted in forward, GPU 0 lowest")
+    headline(
+        fig,
+        "The batch is whole outside and split inside",
+        "counted in forward, GPU 0 at the bottom",
+    )
     show(fig, f"Stacked bars of samples, one per batch, split by GPU. {' '.join(texts)}")
 
 

@@ -28,6 +28,7 @@ def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
     given = f"weight {tuple(weight.shape)}, images {tuple(images.shape)}, all random"
     right, right_gradient = _value_and_gradient(_right_loss, weight, images, labels)
     _, hidden_gradient = _value_and_gradient(_silent_loss, weight, images, labels)
+    _, copied_gradient = _value_and_gradient(_copied_loss, weight, images, labels)
 
     before = weight.detach().clone(), images.clone()
     with for_input(given):
@@ -42,6 +43,8 @@ def loss_today(answer: Callable[..., torch.Tensor]) -> dict[str, Any]:
         hint = "The gradient of weight is wrong."
         if torch.allclose(gradient, hidden_gradient):
             hint = "This is still the gradient of loss_2017: one edit is hidden from autograd."
+        elif torch.allclose(gradient, copied_gradient):
+            hint += " A replaced value must pass none to it, but the edit is hidden from autograd."
         expect_close(gradient, right_gradient, hint=hint)
     before_off, off = ((g - right_gradient).abs().max() for g in (hidden_gradient, gradient))
     return {
@@ -81,6 +84,12 @@ def _gradient_of(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _silent_loss(weight: torch.Tensor, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     hidden = torch.tanh(images / images.abs().max() @ weight)
     hidden.data[hidden.data.abs() < 0.1] = 0
+    return F.cross_entropy(hidden, labels)
+
+
+def _copied_loss(weight: torch.Tensor, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    hidden = torch.tanh(images / images.abs().max() @ weight).clone()
+    hidden.data[hidden.data.abs() < 0.1] = 0  # of the copy: tanh keeps its own result
     return F.cross_entropy(hidden, labels)
 
 

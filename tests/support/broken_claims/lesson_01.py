@@ -42,7 +42,7 @@ BROKEN = [
     Broken(
         "A07",
         "to() returns the tensor itself",
-        edits=[("y = x.to(gpus[1])\nx += 10", "y = x\nx += 10")],
+        edits=[("y = x.to(gpus[1])\nwith", "y = x\nwith")],
     ),
     Broken(
         "A07",

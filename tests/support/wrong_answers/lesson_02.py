@@ -41,6 +41,10 @@ WRONG = {
             "Make a new tensor",
         ),
         (
+            _LOSS.format(edit="hidden = hidden.clone(); hidden.data[hidden.data.abs() < 0.1] = 0"),
+            "edit is hidden from autograd",
+        ),
+        (
             _LOSS.format(edit="hidden = hidden.masked_fill(hidden.abs() < 0.1, 0).detach()"),
             "cuts the graph",
         ),
