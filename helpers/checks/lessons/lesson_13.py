@@ -27,9 +27,6 @@ from vgpu.units import format_bytes, format_seconds
 
 _A_FUNCTION = "put it into an autograd.Function that defines its backward, "
 
-_DTENSORS_TIMEOUT_S = 30.0
-"""Where DTensors work out their splits; a first step takes seconds on a busy machine."""
-
 
 @exercise("13.1", "A Linear layer, split by rows")
 def linear_split_by_rows(answer: Callable[..., Any]) -> dict[str, Any]:
@@ -165,7 +162,6 @@ def plan_with_three_faults(answer: Any) -> dict[str, Any]:
             dict(answer),
             given=given,
             gpu=GPU,
-            timeout_s=_DTENSORS_TIMEOUT_S,
         )
     except Wrong as wrong:
         wrong.hint = (
