@@ -21,10 +21,8 @@ def formats(counts: Mapping[str, Mapping[int, int]]) -> None:
     for (name, found), color in zip(counts.items(), _ORDER, strict=False):
         exponents = sorted(found)
         edges = [*exponents, exponents[-1] + 1]
-        # A block of MXFP8 has only a piece: e4m3's numbers, where its scale puts them.
-        dashes = "--" if name == "MXFP8" else "-"
         heights = [found[e] for e in exponents]
-        axes.stairs(heights, edges, color=color, linewidth=2, linestyle=dashes, baseline=None)
+        axes.stairs(heights, edges, color=color, linewidth=2, baseline=None)
         most = max(found.values())
         # Two have (nearly) the same height: one name goes above its line, the other below.
         side = {"float16": "bottom", "float8 e4m3": "bottom", "float8 e5m2": "top"}.get(
@@ -35,7 +33,7 @@ def formats(counts: Mapping[str, Mapping[int, int]]) -> None:
     axes.set_yscale("log", base=2)
     axes.set(xlim=(-160, 165), xlabel="size of the number, as a power of 2")
     axes.set_xticks(range(-160, 161, 32), [f"$2^{{{e}}}$" for e in range(-160, 161, 32)])
-    axes.set_ylabel("numbers in a doubling")
+    axes.set_ylabel("numbers per power of 2")
     title(axes, "Exponent bits are width, fraction bits are height", "every number counted")
     show(fig, f"Lines of how many numbers there are in each doubling: {'; '.join(summary)}.")
 
@@ -66,8 +64,9 @@ def errors_by_ranks(
     looks = zip(("vermilion", "blue", "orange", "sky"), ("o-", "s-", "o--", "s--"), strict=True)
     for (name, found), (color, line) in zip(errors.items(), looks, strict=False):
         axes.plot(list(found), list(found.values()), line, color=COLORS[color], ms=4, label=name)
-    for name, (ranks, error) in measured.items():
-        axes.plot([ranks], [error], "D", color="black", ms=7, mfc="none", mew=2, label=name)
+    for place, (name, (ranks, error)) in enumerate(measured.items()):
+        label = None if place else name.partition(",")[0]
+        axes.plot([ranks], [error], "D", color="black", ms=7, mfc="none", mew=2, label=label)
     axes.axhline(0.01, color=COLORS["gray"], linewidth=1, linestyle=":")
     axes.text(2, 0.011, "a percent", fontsize=8, color="#666666", va="bottom")
     log2_ticks(axes, sorted(next(iter(errors.values()))))

@@ -98,7 +98,7 @@ patch("vgpu.plan.serving.Server.decode_s", lambda self, *a: whole_s(self, *a) / 
             (
                 "def continuous(requests, server=four):\n    return simulate_queue(server, requests, whole_prompts)",
                 "def continuous(requests, server=four):\n"
-                "    return simulate_queue(server, requests, whole_prompts, most_sequences=32, static=True)",
+                "    return simulate_queue(server, requests, whole_prompts, static=True)",
             )
         ],
     ),
