@@ -75,7 +75,11 @@ def test_ranks_divide_the_batches_of_a_single_process(world_size):
 @pytest.mark.parametrize(
     ("tokens", "asked", "message"),
     [
-        (torch.arange(8), {"batch_size": 1, "length": 8}, r"\(8,\): batches needs \(N,\) with N above"),
+        (
+            torch.arange(8),
+            {"batch_size": 1, "length": 8},
+            r"\(8,\): batches needs \(N,\) with N above",
+        ),
         (torch.arange(8)[None], {"batch_size": 1, "length": 2}, r"shape \(1, 8\)"),
         (torch.arange(8), {"batch_size": 1, "length": 0}, "a positive length"),
         (
