@@ -8,6 +8,7 @@ printed_losses(output)           # {10: 2.889254, 20: 2.730862}
 import ast
 import re
 import shlex
+import signal
 from pathlib import Path
 
 from IPython.display import Markdown
@@ -64,7 +65,10 @@ def run_line(line: str, timeout_s: float = 600) -> str:
     [result] = shell.run_lines([f"OMP_NUM_THREADS=1 {typed}"], {}, timeout_s)
     print(f"$ {line}\n{result.output}")
     if result.status:
-        raise RuntimeError(f"it ended with status {result.status}:\n{result.errors[-3000:]}")
+        status = f"it ended with status {result.status}"
+        if result.status == -signal.SIGKILL:
+            status += ", killed: often the machine is out of memory"
+        raise RuntimeError(f"{status}:\n{result.errors[-3000:]}")
     return result.output
 
 

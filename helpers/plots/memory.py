@@ -350,6 +350,10 @@ def memory_over_step(sizes: Mapping[str, Sequence[int]]) -> None:
     axes.set_xticks([0, 1], ["the step begins", "it ends"])
     axes.set_ylabel("GiB on one GPU")
     legend_beside(axes)
-    title(axes, "What is whole, and for how long", "bytes counted at each allocation")
+    title(
+        axes,
+        "Wrap each part: only one or two are whole at a time",
+        "bytes counted at each allocation",
+    )
     summary = ", ".join(f"{name} {max(curve) / _GIB:.1f}" for name, curve in sizes.items())
     show(fig, f"Curves of the bytes on one GPU over a training step. Peaks in GiB: {summary}.")

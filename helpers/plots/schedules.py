@@ -26,7 +26,7 @@ _LOOKS = {
     INPUT_GRADIENT: ("backward: input", COLORS["orange"]),
     WEIGHT_GRADIENT: ("backward: weights", COLORS["green"]),
 }
-# A number is shown if its box has this much room, in inches per digit.
+# Numbers are shown if their boxes have this much room, in inches per digit.
 _DIGIT_INCHES = 0.085
 
 
@@ -116,15 +116,23 @@ def _ink(color: tuple[float, float, float]) -> str:
 
 
 def _numbers(axes: Axes, simulated: SimulatedSchedule, factor: float, end: float) -> None:
-    """The micro-batch in each box with enough room, as one artist: text objects would take seconds."""
+    """The micro-batch in each box, if all of its kind have room, as one artist: text objects would take seconds."""
     fig = axes.get_figure(root=True)
     assert fig is not None
     inches = fig.get_figwidth() * 0.75 / end
+    # A kind of box has all its numbers or none.
+    cramped = {
+        box.action.kind
+        for boxes in simulated.boxes
+        for box in boxes
+        if (box.end - box.start) * factor * inches
+        < _DIGIT_INCHES * len(str(box.action.micro_batch))
+    }
     written, middles, inks = [], [], []
     for row, boxes in enumerate(simulated.boxes):
         for box in boxes:
             text = str(box.action.micro_batch)
-            if (box.end - box.start) * factor * inches >= _DIGIT_INCHES * len(text):
+            if box.action.kind not in cramped:
                 written.append(number_path(text))
                 middles.append(((box.start + box.end) / 2 * factor, row))
                 chunk = box.action.stage // simulated.schedule.devices

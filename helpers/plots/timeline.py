@@ -35,16 +35,19 @@ def timeline(
     axes: Axes | None = None,
     until_s: float | None = None,
     devices: Sequence[torch.device] | None = None,
+    lane_names: Sequence[str] | None = None,
 ) -> None:
     """Draw a recording, one lane for each stream of each GPU, under a title that says ``message``.
 
     host: whether to add a lane for the host's waits. until_s: the end of the axis, so that several
-    recordings can share one scale. devices: the GPUs to draw; by default, all. Without ``axes``, a
-    figure is created and shown. Further streams whose bars would all be hairlines are left out, and
+    recordings can share one scale. devices: the GPUs to draw; by default, all. lane_names: what to
+    call the lanes, from the top. Without ``axes``, a figure is created and shown. Further streams whose bars would all be hairlines are left out, and
     the line below the title says how many.
     """
     end_s = until_s or record.makespan_s or 1.0
     lanes, left_out = visible(lanes_of(record, host, devices), end_s)
+    if lane_names is not None:
+        lanes = dict(zip(lane_names, lanes.values(), strict=True))
     if axes is not None:
         _draw(axes, record, message, lanes, end_s, left_out)
         return

@@ -261,7 +261,12 @@ def fit_a_budget(answer: Callable[[list[int], int, int], Any]) -> dict[str, str]
             elif yours is not None:
                 least = format_bytes(min(peaks) * _UNIT_BYTES)
                 hint = "No choice fits: return None. With every stage checkpointed the peak is "
-                raise Wrong(yours=repr(yours), expected="None", hint=f"{hint}{least}.")
+                raise Wrong(
+                    yours=repr(yours),
+                    expected="None",
+                    hint=f"{hint}{least}: checkpointed or not, all outputs of a stage are there "
+                    "when backward reaches it.",
+                )
     return shown
 
 

@@ -17,7 +17,7 @@ from vgpu.profiling import EagerDispatchMode, OperatorLog
 
 @exercise("14.1", "The groups of a mesh")
 def groups_of(answer: Callable[[tuple[int, ...], int], list[list[int]]]) -> dict[str, Any]:
-    meshes = [((2, 4), 1), ((2, 4), 0), ((2, 3, 2), 1), ((4, 1, 2), 1)]
+    meshes = [((2, 4), 1), ((2, 4), 0), ((2, 3, 2), 1), ((4, 1, 2), 1), ((4, 2, 8), 1)]
     sizes = tuple(random.choice((2, 3, 4)) for _ in range(3))
     meshes += [(sizes, dimension) for dimension in range(3)]
     for sizes, dimension in meshes:
@@ -39,6 +39,13 @@ def groups_of(answer: Callable[[tuple[int, ...], int], list[list[int]]]) -> dict
         "meshes": len(meshes),
         "the last one": f"{sizes}, dimension {dimension}: {len(expected)} groups, the first "
         f"{expected[0]}",
+        "stuck, of the 64 GPUs": ", ".join(
+            f"rank {rank} waits for rank 21"
+            for group in _as_groups(answer((4, 2, 8), 1))
+            if 21 in group
+            for rank in group
+            if rank != 21
+        ),
     }
 
 
