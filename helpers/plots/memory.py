@@ -24,7 +24,7 @@ _UNITS = {"GB": 1e9, "GiB": _GIB, "MiB": MIB}
 CAUSE_COLORS = {
     "parameters": COLORS["blue"],
     "optimizer state": COLORS["purple"],
-    "inputs": COLORS["black"],
+    "inputs": COLORS["yellow"],
     "gradients": COLORS["vermilion"],
     "replicas": COLORS["sky"],
     "gathered": COLORS["sky"],
